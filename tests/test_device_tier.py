@@ -19,6 +19,7 @@ from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.compressed import Compression
 from vlcache_jax.engine.passage import Passage
+from vlcache_jax.library import Library
 
 FORCED = "the quick brown fox"
 ONE = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -397,3 +398,32 @@ def test_what_is_computed_again_changes_no_complete_copy():
     tier.fill(one, 20, 20)
     assert tier.begin(one) is None
     assert tier.find_rows(one) is not None
+
+
+def test_a_librarys_items_stay_on_the_device(opened, pictures, checkpoints):
+    llm = opened(pages=4)
+    library = Library(llm, "shop", tier="device")
+    share = llm.service.config.cache.pinned_share
+    fit = int(4 * share)
+    for i in range(fit):
+        library.add(pictures[i], f"{i}")
+    with pytest.raises(ValueError, match=r"^image must fit in the share of device_bytes that pinned_share leaves"):
+        library.add(pictures[fit], "more")
+    assert [item.id for item in library.items()] == [f"{i}" for i in range(fit)]
+    for _ in range(2):  # others come, and take turns in what is left
+        for picture in pictures[fit:]:
+            score(llm, "See ", picture, " what?")
+    for item in library.items():
+        shown = [{"type": "text", "text": "See "}, library.part(item.id)]
+        [found] = llm.score([[{"role": "user", "content": shown}]], [FORCED], reuse="full", use_tqdm=False)
+        assert [image.kv for image in found.cache.images] == ["device"]
+    # What is removed makes room.
+    library.remove("0")
+    library.add(pictures[fit], "more")
+    for item in library.items():
+        library.remove(item.id)
+    with (
+        LLM(checkpoints("qwen3_vl"), use_tqdm=False, **SIZES) as without,
+        pytest.raises(ValueError, match=r"^tier must not be device without a device tier"),
+    ):
+        Library(without, "shop", tier="device")

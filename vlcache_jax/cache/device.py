@@ -48,12 +48,33 @@ class DeviceTier:
         self._copies: weakref.WeakKeyDictionary[Record, _Copy] = weakref.WeakKeyDictionary()  # the oldest use first
         self._begun: weakref.WeakSet[Record] = weakref.WeakSet()
         self._needed: weakref.WeakSet[Record] = weakref.WeakSet()
+        self._kept: weakref.WeakSet[Record] = weakref.WeakSet()
         self._lock = threading.Lock()  # others look at the counts
 
     def need(self, records: Iterable[Record]) -> None:
         """These stay until it is called again."""
         with self._lock:
             self._needed = weakref.WeakSet(records)
+
+    def keep(self, records: Iterable[Record], share: float) -> bool:
+        """Lets the copies of records stay as long as the records are kept in host memory.
+
+        Args:
+          share: of all pages that such copies take at most.
+
+        Returns:
+          Whether they do: each of them has a whole copy, and they fit.
+        """
+        with self._lock:
+            asked = list(records)
+            if not all(self._is_whole(record) for record in asked):
+                return False
+            kept = {*asked, *(record for record in self._kept if record.is_kept)}
+            pages = sum(_pages(record.meta.tokens) for record in kept if record in self._copies)
+            if pages > share * self.num_pages:
+                return False
+            self._kept.update(asked)
+            return True
 
     def find(self, record: Record) -> Index | None:
         """Where the K, V of a record's tokens lie, if all are here; see `_Copy.place`."""
@@ -113,6 +134,13 @@ class DeviceTier:
             "device_capacity": self.page_bytes * self.num_pages,
         }
 
+    def _is_whole(self, record: Record) -> bool:
+        copy = self._copies.get(record)
+        return copy is not None and not copy.missing
+
+    def _stays(self, record: Record) -> bool:
+        return record in self._needed or (record.is_kept and record in self._kept)
+
     def _take(self, record: Record) -> Index | None:
         self._begun.add(record)
         self._copies.pop(record, None)
@@ -120,7 +148,7 @@ class DeviceTier:
         used = {int(page) for copy in self._copies.values() for page in copy.place[::PAGE_TOKENS] // PAGE_TOKENS}
         free = [page for page in range(self.num_pages) if page not in used]
         leaving = []
-        others = [(other, copy) for other, copy in self._copies.items() if other not in self._needed]
+        others = [(other, copy) for other, copy in self._copies.items() if not self._stays(other)]
         while len(free) < wanted and others:
             other, copy = others.pop(0)
             leaving.append(other)

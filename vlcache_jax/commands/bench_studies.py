@@ -337,7 +337,7 @@ def mpic_command(
 
     Example: vlcache bench mpic --images 1,2,4 --questions 5 --out mpic.json --picture mpic.png
 
-    Example: vlcache bench mpic qwen3-vl-8b --data mmdu/benchmark.json --judge https://api.openai.com --judge-model NAME
+    Example: vlcache bench mpic MODEL --data mmdu/benchmark.json --judge https://api.openai.com --judge-model NAME
 
     Example: vlcache bench mpic --preset --side 512 --rates 0.5,1,2 --out online.json
     """

@@ -19,13 +19,13 @@ from PIL import Image
 
 from vlcache_jax.cache.items import Item
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, content_key
-from vlcache_jax.cache.store import PictureKey, Store
+from vlcache_jax.cache.store import PictureKey
 from vlcache_jax.checks import check_flags, check_text, is_a, short
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.progress import Progress
 from vlcache_jax.service import Service
 
-TIERS = ("disk", "memory")
+TIERS = ("disk", "memory", "device")
 _MOST_NAME = 256  # characters of a name
 _MOST_METADATA = 65536  # bytes of JSON
 _TOGETHER = 16  # pictures of `add_many` that are computed together
@@ -125,8 +125,8 @@ class Library:
       owner: the `cache_salt` of the requests that may name its items; None: all may, whatever their salts.
       system: the system message of the prompts that will show its pictures first. Behind it they are reused exactly,
         elsewhere as `reuse` says.
-      tier: where records are pinned: "disk", or "memory", where they take of `CacheConfig.pinned_share`; None: on the
-        disk if there is a disk tier.
+      tier: where records are pinned: "disk"; "memory", where they take of `CacheConfig.pinned_share`; "device", where
+        their copies take as large a share of `device_bytes`, beside memory. None: on the disk if there is a disk tier.
       keep_bytes: also keep the bytes of pictures, which are read where records are gone. It needs a disk tier.
       mm_processor_kwargs: `min_pixels` and `max_pixels` of what is added.
 
@@ -163,10 +163,12 @@ class Library:
         if not has_disk and (tier == "disk" or keep_bytes):
             told = "tier" if tier == "disk" else "keep_bytes"
             raise ValueError(f"{told} must be left out without a disk tier: give cache=CacheConfig(disk=...)")
+        if tier == "device" and not service.cache.tier.num_pages:
+            raise ValueError("tier must not be device without a device tier: give cache=CacheConfig(device_bytes=...)")
         self.name, self.owner, self.service = name, owner, service
         self.salt: Salt = SHARED if owner is None else owner
         self._system, self._keep_bytes = system, keep_bytes
-        self._in_memory = tier == "memory" or not has_disk
+        self._tier = tier or ("disk" if has_disk else "memory")
         self._settings, self._limits = mm_processor_kwargs, dict(read_settings(mm_processor_kwargs).limits)
         self._items, self._images = service.items, service.images
         self._whose: dict[str, Any] = {"shared": True} if owner is None else {"cache_salt": owner}
@@ -387,7 +389,7 @@ class Library:
         if isinstance(vectors, ValueError):
             return vectors
         try:
-            _pin(self.service.cache.store, item.entry, self._in_memory)
+            _pin(self.service, item.entry, self._tier)
             if item.file is not None and begun.encoded is not None:
                 self._items.keep(item.file, begun.encoded)
         except ValueError as error:
@@ -422,13 +424,17 @@ def _vectors(
     return found
 
 
-def _pin(store: Store, entry: str, in_memory: bool) -> None:
+def _pin(service: Service, entry: str, tier: str) -> None:
     """Raises a ValueError if records do not stay where they are to."""
-    if in_memory:
+    store = service.cache.store
+    if tier != "disk":
         store.keep(entry, True)
-        if all(one.meta.context is None for one in store.records(entry)):
+        kept = [one for one in store.records(entry) if one.meta.context is not None]
+        if not kept:
             raise ValueError("image must fit in memory, but its records did not stay there")
-    if not store.keep_outside(entry, True) and not in_memory:
+        if tier == "device" and not service.cache.tier.keep(kept, store.config.pinned_share):
+            raise ValueError("image must fit in the share of device_bytes that pinned_share leaves, but does not")
+    if not store.keep_outside(entry, True) and tier == "disk":
         raise ValueError("image must fit on the disk, but its records could not be written there: see the log")
 
 

@@ -71,7 +71,7 @@ class _Item:
             results = [
                 {
                     "file_id": hit.id,
-                    "filename": hit.id,
+                    "filename": hit.metadata.get("filename", hit.id),
                     "score": hit.score,
                     "text": "",
                     "attributes": dict(hit.metadata),
