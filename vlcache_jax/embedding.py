@@ -6,7 +6,11 @@ import asyncio
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from vlcache_jax.cache.keys import Salt
 from vlcache_jax.calls import in_order
@@ -14,7 +18,7 @@ from vlcache_jax.checks import check_flags, check_whole
 from vlcache_jax.config import Reuse
 from vlcache_jax.inputs.retrieval import ANSWERS, InputRenderer, PairRenderer, listed_inputs
 from vlcache_jax.inputs.settings import read_settings
-from vlcache_jax.outputs import EmbeddingOutput, HiddenState, RerankOutput
+from vlcache_jax.outputs import CacheReport, HiddenState, Metrics, plain
 from vlcache_jax.service import Service
 from vlcache_jax.serving import Call, RequestError
 from vlcache_jax.under_way import UnderWay, together
@@ -23,6 +27,79 @@ Input = str | Mapping[str, Any] | Sequence[Any]
 """A string, a part of a message, a list of parts, a conversation, or a dict with a `prompt` as it is."""
 Document = str | Mapping[str, Any] | Sequence[Any]
 """A string, a part of a message, or a list of parts."""
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A vector of length 1.
+
+    Attributes:
+      embedding: float32 [n].
+    """
+
+    embedding: npt.NDArray[np.float32]
+
+    @property
+    def hidden_size(self) -> int:
+        """n."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of one input, in the place of the input in the call.
+
+    Attributes:
+      outputs: the embedding; NaN if the input was wrong.
+      prompt_token_ids, num_cached_tokens, metrics, cache, request_id, error: see `RequestOutput`.
+    """
+
+    outputs: Embedding
+    prompt_token_ids: npt.NDArray[np.int32] = field(repr=False)
+    num_cached_tokens: int
+    metrics: Metrics
+    cache: CacheReport
+    request_id: str = ""
+    error: str | None = None
+
+    finished: ClassVar[bool] = True  # vLLM has it
+
+    @classmethod
+    def of(cls, state: HiddenState, dimensions: int | None, request_id: str) -> EmbeddingOutput:
+        """Of a hidden state the first `dimensions`, as long as 1 (Matryoshka embeddings may be cut); None: all."""
+        values = state.values[:dimensions]
+        with np.errstate(invalid="ignore"):
+            values = values / np.maximum(np.linalg.norm(values), 1e-12)
+        told = (state.prompt_token_ids, state.num_cached_tokens, state.metrics, state.cache)
+        return cls(Embedding(values), *told, request_id=request_id, error=state.error)
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `RequestOutput.to_dict`."""
+        return cast(dict[str, Any], plain(self))
+
+
+@dataclass(frozen=True)
+class RerankOutput:
+    """How well a document suits a query.
+
+    Attributes:
+      index: which document of the call.
+      score: the probability of "yes" beside "no"; NaN if the document was wrong.
+      num_cached_tokens, metrics, cache, error: see `RequestOutput`.
+      num_tokens: of query and document with all that stands around them.
+    """
+
+    index: int
+    score: float
+    num_tokens: int
+    num_cached_tokens: int
+    metrics: Metrics = field(repr=False)
+    cache: CacheReport = field(repr=False)
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `RequestOutput.to_dict`."""
+        return cast(dict[str, Any], plain(self))
 
 
 class Pooling:

@@ -20,8 +20,8 @@ from vlcache_jax.engine.completions import CompletionDelta as CompletionDelta
 from vlcache_jax.engine.completions import Logprob as Logprob
 from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
 from vlcache_jax.engine.compressed import Compression as Compression
+from vlcache_jax.engine.metrics import Metrics as Metrics
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
-from vlcache_jax.engine.request import Metrics as Metrics
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.reuse.plan import Plan, active_rows
 from vlcache_jax.verification import Verification as Verification
@@ -188,7 +188,7 @@ class RequestOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, as `json.dumps` takes them."""
-        return cast(dict[str, Any], _plain(self))
+        return cast(dict[str, Any], plain(self))
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class RequestDelta:
 
     def to_dict(self) -> dict[str, Any]:
         """See `RequestOutput.to_dict`."""
-        return cast(dict[str, Any], _plain(self))
+        return cast(dict[str, Any], plain(self))
 
 
 class OutputCollector:
@@ -325,7 +325,7 @@ class Score:
 
     def to_dict(self) -> dict[str, Any]:
         """See `RequestOutput.to_dict`."""
-        return cast(dict[str, Any], _plain(self))
+        return cast(dict[str, Any], plain(self))
 
 
 @dataclass(frozen=True)
@@ -346,87 +346,14 @@ class HiddenState:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class Embedding:
-    """A vector of length 1.
-
-    Attributes:
-      embedding: float32 [n].
-    """
-
-    embedding: npt.NDArray[np.float32]
-
-    @property
-    def hidden_size(self) -> int:
-        """n."""
-        return len(self.embedding)
-
-
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """The embedding of one input, in the place of the input in the call.
-
-    Attributes:
-      outputs: the embedding; NaN if the input was wrong.
-      prompt_token_ids, num_cached_tokens, metrics, cache, request_id, error: see `RequestOutput`.
-    """
-
-    outputs: Embedding
-    prompt_token_ids: npt.NDArray[np.int32] = field(repr=False)
-    num_cached_tokens: int
-    metrics: Metrics
-    cache: CacheReport
-    request_id: str = ""
-    error: str | None = None
-
-    finished: ClassVar[bool] = True  # vLLM has it
-
-    @classmethod
-    def of(cls, state: HiddenState, dimensions: int | None, request_id: str) -> EmbeddingOutput:
-        """Of a hidden state the first `dimensions`, as long as 1 (Matryoshka embeddings may be cut); None: all."""
-        values = state.values[:dimensions]
-        with np.errstate(invalid="ignore"):
-            values = values / np.maximum(np.linalg.norm(values), 1e-12)
-        told = (state.prompt_token_ids, state.num_cached_tokens, state.metrics, state.cache)
-        return cls(Embedding(values), *told, request_id=request_id, error=state.error)
-
-    def to_dict(self) -> dict[str, Any]:
-        """See `RequestOutput.to_dict`."""
-        return cast(dict[str, Any], _plain(self))
-
-
-@dataclass(frozen=True)
-class RerankOutput:
-    """How well a document suits a query.
-
-    Attributes:
-      index: which document of the call.
-      score: the probability of "yes" beside "no"; NaN if the document was wrong.
-      num_cached_tokens, metrics, cache, error: see `RequestOutput`.
-      num_tokens: of query and document with all that stands around them.
-    """
-
-    index: int
-    score: float
-    num_tokens: int
-    num_cached_tokens: int
-    metrics: Metrics = field(repr=False)
-    cache: CacheReport = field(repr=False)
-    error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """See `RequestOutput.to_dict`."""
-        return cast(dict[str, Any], _plain(self))
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dataclasses as dicts, arrays and tuples as lists, members of enums as their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: plain(one) for key, one in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     if isinstance(value, np.ndarray):
         return value.tolist()
     return value.value if isinstance(value, enum.Enum) else value

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -222,6 +222,25 @@ class Channel:
             self.fault(error)
             return False
         return True
+
+    def delete_all(self, entry: str, names: Iterable[str], pinned: Collection[str]) -> set[str]:
+        """Removes an image's records, and others of these names, but what is pinned; returns the names of those that it
+        removed."""
+        there = {*names, *(one.meta.name for one in self.found(entry))}
+        deleted = {name for name in sorted(there.difference(pinned, self.pinned(entry))) if self.delete(name)}
+        self.forget(entry)
+        return deleted
+
+    def pin(self, entry: str, is_pinned: bool) -> int:
+        """An image's records stay in the tier, or no longer; returns of how many K, V are there."""
+        count = 0
+        for one in self.found(entry):
+            try:
+                self.tier.pin(one.meta.name, is_pinned)
+                count += one.meta.context is not None
+            except Exception as error:
+                self.fault(error)
+        return count
 
     def pinned(self, entry: str) -> set[str]:
         """Names of an image's records that are to stay there."""

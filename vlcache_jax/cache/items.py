@@ -348,28 +348,7 @@ class Items:
     def _rows(self, where: str, owner: Salt, *values: Any, ended: bool = False) -> list[Item]:
         rows = self._run(f"SELECT {_COLUMNS} FROM items WHERE owner = ? {where}", owner_key(owner), *values)
         now = self._clock()
-        return [self._item(owner, *row) for row in rows if ended or row[-1] is None or row[-1] > now]
-
-    def _item(
-        self,
-        owner: Salt,
-        library: str,
-        name: str,
-        version: str,
-        content: str,
-        height: int,
-        width: int,
-        limits: str,
-        entry: str,
-        file: str | None,
-        metadata: str,
-        added: float,
-        expires: float | None,
-    ) -> Item:
-        return Item(
-            library, name, PictureKey(content, height, width), json.loads(limits), entry, file, json.loads(metadata),
-            added, expires, version, owner,
-        )  # fmt: skip
+        return [_item(owner, *row) for row in rows if ended or row[-1] is None or row[-1] > now]
 
     def _loosen(self, index: sqlite3.Connection, owner: str, item: Item) -> None:
         index.execute(
@@ -415,6 +394,27 @@ class Items:
                 with _locked(self._folder / _OPENING):  # what SQLite does then waits for nobody
                     self._index = _connected(str(self._folder / _FILE))
         return self._index
+
+
+def _item(
+    owner: Salt,
+    library: str,
+    name: str,
+    version: str,
+    content: str,
+    height: int,
+    width: int,
+    limits: str,
+    entry: str,
+    file: str | None,
+    metadata: str,
+    added: float,
+    expires: float | None,
+) -> Item:
+    return Item(
+        library, name, PictureKey(content, height, width), json.loads(limits), entry, file, json.loads(metadata),
+        added, expires, version, owner,
+    )  # fmt: skip
 
 
 def _connected(place: str) -> sqlite3.Connection:

@@ -166,7 +166,7 @@ class Store(Records):
         wanted: dict[str, tuple[Channel, Found]] = {}
         there: dict[str, tuple[Channel, Found]] | None = None
         if known is None:
-            there = self._outside(entry)
+            there = _outside(self.channels, entry, self.ages.oldest())
             if name in there and self.is_of_use(there[name][1].meta, approximate):
                 wanted[name] = there[name]
             elif approximate and not self.has_variants(entry):
@@ -174,7 +174,7 @@ class Store(Records):
             known = next((found.meta for _, found in wanted.values()), None)
         computes = known is None or known.name != name or not known.is_exact  # some rows, from the encoder's
         if computes and self.tier.get(name := f"enc/{entry}") is None:
-            there = self._outside(entry) if there is None else there
+            there = _outside(self.channels, entry, self.ages.oldest()) if there is None else there
             if name in there:
                 wanted[name] = there[name]
         # Records that are used in host memory should not leave the disk as if nobody had.
@@ -194,7 +194,7 @@ class Store(Records):
         """Whether any record of an image exists, or is being filled, or can be brought in."""
         with self._lock:
             is_here = bool(self._records(entry))
-        return is_here or f"enc/{entry}" in self._outside(entry)
+        return is_here or f"enc/{entry}" in _outside(self.channels, entry, self.ages.oldest())
 
     def wait(self) -> None:
         """Until all that has been begun to load is there, or is known not to come."""
@@ -236,11 +236,7 @@ class Store(Records):
             there = channel.to_write(entry)  # or written by the time of the look
             channel.forget(entry)
             channel.hear(channel.ask([entry]), self._patience)
-            there |= {one.meta.name for one in channel.found(entry)}
-            for name in sorted(there.difference(pinned, channel.pinned(entry))):
-                if channel.delete(name):
-                    names.add(name)
-            channel.forget(entry)
+            names |= channel.delete_all(entry, there, pinned)
         return names
 
     def write_out(self, entry: str) -> None:
@@ -251,22 +247,14 @@ class Store(Records):
 
     def keep_outside(self, entry: str, is_pinned: bool) -> int:
         """An image's records stay in the tiers of this machine, or no longer; returns of how many K, V are there."""
-        count = 0
-        for channel in self.channels:
-            for one in channel.found(entry) if channel.tier.is_local else ():
-                try:
-                    channel.tier.pin(one.meta.name, is_pinned)
-                    count += one.meta.context is not None
-                except Exception as error:
-                    channel.fault(error)
-        return count
+        return sum(channel.pin(entry, is_pinned) for channel in self.channels if channel.tier.is_local)
 
     def is_owner(self, owner: str, entry: str) -> bool:
         """Whether an entry key, of which something is known, was made under the owner's salt."""
         if super().is_owner(owner, entry):
             return True
         self.look([entry])
-        found = [one for _, one in self._outside(entry).values()]
+        found = [one for _, one in _outside(self.channels, entry, self.ages.oldest()).values()]
         return bool(found) and all(one.meta.owner == owner for one in found)
 
     def flush(self) -> None:
@@ -307,16 +295,6 @@ class Store(Records):
             if not record.is_settled:
                 channel.late()
                 self.withdraw(record, Why.timeout)
-
-    def _outside(self, entry: str) -> dict[str, tuple[Channel, Found]]:
-        """The records of an image outside host memory, each in the fastest tier that has it, the newest last."""
-        there: dict[str, tuple[Channel, Found]] = {}
-        oldest = self.ages.oldest()
-        for channel in self.channels:
-            for one in channel.found(entry):
-                if one.meta.name not in there and (oldest is None or one.written >= oldest):
-                    there[one.meta.name] = channel, one
-        return there
 
     def _place(self, channel: Channel, found: Found) -> Record | None:
         """The place of a record that is to come; None: it does not."""
@@ -387,6 +365,17 @@ class Store(Records):
             if not has_more:
                 self.withdraw(record)  # unless it is settled by now
         return has_more
+
+
+def _outside(channels: Sequence[Channel], entry: str, oldest: float | None) -> dict[str, tuple[Channel, Found]]:
+    """The records of an image outside host memory, each in the fastest tier that has it, the newest last; but none that
+    were written before `oldest`."""
+    there: dict[str, tuple[Channel, Found]] = {}
+    for channel in channels:
+        for one in channel.found(entry):
+            if one.meta.name not in there and (oldest is None or one.written >= oldest):
+                there[one.meta.name] = channel, one
+    return there
 
 
 class Filling:

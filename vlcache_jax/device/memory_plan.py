@@ -91,8 +91,7 @@ def plan_memory(
         the model or the pool takes, or the pool is too small to serve anybody.
     """
     # The sizes that programs are compiled for, within what was asked.
-    if ladder is None:
-        ladder = default_ladder(device, kv.dtype)
+    ladder = ladder or default_ladder(device, kv.dtype)
     if max_rows is not None:
         ladder = limit_rows(ladder, max_rows)
     if max_sequences is not None:
@@ -103,8 +102,7 @@ def plan_memory(
     # However small images are made, each has a token.
     ladder = limit_patches(ladder, max(merge_size**2, min(max_patches, longest * merge_size**2)), merge_size)
     # Records that stay on the device take their pages first, and the pool what is left.
-    count = 1 + len(others)
-    page = PAGE_TOKENS * kept_token_bytes(config, kv, count)
+    page = PAGE_TOKENS * kept_token_bytes(config, kv, 1 + len(others))
     if 0 < device_bytes < page:
         raise ValueError(
             f"device_bytes must be 0 or at least {page}, a page of {PAGE_TOKENS} tokens, got {device_bytes}"

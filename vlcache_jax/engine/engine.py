@@ -214,7 +214,7 @@ class Engine:
         """Ends what failed before it ran and what nobody wants any more, and puts back what counts on what failed."""
         for sequence in self.scheduler.running:
             lease = sequence.progress.lease
-            if lease is not None and lease.is_lost and not self._is_in_turn(sequence):
+            if lease is not None and lease.is_lost and not _has(self._turn, sequence):
                 self.scheduler.put_back(sequence, failed=True)
         for sequence in self.scheduler.waiting:
             group = sequence.end.group
@@ -223,9 +223,6 @@ class Engine:
         # The last ones first: they may be the only ones that count on earlier ones.
         for one in sorted([*self.scheduler.waiting, *self.scheduler.running], key=lambda one: -one.progress.arrived):
             self._end_if_done(one)
-
-    def _is_in_turn(self, sequence: Sequence) -> bool:
-        return self._turn is not None and any(prefill.sequence is sequence for prefill in self._turn.prefills)
 
     def _admit(self) -> None:
         for sequence in self.scheduler.admit():
@@ -266,7 +263,7 @@ class Engine:
             self.scheduler.launched(turn.prefills)
             self._turn = None
             self._flight.add(Recorded(self.writer))
-        self._count_step(launched.step, start)
+        self._count(**_counts_of(launched.step, start))
         return False
 
     def _encode_ahead(self, waiting: abc.Iterable[Sequence]) -> None:
@@ -281,16 +278,8 @@ class Engine:
         for step, tokens in run_on(self.runner, self._lanes, self.scheduler.runs(answers)):
             if tokens is not None:
                 self._flight.add(tokens)
-            self._count_step(step, start)
+            self._count(**_counts_of(step, start))
             start = time.thread_time()
-
-    def _count_step(self, step: Step, start: float) -> None:
-        self._count(
-            prefill_steps=1,
-            prefill_rows=step.bounds[0],
-            padded_prefill_rows=step.bounds[0] - step.active[0],
-            host_prefill_seconds=time.thread_time() - start,
-        )
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether a sequence can be computed now; then what it computes is settled."""
@@ -379,7 +368,7 @@ class Engine:
 
     def _end_if_done(self, sequence: Sequence) -> None:
         is_over = sequence.end.is_aborted and not self.scheduler.is_needed(sequence)
-        if (is_over or sequence.is_done or sequence.end.error is not None) and not self._is_in_turn(sequence):
+        if (is_over or sequence.is_done or sequence.end.error is not None) and not _has(self._turn, sequence):
             self._end(sequence, failed=sequence.end.error is not None)
 
     def _end(self, sequence: Sequence, *, failed: bool) -> None:
@@ -407,3 +396,20 @@ class Engine:
         self._counts = dataclasses.replace(
             self._counts, **{name: getattr(self._counts, name) + value for name, value in more.items()}
         )
+
+
+def _has(turn: Turn | None, sequence: Sequence) -> bool:
+    """Whether a turn computes something of a sequence."""
+    return turn is not None and any(prefill.sequence is sequence for prefill in turn.prefills)
+
+
+def _counts_of(step: Step, start: float) -> dict[str, float]:
+    """What a prefill step adds to the counts; `start` is when the thread began with it."""
+    rows, used = step.bounds[0], step.active[0]
+    seconds = time.thread_time() - start
+    return {
+        "prefill_steps": 1,
+        "prefill_rows": rows,
+        "padded_prefill_rows": rows - used,
+        "host_prefill_seconds": seconds,
+    }

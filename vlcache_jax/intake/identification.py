@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.keys import Salt, alias_key, owner_key
 from vlcache_jax.cache.store import PictureKey
-from vlcache_jax.engine.request import Metrics, Request
+from vlcache_jax.engine.metrics import Metrics
+from vlcache_jax.engine.request import Request
 from vlcache_jax.inputs.layout import ImageRef, Moment
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.intake.recognition import Recognizer, Task

@@ -167,8 +167,7 @@ class Library:
             raise ValueError("tier must not be device without a device tier: give cache=CacheConfig(device_bytes=...)")
         self.name, self.owner, self.service = name, owner, service
         self.salt: Salt = SHARED if owner is None else owner
-        self._system, self._keep_bytes = system, keep_bytes
-        self._tier = tier or ("disk" if has_disk else "memory")
+        self._system, self._keep_bytes, self._tier = system, keep_bytes, tier or ("disk" if has_disk else "memory")
         self._settings, self._limits = mm_processor_kwargs, dict(read_settings(mm_processor_kwargs).limits)
         self._items, self._images = service.items, service.images
         self._whose: dict[str, Any] = {"shared": True} if owner is None else {"cache_salt": owner}

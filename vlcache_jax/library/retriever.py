@@ -16,9 +16,10 @@ import numpy.typing as npt
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.items import Item
 from vlcache_jax.checks import check_text, check_whole, short
+from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.library.searches import Hit, Searches
-from vlcache_jax.outputs import EmbeddingOutput, RequestOutput, RerankOutput
+from vlcache_jax.outputs import RequestOutput
 
 EXACT = 100_000
 """Items up to which every vector is compared; beyond, `usearch` looks among neighbours."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from vlcache_jax.outputs import EmbeddingOutput, RerankOutput
+from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.protocol.answers import Counts
 from vlcache_jax.protocol.fields import CHAT, TEXT_OR_NULL, check_fields, told
 from vlcache_jax.protocol.values import ApiError, Schema

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.async_llm import AsyncLLM
-from vlcache_jax.outputs import EmbeddingOutput, RerankOutput
+from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.protocol.retrieval import EMBEDDINGS, RERANK, Asked, EmbeddingRequest, RerankRequest, counts_of
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
