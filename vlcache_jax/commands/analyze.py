@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from vlcache_jax.llm import LLM
-    from vlcache_jax.study.analysis import Decomposition
+    from vlcache_jax.study.analysis import Decomposition, Looks
     from vlcache_jax.study.sensitivity import ProfileCase
 
 app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
@@ -109,11 +109,16 @@ def errors_command(
         }
         figure, axes = _figure(5)
         _draw_errors(axes, means, depths, far, parts)
-        for layer, errors in enumerate(layered["r = 0"]):
-            axes[4].plot(np.arange(len(errors)), errors, "o-", markersize=3, label=f"layer {layer}")
-        axes[4].set(xlabel="answer token", ylabel="error of attention outputs", title="By layer, r = 0")
-        axes[4].legend(fontsize=7)
+        _draw_layers(axes[4], layered["r = 0"])
         _save(figure, report, out)
+
+
+def _draw_layers(axis: Any, layered: np.ndarray) -> None:
+    """Errors along the answer, a line for each layer."""
+    for layer, errors in enumerate(layered):
+        axis.plot(errors, "o-", markersize=3, label=f"layer {layer}")
+    axis.set(xlabel="answer token", ylabel="error of attention outputs", title="By layer, r = 0")
+    axis.legend(fontsize=7)
 
 
 def _draw_errors(
@@ -192,83 +197,87 @@ def attention_command(
         say_errors(),
         _opened(opt.one_model(model, same_model), dtype, out, data, samples, arrangement, donors) as (llm, cases),
     ):
-        import numpy as np
-
         from vlcache_jax.study import analysis
         from vlcache_jax.study.probe import Probe
         from vlcache_jax.study.sensitivity import prepare
 
         probe = Probe(llm)
-        # Of each sample the attention on its images, and how far its keys are from a cold run's.
-        kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
-        ranks, distances = [], []
-        seen: tuple[np.ndarray, list[tuple[int, int]]] | None = None
-        for case in cases:
-            runs = prepare(probe, case)
-            if seen is None or len(runs.placed.images) > len(seen[1]):  # the first one with most images
-                spans = [(span.start, span.stop) for span in runs.placed.images]
-                seen = analysis.attention_map(probe, runs.placed, runs.cold), spans
-            for name, images in zip(kinds, analysis.answer_attention(probe, runs.placed, runs.cold), strict=True):
-                kinds[name] += [weights.mean(1) for weights in images]
-                if name == "scaled":
-                    ranks += [analysis.first_token_rank(weights) for weights in images]
-            distances += [analysis.key_distance(runs, span) for span in runs.placed.images]
-        # Images differ in length: curves are over the share of an image.
-        grid = np.linspace(0, 1, 101)
-        along = {
-            name: np.mean([[np.interp(grid, *_cumulative(layer)) for layer in weights] for weights in found], axis=0)
-            for name, found in kinds.items()
-        }
-        far = np.mean([[np.interp(grid, *_cumulative(layer)) for layer in found] for found in distances], axis=0)
-        rank = np.mean([np.stack([r.mean(1), r.std(1)]) for r in ranks], axis=0)
-        thresholds = np.logspace(-6, 0, 61)
-        counts = [analysis.distant_layers(found) for found in distances]
-        assert seen is not None
-        report = {
-            "arrangement": arrangement,
-            "donors": donors,
-            "samples": samples,
-            "images": len(distances),
-            "share of tokens above 0.001, by layer": {
-                name: np.mean([(weights > 1e-3).mean(1) for weights in found], axis=0).tolist()
-                for name, found in kinds.items()
-            },
-            "attention": thresholds.tolist(),
-            "share of tokens with at most this attention, by layer": {
-                name: np.mean([_share_up_to(weights, thresholds) for weights in found], axis=0).tolist()
-                for name, found in kinds.items()
-            },
-            "attention on the first tokens, by layer and share of the image": {k: v.tolist() for k, v in along.items()},
-            "tokens that get less than the first one, mean over heads by layer": rank[0].tolist(),
-            "its standard deviation": rank[1].tolist(),
-            "distance of keys on the first tokens, by layer and share of the image": far.tolist(),
-            "layers but the first in which a token's keys are among the farthest, of each image": [
-                found.tolist() for found in counts
-            ],
-            "share of such that are in the first tenth of their image": float(
-                np.mean([found[: max(1, len(found) // 10)].sum() / found.sum() for found in counts])
-            ),
-            "what rows behind an image see of its tokens in the first layer": [
-                seen[0][stop:, start:stop].mean(0).tolist() for start, stop in seen[1]
-            ],
-        }
+        looks = analysis.look(probe, (prepare(probe, case) for case in cases))
+        counts = [analysis.distant_layers(found) for found in looks.distances]
+        report = {"arrangement": arrangement, "donors": donors, "samples": samples, "images": len(looks.distances)}
+        report |= _attention_report(looks, counts)
         figure, axes = _figure(6)
-        for i in range(probe.num_layers):
-            colour = {"color": f"C{i % 10}", "label": f"layer {i}"}
-            values = np.sort(np.concatenate([weights[i] for weights in kinds["scaled"]]))
-            axes[0].plot(values, np.linspace(0, 1, len(values)), **colour)
-            axes[1].plot(grid, along["scaled"][i], **colour)
-            if i:
-                axes[3].plot(grid, far[i], **colour)
-        axes[0].legend(fontsize=7)
-        axes[2].errorbar(np.arange(probe.num_layers), rank[0], rank[1], fmt="o-", markersize=3)
-        for found in counts:
-            axes[4].plot(np.arange(len(found)) / len(found), found, ".", color="tab:blue", alpha=0.3)
-        axes[5].imshow(seen[0], cmap="magma", aspect="auto")
-        for start, _ in seen[1]:
-            axes[5].axvline(start, color="white", linewidth=0.5)
-        _name_panels(axes)
+        _draw_attention(axes, looks, counts)
         _save(figure, report, out)
+
+
+def _attention_report(looks: Looks, counts: Sequence[np.ndarray]) -> dict[str, Any]:
+    """The data of `vlcache analyze attention`; `counts` are of `distant_layers`."""
+    import numpy as np
+
+    along, far, rank = _curves(looks)
+    thresholds = np.logspace(-6, 0, 61)
+    first_tenth = [found[: max(1, len(found) // 10)].sum() / found.sum() for found in counts]
+
+    def by_layer(of: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+        return {name: np.mean([of(one) for one in found], axis=0).tolist() for name, found in looks.weights.items()}
+
+    return {
+        "share of tokens above 0.001, by layer": by_layer(lambda weights: (weights > 1e-3).mean(1)),
+        "attention": thresholds.tolist(),
+        "share of tokens with at most this attention, by layer": by_layer(
+            lambda weights: _share_up_to(weights, thresholds)
+        ),
+        "attention on the first tokens, by layer and share of the image": {k: v.tolist() for k, v in along.items()},
+        "tokens that get less than the first one, mean over heads by layer": rank[0].tolist(),
+        "its standard deviation": rank[1].tolist(),
+        "distance of keys on the first tokens, by layer and share of the image": far.tolist(),
+        "layers but the first in which a token's keys are among the farthest, of each image": [
+            found.tolist() for found in counts
+        ],
+        "share of such that are in the first tenth of their image": float(np.mean(first_tenth)),
+        "what rows behind an image see of its tokens in the first layer": [
+            looks.seen[stop:, start:stop].mean(0).tolist() for start, stop in looks.spans
+        ],
+    }
+
+
+def _draw_attention(axes: Any, looks: Looks, counts: Sequence[np.ndarray]) -> None:
+    """The picture of `vlcache analyze attention`."""
+    import numpy as np
+
+    along, far, rank = _curves(looks)
+    grid = np.linspace(0, 1, far.shape[1])
+    for i in range(len(far)):
+        colour = {"color": f"C{i % 10}", "label": f"layer {i}"}
+        values = np.sort(np.concatenate([weights[i] for weights in looks.weights["scaled"]]))
+        axes[0].plot(values, np.linspace(0, 1, len(values)), **colour)
+        axes[1].plot(grid, along["scaled"][i], **colour)
+        if i:
+            axes[3].plot(grid, far[i], **colour)
+    axes[0].legend(fontsize=7)
+    axes[2].errorbar(np.arange(len(far)), rank[0], rank[1], fmt="o-", markersize=3)
+    for found in counts:
+        axes[4].plot(np.arange(len(found)) / len(found), found, ".", color="tab:blue", alpha=0.3)
+    axes[5].imshow(looks.seen, cmap="magma", aspect="auto")
+    for start, _ in looks.spans:
+        axes[5].axvline(start, color="white", linewidth=0.5)
+    _name_panels(axes)
+
+
+def _curves(looks: Looks) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Attention and distances on the first tokens by layer, over the share of an image, as images differ in length; and
+    the rank of the first token, mean and deviation over heads."""
+    import numpy as np
+
+    grid = np.linspace(0, 1, 101)
+
+    def over(images: Sequence[np.ndarray]) -> np.ndarray:
+        each = [[np.interp(grid, *_cumulative(layer)) for layer in layers] for layers in images]
+        return np.asarray(np.mean(each, axis=0))
+
+    rank = np.mean([np.stack([one.mean(1), one.std(1)]) for one in looks.ranks], axis=0)
+    return {name: over(found) for name, found in looks.weights.items()}, over(looks.distances), np.asarray(rank)
 
 
 def _share_up_to(weights: np.ndarray, thresholds: np.ndarray) -> np.ndarray:

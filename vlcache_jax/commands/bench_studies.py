@@ -282,6 +282,34 @@ def budgets_command(
         )
 
 
+# Of `bench mpic`.
+_Dialogues = Annotated[
+    list[pathlib.Path] | None,
+    typer.Option(
+        metavar="<path>",
+        help="MMDU's benchmark.json or the annotations of SparklesEval, images beside them; may be repeated.",
+        show_default="questions drawn for the shipped model",
+    ),
+]
+_Policies = Annotated[
+    str,
+    typer.Option(
+        help="Policies to compare, beside off and exact: mpic-32,cacheblend-0.15.",
+        show_default="full-two-pass,full,cacheblend-0.15,mpic-32,approximate",
+    ),
+]
+_Judge = Annotated[
+    str | None, typer.Option(metavar="URL", help="OpenAI server whose model scores answers.", show_default=False)
+]
+_JudgeKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the judge's server.", show_default=False)
+]
+_Rates = Annotated[
+    str | None,
+    typer.Option(help="Online: a server is asked at so many requests a second: 0.5,1,2.", show_default=False),
+]
+
+
 @app.command("mpic")
 def mpic_command(
     model: opt.ModelArgument = None,
@@ -289,11 +317,7 @@ def mpic_command(
     preset: Annotated[
         bool, typer.Option("--preset", help="Random weights, 12 layers x 768, for times, instead of the shipped model.")
     ] = False,
-    data: Annotated[
-        list[pathlib.Path] | None,
-        typer.Option(metavar="<path>", help="MMDU's benchmark.json or the annotations of SparklesEval, images beside "
-                     "them; may be repeated.", show_default="questions drawn for the shipped model"),
-    ] = None,
+    data: _Dialogues = None,
     images: Annotated[str, typer.Option(help="Images of a request, one number after the other.")] = "1,2,4,6,8,10",
     questions: Annotated[
         int | None,
@@ -304,22 +328,11 @@ def mpic_command(
     side: Annotated[
         int | None, typer.Option(min=1, help="Pixels that drawn pictures are scaled to.", show_default=False)
     ] = None,
-    policies: Annotated[
-        str, typer.Option(help="Policies to compare, beside off and exact: mpic-32,cacheblend-0.15.",
-                          show_default="full-two-pass,full,cacheblend-0.15,mpic-32,approximate")
-    ] = "",
-    judge: Annotated[
-        str | None, typer.Option(metavar="URL", help="OpenAI server whose model scores answers.", show_default=False)
-    ] = None,
+    policies: _Policies = "",
+    judge: _Judge = None,
     judge_model: Annotated[str | None, typer.Option(help="Its name.", show_default="the server's first")] = None,
-    judge_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the judge's server.", show_default=False)
-    ] = None,
-    rates: Annotated[
-        str | None,
-        typer.Option(help="Online: a server is asked at so many requests a second, one after the other: 0.5,1,2.",
-                     show_default=False),
-    ] = None,
+    judge_key: _JudgeKey = None,
+    rates: _Rates = None,
     requests: Annotated[int, typer.Option(min=1, help="Online: requests of each rate.")] = 50,
     max_tokens: opt.MaxTokens = 32,
     dtype: opt.Dtype = "auto",

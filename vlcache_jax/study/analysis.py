@@ -6,7 +6,7 @@ the images must vary between donor and formal prompt: behind equal text, K, V ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -163,6 +163,44 @@ def attention_map(probe: Probe, placed: Placed, trace: Trace) -> Array:
     scores = np.einsum("qhd,khd->qk", query, keys) / (query.shape[1] * query.shape[2] ** 0.5)
     seen = np.maximum(np.tril(scores), 0)
     return np.asarray(seen / max(float(seen.max()), np.finfo(float).tiny))
+
+
+@dataclass(frozen=True, eq=False)
+class Looks:
+    """What `vlcache analyze attention` draws: of each image of some cases, and a map of the case with most images.
+
+    Attributes:
+      weights: "scaled" and "raw", see `answer_attention`, the mean over heads [L, T].
+      ranks: see `first_token_rank`.
+      distances: see `key_distance`.
+      seen: see `attention_map`.
+      spans: where the images stand in it.
+    """
+
+    weights: dict[str, list[Array]]
+    ranks: list[Array]
+    distances: list[Array]
+    seen: Array
+    spans: list[tuple[int, int]]
+
+
+def look(probe: Probe, cases: Iterable[Runs]) -> Looks:
+    """Looks into all cases, of which there must be one."""
+    weights: dict[str, list[Array]] = {"scaled": [], "raw": []}
+    ranks: list[Array] = []
+    distances: list[Array] = []
+    most: Runs | None = None
+    for runs in cases:
+        scaled, raw = answer_attention(probe, runs.placed, runs.cold)
+        weights["scaled"] += [one.mean(1) for one in scaled]
+        weights["raw"] += [one.mean(1) for one in raw]
+        ranks += map(first_token_rank, scaled)
+        distances += [key_distance(runs, span) for span in runs.placed.images]
+        if most is None or len(runs.placed.images) > len(most.placed.images):
+            most = runs
+    assert most is not None
+    spans = [(span.start, span.stop) for span in most.placed.images]
+    return Looks(weights, ranks, distances, attention_map(probe, most.placed, most.cold), spans)
 
 
 @dataclass(frozen=True, eq=False)
