@@ -291,6 +291,7 @@ _Dialogues = Annotated[
         show_default="questions drawn for the shipped model",
     ),
 ]
+_Side = Annotated[int | None, typer.Option(min=1, help="Pixels that drawn pictures are scaled to.", show_default=False)]
 _Policies = Annotated[
     str,
     typer.Option(
@@ -325,9 +326,7 @@ def mpic_command(
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Of each dialogue in files at most.")] = 1,
     size: Annotated[str, typer.Option(help="Drawn pictures: small (64 to 144 tokens) or large (400).")] = "small",
-    side: Annotated[
-        int | None, typer.Option(min=1, help="Pixels that drawn pictures are scaled to.", show_default=False)
-    ] = None,
+    side: _Side = None,
     policies: _Policies = "",
     judge: _Judge = None,
     judge_model: Annotated[str | None, typer.Option(help="Its name.", show_default="the server's first")] = None,
