@@ -152,8 +152,11 @@ async def _measure(
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     wrong: list[str] = []
     warming = load.chats(repeats * len(rates), warmup)
-    for sender in senders.values():
-        answers = await sender.one_by_one([*load.shown(), *warming])
+    for name, sender in senders.items():
+        before = [*load.shown(), *warming]
+        if before:
+            say(f"{len(before)} requests before, one after the other{name and f', {name}'}")
+        answers = await sender.one_by_one(before)
         wrong += [answer.error for answer in answers if answer.error]
     for run, (_, rate) in enumerate(itertools.product(range(repeats), rates)):
         cold: list[Answer] = []

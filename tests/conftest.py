@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import pathlib
 import signal
@@ -192,11 +193,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose what runs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        names = tuple(name for mark in item.iter_markers("ladder_for") for name in mark.args)
+    for item, kind in itertools.product(items, ("ladder", "thorough")):
+        names = tuple(name for mark in item.iter_markers(f"{kind}_for") for name in mark.args)
         given = getattr(item, "callspec", None)
         if names and given is not None and any(str(one).startswith(names) for one in given.params.values()):
-            item.add_marker(pytest.mark.ladder)
+            item.add_marker(kind)
 
 
 @pytest.fixture(scope="session", autouse=True)

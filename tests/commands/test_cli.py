@@ -351,7 +351,7 @@ def test_ask_without_a_checkpoint(run, tmp_path):
 
 
 @pytest.mark.ladder
-@pytest.mark.ladder_for("qwen2_5_vl")
+@pytest.mark.thorough_for("qwen2_5_vl")
 def test_bench_ttft(run, family_checkpoint, tmp_path):
     out = tmp_path / "ttft.json"
     arguments = ("--images", "2", "--tokens", "16", "--text-before", "7", "--repeats", "1", "--dtype", "float32")

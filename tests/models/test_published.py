@@ -85,6 +85,7 @@ def test_what_families_differ_in():
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ladder] * (n not in COUNTED)) for n in SIZES])
+@pytest.mark.thorough_for("Qwen2-VL-72B", "Qwen2.5-VL-32B", "Qwen2.5-VL-72B", "Qwen3-VL-235B")
 def test_parameters(name):
     assert sum(math.prod(parameter.shape) for parameter in parameters(published_config(name))) == FIGURES[name][-1]
 

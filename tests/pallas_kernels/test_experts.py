@@ -22,11 +22,13 @@ from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
 from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, make_tiles
 
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
+SLOW = "many rows"  # half a minute
 in_small = [check for check in CHECKS["experts"] if not any(case.name == check.name for case in REAL)]
 
 
 def first_quick(cases: Sequence[Any], mark: pytest.MarkDecorator) -> list[Any]:
-    return [cases[0], *(pytest.param(case, marks=mark) for case in cases[1:])]
+    slow = [pytest.mark.thorough] if mark.name == "interpreted" else []
+    return [cases[0], *(pytest.param(case, marks=[mark, *slow * (case.name == SLOW)]) for case in cases[1:])]
 
 
 @pytest.mark.parametrize("case", first_quick(CASES, pytest.mark.ladder), ids=lambda case: case.name)
