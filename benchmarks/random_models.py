@@ -27,7 +27,7 @@ TEXT = {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "vocab_size": 32000,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 32768,
 }
 VISION = {
     "depth": 8,

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from vlcache_jax import Ladder
 from vlcache_jax.benchmarks import random_models, rates, ttft
@@ -18,6 +19,7 @@ from vlcache_jax.benchmarks.known_images import split_images
 from vlcache_jax.benchmarks.ttft_checks import check_found, check_logprobs
 from vlcache_jax.benchmarks.ttft_table import STEPS
 from vlcache_jax.cache.store import Store
+from vlcache_jax.commands.cli import app
 from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.models.family import PublishedSize
 from vlcache_jax.models.published import SIZES, published_config
@@ -219,3 +221,32 @@ def test_records_on_device_and_disk_are_measured_beside_those_in_host_memory(tmp
     rows = json.loads(out.read_text())["rows"]
     places = [row["K, V in"] for row in rows]
     assert {place: places.count(place) for place in places} == {"-": 2, "device": 6, "disk": 6, "host": 6}
+
+
+@pytest.mark.thorough
+def test_the_longest_prompts_of_the_paper(tmp_path):
+    """10K and 20K image tokens, for half an hour: each step of each configuration is told."""
+    out = tmp_path / "long.json"
+    command = [
+        "bench",
+        "ttft",
+        "--image-tokens",
+        "10240,20480",
+        "--repeats",
+        "1",
+        "--host-bytes",
+        "12GiB",
+        "--out",
+        out,
+    ]
+    told = CliRunner().invoke(app, list(map(str, command)))
+    assert told.exit_code == 0, told.output
+    rows = json.loads(out.read_text())["rows"]
+    by_size = {size: [row for row in rows if row["image tokens"] == size] for size in (10240, 20480)}
+    assert len(by_size[10240]) == len(by_size[20480]) == len(rows) // 2
+    for row in rows:
+        steps = sum(row[f"{step} ms"] for step in STEPS)
+        assert 0 < steps <= 1.05 * row["TTFT ms"]
+    for size, own in by_size.items():
+        rows_a_layer = {row["configuration"]: row["rows a layer"] for row in own}
+        assert rows_a_layer["r = 0"] < 64 < 0.11 * size > rows_a_layer["r = 0.1"]
