@@ -256,7 +256,7 @@ def test_requests_are_answered_alone_judged_and_not_twice(checkpoints, mmdu, tmp
     assert files["picture"].stat().st_size > 1000
 
 
-@pytest.mark.servers
+@pytest.mark.thorough  # as a server of its own, which `servers` has
 def test_online(checkpoints, mmdu, tmp_path):
     out = tmp_path / "o.json"
     command = ["bench", "mpic", checkpoints("qwen3_vl-tied"), "--data", mmdu, "--images", "1,2", "--rates", "20"]

@@ -180,3 +180,4 @@ def test_calls():
     assert _call(call.format("other", "{}")) is None
     assert _call("Well. " + call.format(SEARCH, '{"query": "a", "k": 2}')) == {"query": "a", "k": 2}
     assert _call(call.format(SEARCH, "{}")) == {}
+    assert _call(call.format("look", "{}") + call.format(SEARCH, "{}")) is None  # the client is to look first

@@ -104,6 +104,21 @@ def test_an_answer_goes_on_with_what_was_found(served, client, engine):
     assert last.usage.output_tokens == usage.output_tokens
 
 
+def test_without_another_embedder_the_served_model_finds(serve, shoes, client, keys, pictures):  # noqa: F811
+    found = client(serve()).responses.create(**ONCE, include=["file_search_call.results"])
+    assert {hit.file_id for hit in found.output[0].results} <= {item.id for item in shoes.items()}
+    assert len(found.output[0].results) >= 1
+    running = serve(api_keys=keys, admin_key=ADMIN)
+    name = upload(running, "/v1/files", png(pictures[0]), key="a", purpose="vision")[1]["id"]
+    files = ONCE | {"tools": [TOOL | {"vector_store_ids": ["files"]}]}
+    mine, others = (
+        client(running, key).responses.create(**files, include=["file_search_call.results"]).output[0].results
+        for key in "ab"
+    )
+    assert ([hit.file_id for hit in mine], others) == ([name], [])
+    running.json("DELETE", f"/v1/files/{name}", Authorization="Bearer a")
+
+
 def test_a_chat_sent_whole_says_the_same(served, client, engine, shoes):
     running = served()
     found = client(running).responses.create(**ONCE, include=["file_search_call.results"])

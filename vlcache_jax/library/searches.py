@@ -299,10 +299,10 @@ class _Row:
 
 
 def _call(text: str) -> Mapping[str, Any] | None:
-    """The arguments of the last call of an answer, if it searches; what is no JSON asks for nothing."""
+    """The arguments of an answer's last call, if all of its calls search: others wait for who asked. {} if no JSON."""
     parser = AnswerParser("", has_tools=True)
     calls = Joined.of([*parser.push(text), *parser.finish()]).calls
-    if not calls or calls[-1]["function"]["name"] != SEARCH:
+    if not calls or {call["function"]["name"] for call in calls} != {SEARCH}:
         return None
     try:
         found = json.loads(calls[-1]["function"]["arguments"] or "{}")

@@ -14,7 +14,7 @@ from vlcache_jax.protocol.tools import SEARCH
 from vlcache_jax.protocol.values import ApiError, Schema
 
 _RESULTS = "file_search_call.results"
-_ROUNDS = 2  # searches of an answer, where nothing is said
+_ROUNDS, _MOST_ROUNDS = 2, 16  # searches of an answer, where nothing is said, and at most
 
 # Fields that mean the same in a chat, some of them under another name there.
 _RENAMED = {"max_output_tokens": "max_completion_tokens", "top_logprobs": "top_logprobs"}
@@ -42,7 +42,8 @@ RESPONSES: Mapping[str, Schema] = {
     **{name: CHAT[name] for name in _OF_CHATS},
     "stream_options": told(OBJECT, "Accepted, and without effect."),
     "max_tool_calls": told(
-        {"type": ["integer", "null"], "minimum": 1, "maximum": 16}, "Searches of `file_search` at most; by default 2."
+        {"type": ["integer", "null"], "minimum": 1},
+        "Searches of `file_search`; by default 2, at most 16.",
     ),
 }
 # What chats call it, at the beginning of errors.
@@ -126,7 +127,7 @@ class ResponseRequest:
             given.get("store", True),
             given.get("instructions"),
             search,
-            given.get("max_tool_calls", _ROUNDS),
+            min(given.get("max_tool_calls", _ROUNDS), _MOST_ROUNDS),
             _RESULTS in given.get("include", ()),
         )
 
