@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.checks import short
@@ -20,6 +20,7 @@ from vlcache_jax.files import check_all_readable
 from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.questions import Sample, spread
 
+_ROLES = ("user", "human"), ("assistant", "gpt")
 _MARK = re.compile(r"(?:<Img>)?<ImageHere>(?:</Img>)?")  # where an image stands in a text
 
 
@@ -83,7 +84,8 @@ def read_turns(
       ValueError: a file is no such file, an image is missing or cannot be read, or no request has as many images.
     """
     check_all_readable("data", paths)
-    found = [turn for path in paths for turn in _read(path, counts, turns)]
+    numbers = [f"{i} " for i in range(len(paths))] if len(paths) > 1 else [""]  # files may have one name
+    found = [turn for path, number in zip(paths, numbers, strict=True) for turn in _read(path, number, counts, turns)]
     by_count = {count: [turn for turn in found if len(turn.images) == count] for count in counts}
     if not any(by_count.values()):
         raise ValueError(f"data must have requests of {', '.join(map(str, counts))} images, have none")
@@ -117,13 +119,13 @@ def _scaled(image: bytes, side: int | None) -> bytes:
     return file.getvalue()
 
 
-def _read(path: pathlib.Path, counts: Sequence[int], turns: int) -> Iterator[Turn]:
+def _read(path: pathlib.Path, prefix: str, counts: Sequence[int], turns: int) -> Iterator[Turn]:
     """The turns of a file's dialogues that have as many images."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8-sig"))
         entries = list(entries.values()) if isinstance(entries, dict) else entries
         dialogues = [list(_said(entry)) for entry in entries]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"data must be MMDU's benchmark.json or SparklesEval's annotations, got {path}: {problem}"
@@ -142,31 +144,42 @@ def _read(path: pathlib.Path, counts: Sequence[int], turns: int) -> Iterator[Tur
             messages = [*messages, {"role": "user", "content": _parts(text, [files[name] for name in names])}]
             if len(shown) in counts:
                 images = tuple(files[name] for name in shown)
-                yield Turn(f"{path.name} {number} {turn}", messages, images, text, told[0])
+                yield Turn(f"{prefix}{path.name} {number} {turn}", messages, images, text, told[0])
             messages = [*messages, {"role": "assistant", "content": told[0]}]
 
 
 def _said(entry: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """What user and assistant say in turn, and the images that stand in it."""
-    if "dialogue" in entry:  # SparklesEval
-        for message in entry["dialogue"]:
-            yield message["content"], [f"{image['image_id']}.jpg" for image in message.get("images") or ()]
-        return
-    images = list(entry["image"])
-    for message in entry["conversations"]:
-        text = message["value"]
-        count = len(_MARK.findall(text)) if message["from"] == "user" else 0
-        if count > len(images):
-            raise ValueError(f"a dialogue has {count - len(images)} marks more than images: {short(text)}")
-        yield text, [images.pop(0) for _ in range(count)]
+    """What user and assistant say in turn, and the images that stand in it.
+
+    Raises:
+      ValueError, LookupError, TypeError, AttributeError: it is no dialogue.
+    """
+    is_sparkles = "dialogue" in entry
+    images = [] if is_sparkles else entry["image"]
+    if not isinstance(images, list):
+        raise ValueError(f"image of a dialogue must be a list, got {short(images)}")
+    turns = 0
+    for message in entry["dialogue" if is_sparkles else "conversations"]:
+        role, text = message.get("role" if is_sparkles else "from"), message["content" if is_sparkles else "value"]
+        if role == "system":
+            continue
+        if role not in _ROLES[turns % 2] or not isinstance(text, str):
+            raise ValueError(f"a dialogue must be texts of {_ROLES[turns % 2][0]} in its turn, got {short(message)}")
+        count = len(_MARK.findall(text)) if turns % 2 == 0 else 0
+        if is_sparkles:
+            own = [f"{image['image_id']}.jpg" for image in message.get("images") or ()]
+        else:
+            own, images = images[:count], images[count:]
+        if count > len(own) or not all(isinstance(name, str) for name in own):
+            raise ValueError(f"a dialogue must have an image for each of its {count} marks, got {own} of {short(text)}")
+        turns += 1
+        yield text, own
 
 
 def _parts(text: str, images: Sequence[bytes]) -> list[dict[str, Any]]:
     """A text with images at its marks; those that have none come first."""
     texts = _MARK.split(text)
     ahead = len(images) - (len(texts) - 1)
-    if ahead < 0:
-        raise ValueError(f"a message has {-ahead} marks more than images: {short(text)}")
     parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images[:ahead]]
     for i, piece in enumerate(texts):
         parts += [{"type": "image", "image": images[ahead + i - 1]}] if i else []
@@ -180,14 +193,14 @@ def _image(path: pathlib.Path, name: str, dialogue: int) -> bytes:
     folder = path.resolve().parent
     beside = (folder, *sorted(one for one in folder.iterdir() if one.is_dir()), folder.parent / "images")
     for place in (pathlib.Path(name), folder / name, *(one / base for one in beside)):
-        if place.is_file():
+        if len(base) < 256 and place.is_file():
             content = place.read_bytes()
             try:
                 with Image.open(io.BytesIO(content)) as image:
                     image.load()
             except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-                raise ValueError(
-                    f"images of dialogue {dialogue} of {path} must be pictures, got {place}: {error}"
-                ) from error
+                problem = "of no kind that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+                told = f"images of dialogue {dialogue} of {path} must be pictures, got {place}: {problem}"
+                raise ValueError(told) from error
             return content
     raise ValueError(f"images of dialogue {dialogue} of {path} must lie beside it, {short(name)} does not")

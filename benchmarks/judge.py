@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import json
 import re
 import time
@@ -64,6 +65,22 @@ class Judge:
     model: str | None = None
     at_once: int = 4
 
+    def found(self) -> Judge:
+        """The judge with its model's name, as its server is there.
+
+        Raises:
+          ValueError: it is not, or names no model.
+        """
+        try:
+            first = asyncio.run(self.client.model())
+        except OSError as error:
+            raise ValueError(f"judge must be the address of a server that can be reached: {error}") from error
+        except ValueError:
+            if self.model is None:
+                raise
+            first = self.model
+        return dataclasses.replace(self, model=self.model or first)
+
     def scores(self, asked: Sequence[tuple[Turn, str]]) -> list[dict[str, float] | None]:
         """The marks of each answer; None: the judge gave none that can be read.
 
@@ -91,7 +108,7 @@ def parse_scores(text: str) -> dict[str, float] | None:
     for found in reversed(_DICTIONARY.findall(text)):
         try:
             told = ast.literal_eval(found)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         if isinstance(told, dict) and all(_is_mark(told.get(name)) for name in (*CRITERIA, OVERALL)):
             return {name: float(told[name]) for name in (*CRITERIA, OVERALL)}

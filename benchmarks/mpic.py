@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 COLD, PREFIX = "off", "exact"
 POLICIES = (PREFIX, "full-two-pass", "full", "cacheblend-0.15", "mpic-32", "approximate")
+_TRIES = 5  # of a request, until nothing was compiled
 _SPELLING = [*LETTERS, ord(" ")]  # tokens of random weights' answers: most others spell nothing
 
 
@@ -90,6 +91,7 @@ def measure(
     from vlcache_jax import LLM, SamplingParams
 
     names = tuple(dict.fromkeys((COLD, PREFIX, *policies)))
+    judge = None if judge is None else judge.found()
     with (
         setup.opened() as (model, name),
         LLM(model, dtype=setup.dtype, cache=CacheConfig(load="link"), **settings) as llm,
@@ -100,14 +102,15 @@ def measure(
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
         if setup.model is None:
             params = dataclasses.replace(params, allowed_token_ids=_SPELLING, ignore_eos=True)
-        results = _answer(llm, turns, names, WorkLog(work, _identity(llm, name, turns, max_tokens)), params)
+        log = WorkLog(work, _identity(llm, name, turns, max_tokens))
+        results = _answer(llm, turns, names, log, params)
         head = environment("jax") | {
             "model": name,
             "dtype": str(llm.service.device.runner.dtype),
             "device": str(llm.service.device.runner.normalization.devices()),
         }
     if judge is not None:
-        results = _judged(judge, turns, results)
+        results = _judged(judge, turns, results, log)
     rows = table(turns, results)
     details = [
         {"request": turn.name, "images": len(turn.images), "reuse": policy} | dataclasses.asdict(found)
@@ -165,7 +168,7 @@ def _answer(
 def _ask(llm: LLM, turn: Turn, policy: str, params: SamplingParams) -> Result:
     """A request alone, behind the upload of its images; where programs were compiled, once more."""
     programs = llm.service.device.runner.programs
-    while True:
+    for _ in range(_TRIES):
         llm.reset_mm_cache()
         if policy != COLD:
             llm.cache.precompute(list(turn.images))
@@ -189,12 +192,19 @@ def _ask(llm: LLM, turn: Turn, policy: str, params: SamplingParams) -> Result:
     )
 
 
-def _judged(judge: Judge, turns: Sequence[Turn], results: Mapping[str, list[Result]]) -> dict[str, list[Result]]:
+def _judged(
+    judge: Judge, turns: Sequence[Turn], results: Mapping[str, list[Result]], log: WorkLog
+) -> dict[str, list[Result]]:
+    """With the judge's marks; what is in the log is not judged again."""
     judged = {}
     for policy, found in results.items():
-        say(f"the judge reads {len(found)} answers of {policy}")
-        marks = judge.scores([(turn, one.text) for turn, one in zip(turns, found, strict=True)])
-        judged[policy] = [dataclasses.replace(one, marks=of_one) for one, of_one in zip(found, marks, strict=True)]
+        keys = [json.dumps(["marks", judge.model, turn.name, policy]) for turn in turns]
+        new = [i for i, key in enumerate(keys) if log.get(key) is None]
+        if new:
+            say(f"the judge reads {len(new)} answers of {policy}")
+            for i, marks in zip(new, judge.scores([(turns[i], found[i].text) for i in new]), strict=True):
+                log.add(keys[i], [marks])
+        judged[policy] = [dataclasses.replace(one, marks=log.get(key)[0]) for one, key in zip(found, keys, strict=True)]
     if not any(one.marks for found in judged.values() for one in found):
         raise ValueError("the judge must give marks that can be read, gave none")
     return judged

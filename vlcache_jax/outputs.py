@@ -134,6 +134,11 @@ class Searched:
 
 
 @dataclass(frozen=True)
+class SearchBegun:
+    """A turn has ended with a call that searches, and the search has begun; a `SearchRound` follows."""
+
+
+@dataclass(frozen=True)
 class SearchRound:
     """What stands between two turns of an answer that searches.
 

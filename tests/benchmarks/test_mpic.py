@@ -91,6 +91,18 @@ def test_turns_of_mmdu(mmdu):
     assert [turn.name for turn in read_turns([mmdu], (1,), None, turns=1)] == ["benchmark.json 1 0"]
 
 
+def test_files_of_one_name_are_told_apart(mmdu, tmp_path):
+    other = tmp_path / "other" / mmdu.name
+    other.parent.mkdir()
+    other.write_text(mmdu.read_text())
+    (other.parent / "pics").symlink_to(mmdu.parent / "mmdu_pics")
+    found = read_turns([mmdu, other], (1,), None, turns=1)
+    assert [turn.name for turn in found] == ["0 benchmark.json 1 0", "1 benchmark.json 1 0"]
+    roles = mmdu.read_bytes().replace(b'"user"', b'"human"').replace(b'"assistant"', b'"gpt"')
+    mmdu.write_bytes(b"\xef\xbb\xbf" + roles)
+    assert len(read_turns([mmdu], (1,), None, turns=1)) == 1
+
+
 def test_turns_of_sparkles_eval(tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "annotations").mkdir()
@@ -116,8 +128,13 @@ def test_wrong_files_are_named(mmdu):
     for wrong, message in (
         ("[", "data must be MMDU's benchmark.json or SparklesEval's annotations, got .*: JSONDecodeError"),
         ('[{"id": 1}]', "KeyError: 'image'"),
+        (good.replace('"2.png"', "[1]"), "must have an image for each of its 1 marks"),
+        (good.replace('"assistant"', '"user"'), "a dialogue must be texts of assistant in its turn, got"),
+        (good.replace('"Blue."', "7"), "a dialogue must be texts of assistant in its turn, got"),
+        (good.replace('["3.png"]', '"3.png"'), "image of a dialogue must be a list, got '3.png'"),
+        ("[" * 200_000, "RecursionError"),
         (good.replace('"2.png"', '"gone.png"'), "images of dialogue 0 .* must lie beside it, 'gone.png' does not"),
-        (good.replace(', "2.png"', ""), "a dialogue has 1 marks more than images"),
+        (good.replace(', "2.png"', ""), "ValueError: a dialogue must have an image for each of its 1 marks"),
     ):
         mmdu.write_text(wrong)
         with pytest.raises(ValueError, match=message):
@@ -154,6 +171,7 @@ def test_drawn_turns_have_as_many_pictures():
         (str(MARKS | {"Richness": "good"}), None),
         (str({name: mark for name, mark in MARKS.items() if name != "Richness"}), None),
         ("{" * 10_000, None),
+        ("{[]: 1}", None),
     ],
 )
 def test_the_marks_of_a_judgement(text, overall):
@@ -225,6 +243,9 @@ def test_the_command_says_what_does_not_go_together():
         (["--preset", "some/model"], "preset must be left out beside a model, got some/model"),
         (["--judge", "http://127.0.0.1:1", "--rates", "1"], "judge must be left out beside rates"),
         (["--images", "none"], "images must be positive integers"),
+        (["--policies", "foo-3"], "reuse must be"),
+        (["--work", __file__], "work must be a file of finished parts"),
+        (["--rates", "1", "--work", "new"], "work must be left out beside rates"),
     ):
         told = CliRunner().invoke(app, ["bench", "mpic", *options])
         assert (told.exit_code, message in told.output) == (1, True), told.output

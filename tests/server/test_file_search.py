@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import threading
 
 import numpy as np
 import openai
 import pytest
 from PIL import Image
 
-from tests.helper import SIZES
+from tests.helper import SIZES, WITHIN
 from tests.server.test_retrieval import keys, pictures, png, upload  # noqa: F401 - fixtures
 from vlcache_jax import AsyncLLM, CacheConfig
 from vlcache_jax.library import Library
@@ -46,7 +48,9 @@ def engine(checkpoints, tmp_path_factory):
 def shoes(engine, textured_image):
     library = Library(engine, "shoes", keep_bytes=True)
     for i in range(4):
-        library.add(textured_image(64, 64 + 32 * i, i), f"sku-{i}", metadata={"price": 10 * i})
+        # OpenAI's attributes are no lists, and its names are texts.
+        said = {"price": 10 * i, "tags": ["new"], "nothing": None, "filename": 7}
+        library.add(textured_image(64, 64 + 32 * i, i), f"sku-{i}", metadata=said)
     return library
 
 
@@ -84,7 +88,8 @@ def test_an_answer_goes_on_with_what_was_found(served, client, engine):
     search, *rest = found.output
     assert (search.type, search.status, len(search.queries)) == ("file_search_call", "completed", 1)
     assert [hit.file_id for hit in search.results][:1] == ["sku-1"]
-    assert search.results[0].attributes == {"price": 10}
+    assert search.results[0].attributes == {"price": 10, "filename": 7}
+    assert search.results[0].filename == "sku-1"
     assert search.results[0].score == pytest.approx(1, abs=1e-5)
     assert {item.type for item in rest} <= {"message", "file_search_call"}
     # The second turn computed nothing that was there: what was said before lies in the pool, pictures are linked.
@@ -193,6 +198,43 @@ def test_a_search_that_fails_is_told(serve, shoes, client, monkeypatch):
     assert found.status in ("completed", "incomplete")
 
 
+def leaves(inputs):
+    raise SystemExit(3)
+
+
+def hangs(inputs):
+    if isinstance(inputs[0], str):
+        HELD.wait(WITHIN)
+    return near(inputs)
+
+
+HELD = threading.Event()
+
+
+@pytest.mark.parametrize("embedder", [leaves, hangs])
+def test_nobody_else_suffers_from_an_embedder(serve, shoes, client, monkeypatch, embedder):
+    from tests.server import helper
+    from vlcache_jax.library.searches import Searches
+    from vlcache_jax.server.app import Server
+
+    HELD.clear()
+    impatient = functools.partialmethod(Searches.__init__, timeout=0.3)
+    monkeypatch.setattr(Searches, "__init__", impatient)
+    monkeypatch.setattr(helper, "Server", lambda engine, config: Server(engine, config, embedder=embedder))
+    running = serve()
+    found = client(running).responses.create(**ONCE)
+    assert found.output[0].status == "failed"
+    assert running.json("GET", "/v1/models")[0] == 200
+    HELD.set()
+
+
+def test_calls_must_be_read(serve, shoes):
+    status, told = serve(tool_call_parser="none").json("POST", PATH, ONCE)
+    assert (status, told["error"]["param"]) == (400, "tools[0]")
+    status, told = serve().json("POST", PATH, {"input": "?", "tool_choice": CHOICE})
+    assert told["error"]["message"] == "tool_choice must be another one without a tool file_search"
+
+
 def test_functions_stand_beside_it(served, client):
     look = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": False}
     responses = client(served()).responses
@@ -213,10 +255,16 @@ def test_functions_stand_beside_it(served, client):
         ({"vector_store_ids": ["a", "b"]}, "tools[0].vector_store_ids must name one library"),
         ({"max_num_results": 0}, "tools[0].max_num_results must be from 1 to 50, got 0"),
         ({"more": 1}, "tools[0] must hold only"),
-        ({"filters": {"type": "like", "key": "a"}}, "tools[0].filters.type must be eq, ne, in, nin"),
+        ({"filters": {"type": "like", "key": "a", "value": 1}}, "tools[0].filters.type must be eq, ne, in, nin"),
         ({"filters": {"type": "and", "filters": []}}, "tools[0].filters.filters must be a list of filters"),
         ({"filters": {"type": "gt", "key": "a", "value": []}}, "tools[0].filters.value must be a number or a string"),
         ({"filters": {"type": "or", "filters": [{"type": "eq"}]}}, "tools[0].filters.filters[0].key must be a string"),
+        ({"filters": {"type": "eq", "key": "a"}}, "tools[0].filters must hold value, got ['type', 'key']"),
+        (
+            {"filters": {"type": "eq", "key": "a", "value": 1, "b": 1}},
+            "tools[0].filters must hold only type, key",
+        ),
+        ({"ranking_options": []}, "tools[0].ranking_options must hold only"),
         ({"ranking_options": {"score_threshold": "x"}}, "tools[0].ranking_options.score_threshold must be a number"),
     ],
 )
@@ -251,6 +299,7 @@ def test_filters():
     assert not passes({"type": "and", "filters": [cheap, red]}, price=1, colour="blue")
     assert passes({"type": "or", "filters": [cheap, red]}, price=100, colour="red")
     assert passes({"type": "ne", "key": "colour", "value": "red"})
+    assert not passes({"type": "eq", "key": "new", "value": 1}, new=True)
     assert passes({"type": "in", "key": "colour", "value": ["red", "blue"]}, colour="blue")
     assert passes({"type": "nin", "key": "colour", "value": ["red"]}, colour="blue")
     assert passes({"type": "nin", "key": "colour", "value": ["red"]})

@@ -14,6 +14,8 @@ from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.files import PICTURES, check_writable
 from vlcache_jax.progress import say
+from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.study.accuracy import Protocol
@@ -364,8 +366,13 @@ def mpic_command(
         chosen = opt.one_model(model, same_model)
         if preset and chosen is not None:
             raise ValueError(f"preset must be left out beside a model, got {chosen}")
-        if judge is not None and at:
-            raise ValueError(f"judge must be left out beside rates, got {judge}")
+        offline = {"judge": judge, "work": work, "max_rows": max_rows, "dtype": None if dtype == "auto" else dtype}
+        for name, value in offline.items():
+            if at and value is not None:
+                raise ValueError(f"{name} must be left out beside rates, got {value}")
+        for policy in (name.strip() for name in policies.split(",") if policies):
+            parse_policy(policy)
+        WorkLog(work, "")  # refuses another kind of file before the work
         asked = (
             read_turns(data, counts, questions, turns=turns)
             if data

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from vlcache_jax.checks import check_flags, check_whole, is_a, short
 from vlcache_jax.inputs.tools import read_tools, tool_names
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.llm import LLM, Asked
-from vlcache_jax.outputs import RequestDelta, RequestOutput, Searched, SearchRound
+from vlcache_jax.outputs import RequestDelta, RequestOutput, SearchBegun, Searched, SearchRound
 from vlcache_jax.protocol.deltas import Joined
 from vlcache_jax.protocol.forced import forced_call
 from vlcache_jax.protocol.parsing import AnswerParser
@@ -135,25 +136,23 @@ class Searches:
         given = options.get("tools") or ()
         tools = self.beside(given)
         forced = forced_call(tools, {"type": "function", "function": {"name": SEARCH}}) if self.required else None
-        threads = concurrent.futures.ThreadPoolExecutor(len(rows) or 1, "vlcache-searches")
-        try:
-            for number in range(self.rounds + 1):
-                going = [row for row in rows if row.goes_on]
-                if not going:
-                    break
-                outputs = llm.chat(
-                    [row.conversation for row in going],
-                    [row.params(forced if number == 0 else None) for row in going],
-                    **{**options, "tools": tools, "on_error": "return"},
-                )
-                for row, output in zip(going, outputs, strict=True):
-                    row.take(output, searches=number < self.rounds)
-                looking = [(row, threads.submit(self._search, row.call)) for row in going if row.goes_on]
-                until = time.monotonic() + self.timeout
-                for row, future in looking:
-                    row.go_on(self._found(future, until, row.call, llm.service, row.text))
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)  # who hangs is not waited for
+        for number in range(self.rounds + 1):
+            going = [row for row in rows if row.goes_on]
+            if not going:
+                break
+            outputs = llm.chat(
+                [row.conversation for row in going],
+                [row.params(forced if number == 0 else None) for row in going],
+                **{**options, "tools": tools, "on_error": "return"},
+            )
+            for row, output in zip(going, outputs, strict=True):
+                row.take(output, searches=number < self.rounds)
+            looking = [(row, self._begun(row.call, llm.service)) for row in going if row.goes_on]
+            start = time.monotonic()
+            for row, future in looking:
+                with contextlib.suppress(TimeoutError):
+                    future.exception(max(0.0, start + self.timeout - time.monotonic()))
+                row.go_on(self._found(future, start, row.call, row.text))
         return _results(rows, name, options.get("on_error", "raise"))
 
     def beside(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -171,7 +170,7 @@ class Searches:
         service: Service,
         ask: Callable[[Sequence[Mapping[str, Any]], int], AsyncGenerator[RequestDelta]],
         most: int | None = None,
-    ) -> AsyncGenerator[RequestDelta | SearchRound]:
+    ) -> AsyncGenerator[RequestDelta | SearchBegun | SearchRound]:
         """An answer as it comes: the deltas of its turns, and between them what was searched for.
 
         Args:
@@ -181,28 +180,44 @@ class Searches:
         """
         added: list[Mapping[str, Any]] = []
         used = 0
-        threads = concurrent.futures.ThreadPoolExecutor(1, "vlcache-searches")
-        try:
-            for number in range(self.rounds + 1):
-                pieces: list[str] = []
-                reason: str | None = None
-                async with contextlib.aclosing(ask(added, used)) as deltas:
-                    async for delta in deltas:
-                        for one in delta.outputs:
-                            pieces.append(one.text)
-                            used += len(one.token_ids)
-                            reason = one.finish_reason or reason
-                        yield delta
-                text = "".join(pieces)
-                call = _call(text) if reason == "stop" and number < self.rounds else None
-                if call is None or (most is not None and used >= most):
-                    return
-                future, until = threads.submit(self._search, call), time.monotonic() + self.timeout
-                found = await asyncio.to_thread(self._found, future, until, call, service, text)
-                added += found.messages
-                yield found
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)  # who hangs is not waited for
+        for number in range(self.rounds + 1):
+            pieces: list[str] = []
+            reason: str | None = None
+            async with contextlib.aclosing(ask(added, used)) as deltas:
+                async for delta in deltas:
+                    for one in delta.outputs:
+                        pieces.append(one.text)
+                        used += len(one.token_ids)
+                        reason = one.finish_reason or reason
+                    yield delta
+            text = "".join(pieces)
+            call = _call(text) if reason == "stop" and number < self.rounds else None
+            if call is None or (most is not None and used >= most):
+                return
+            yield SearchBegun()
+            future, start = self._begun(call, service), time.monotonic()
+            with contextlib.suppress(Exception):  # what it is, `future` says
+                await asyncio.wait_for(asyncio.wrap_future(future), self.timeout)
+            found = self._found(future, start, call, text)
+            added += found.messages
+            yield found
+
+    def _begun(self, call: Mapping[str, Any], service: Service) -> concurrent.futures.Future[list[Hit]]:
+        """A search under way, in a thread that nobody waits for if it hangs, not even the end of the process."""
+        future: concurrent.futures.Future[list[Hit]] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # who stops waiting does not cancel it
+
+        def work() -> None:
+            try:
+                found = self._that_fit(self._search(call), service)
+            except BaseException as error:  # of the caller's own embedder, too
+                told = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+                future.set_exception(told)
+            else:
+                future.set_result(found)
+
+        threading.Thread(target=work, name="vlcache-search", daemon=True).start()
+        return future
 
     def _search(self, call: Mapping[str, Any]) -> list[Hit]:
         query, count = call.get("query"), call.get("k", self.k)
@@ -215,22 +230,20 @@ class Searches:
     def _found(
         self,
         future: concurrent.futures.Future[list[Hit]],
-        until: float,
+        start: float,
         call: Mapping[str, Any],
-        service: Service,
         text: str,
     ) -> SearchRound:
         """What is told of a search, and to the model; `text` is the turn that asked."""
-        start, hits, error = time.perf_counter(), list[Hit](), None
-        try:
-            hits = self._that_fit(future.result(max(0.0, until - time.monotonic())), service)
-        except TimeoutError:
-            future.cancel()
-            error = f"the search took more than {self.timeout:g} seconds"
-        except Exception as failure:  # of the caller's own embedder, too
+        hits: list[Hit] = []
+        if not future.done():
+            error: str | None = f"the search took more than {self.timeout:g} seconds"
+        elif (failure := future.exception()) is not None:
             error = f"{type(failure).__name__}: {failure}"
+        else:
+            hits, error = future.result(), None
         shown = tuple((hit.id, hit.score) for hit in hits)
-        told = Searched(str(call.get("query")), shown, time.perf_counter() - start, error)
+        told = Searched(str(call.get("query")), shown, time.monotonic() - start, error)
         parts: list[dict[str, Any]] = [] if hits else [{"type": "text", "text": "[]"}]
         for hit in hits:
             said = json.dumps({**hit.metadata, "id": hit.id}, ensure_ascii=False)

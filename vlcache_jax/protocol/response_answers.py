@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vlcache_jax.outputs import SearchRound
+from vlcache_jax.outputs import SearchBegun, SearchRound
 from vlcache_jax.protocol.answers import ChatAnswer, Counts
 from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.tools import SEARCH
@@ -68,16 +68,7 @@ class _Item:
         queries = [_query(self.text)] if status != "in_progress" else []
         results = None
         if self.tells_results and self.found is not None:
-            results = [
-                {
-                    "file_id": hit.id,
-                    "filename": hit.metadata.get("filename", hit.id),
-                    "score": hit.score,
-                    "text": "",
-                    "attributes": dict(hit.metadata),
-                }
-                for hit in self.found.hits
-            ]
+            results = list(map(_result, self.found.hits))
         return {"id": self.id, "type": self.kind, "status": status, "queries": queries, "results": results}
 
 
@@ -117,8 +108,11 @@ class ResponseAnswer:
         self._finish_reason = choice["finish_reason"]
         return self._finish(self.chat.counts())
 
-    def pieces(self, delta: RequestDelta | SearchRound, prompt: int = 0) -> Iterator[dict[str, Any]]:
+    def pieces(self, delta: RequestDelta | SearchBegun | SearchRound, prompt: int = 0) -> Iterator[dict[str, Any]]:
         """The events that follow, now that there is more, or something was found."""
+        if isinstance(delta, SearchBegun):
+            yield from self._search_begins()
+            return
         if isinstance(delta, SearchRound):
             yield from self._found(delta)
             return
@@ -130,8 +124,6 @@ class ResponseAnswer:
             for choice in chunk["choices"]:
                 yield from self._grow(choice["delta"], choice["logprobs"])
                 self._finish_reason = choice["finish_reason"] or self._finish_reason
-        if delta.finished and self._items and self._items[-1].kind == _SEARCHES:
-            yield self._at_last("response.file_search_call.searching")
 
     def last(self) -> Iterator[dict[str, Any]]:
         """The end of a stream."""
@@ -190,6 +182,11 @@ class ResponseAnswer:
         elif kind != "function_call":
             where = {"item_id": item.id, "output_index": index, "content_index": 0}
             yield self._event("response.content_part.added", **where, part=item.part())
+
+    def _search_begins(self) -> Iterator[dict[str, Any]]:
+        if not self._items or self._items[-1].kind != _SEARCHES:  # a call that stood in what was thought
+            yield from self._open(_SEARCHES, call_id=f"{self.chat.id}-{self._turn}", name=SEARCH)
+        yield self._at_last("response.file_search_call.searching")
 
     def _found(self, found: SearchRound) -> Iterator[dict[str, Any]]:
         """What the search came to with which the turn has ended: the next one follows."""
@@ -276,3 +273,11 @@ def _query(arguments: str) -> str:
     except ValueError:
         return ""
     return str(found.get("query", "")) if isinstance(found, dict) else ""
+
+
+def _result(hit: Any) -> dict[str, Any]:
+    """What was found, of its metadata what OpenAI's attributes may be."""
+    attributes = {key: value for key, value in hit.metadata.items() if isinstance(value, str | int | float)}
+    name = attributes.get("filename")
+    filename = name if isinstance(name, str) else hit.id
+    return {"file_id": hit.id, "filename": filename, "score": hit.score, "text": "", "attributes": attributes}

@@ -103,7 +103,9 @@ class ResponseRequest:
         if "tools" in chat:
             functions, search = _tools(chat.pop("tools"))
             chat |= {"tools": functions} if functions or search is None else {}
-        if search is not None and chat.get("tool_choice") == {"type": TYPE}:
+        if chat.get("tool_choice") == {"type": TYPE}:
+            if search is None:
+                raise ApiError(f"tool_choice must be another one without a tool {TYPE}", "tool_choice")
             chat["tool_choice"] = {"type": "function", "name": SEARCH}
         if chat.get("top_logprobs") is not None or "message.output_text.logprobs" in given.get("include", ()):
             chat["logprobs"] = True

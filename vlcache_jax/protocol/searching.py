@@ -55,7 +55,7 @@ class FileSearch:
         k = _USUAL if given.get("max_num_results") is None else given["max_num_results"]
         if not is_a(k, int) or not 1 <= k <= _MOST:
             raise _wrong(f"{where}.max_num_results", f"must be from 1 to {_MOST}", k)
-        ranking = given.get("ranking_options") or {}
+        ranking = {} if given.get("ranking_options") is None else given["ranking_options"]
         if not isinstance(ranking, Mapping) or not set(ranking) <= set(_RANKING):
             raise _wrong(f"{where}.ranking_options", f"must hold only {', '.join(_RANKING)}", ranking)
         least = ranking.get("score_threshold")
@@ -74,6 +74,9 @@ def _passes(given: Any, where: str, depth: int) -> Passes:
     if not isinstance(given, Mapping):
         raise _wrong(where, "must be an object", given)
     kind, key, value = (given.get(name) for name in ("type", "key", "value"))
+    known = ("type", "filters") if kind in ("and", "or") else ("type", "key", "value")
+    if unknown := [name for name in given if name not in known]:
+        raise _wrong(where, f"must hold only {', '.join(known)}", unknown[0])
     if kind in ("and", "or"):
         parts = given.get("filters")
         if not isinstance(parts, list) or not parts or depth == _DEEPEST:
@@ -83,18 +86,25 @@ def _passes(given: Any, where: str, depth: int) -> Passes:
         return lambda metadata: joined(passes(metadata) for passes in inner)
     if not isinstance(key, str):
         raise _wrong(f"{where}.key", "must be a string", key)
+    if "value" not in given:
+        raise _wrong(where, "must hold value", list(given))
     match kind:
-        case "eq":
-            return lambda metadata: key in metadata and metadata[key] == value
-        case "ne":
-            return lambda metadata: key not in metadata or metadata[key] != value
+        case "eq" | "ne":
+            return lambda metadata: (key in metadata and _is_same(metadata[key], value)) == (kind == "eq")
         case "in" | "nin":
             if not isinstance(value, list):
                 raise _wrong(f"{where}.value", "must be a list", value)
-            return lambda metadata: (key in metadata and metadata[key] in value) == (kind == "in")
+            return lambda metadata: (
+                (key in metadata and any(_is_same(metadata[key], one) for one in value)) == (kind == "in")
+            )
         case "gt" | "gte" | "lt" | "lte":
             if not is_a(value, int | float | str):
                 raise _wrong(f"{where}.value", "must be a number or a string", value)
             compare, like = _ORDER[kind], str if isinstance(value, str) else int | float
             return lambda metadata: is_a(metadata.get(key), like) and compare(metadata[key], value)
     raise _wrong(f"{where}.type", f"must be eq, ne, in, nin, {', '.join(_ORDER)}, and, or", kind)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether they are equal; true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)

@@ -68,6 +68,9 @@ class Responses(Chats):
         chat_body, searches = request.body(before), None
         try:
             if request.search is not None:
+                if self.config.tool_call_parser == "none":
+                    told = f"{request.search.where} needs calls to be read, which this server does not do"
+                    raise ApiError(told, request.search.where)
                 searches = self._searching.searches(request.search, request.rounds, tenant)
                 chat_body["tools"] = searches.beside(chat_body.get("tools", ()))
             chat = self._chat_request(chat_body)

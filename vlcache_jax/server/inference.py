@@ -16,7 +16,7 @@ from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.prompt import template_text
-from vlcache_jax.outputs import OutputCollector, RequestDelta, SearchRound
+from vlcache_jax.outputs import OutputCollector, RequestDelta, SearchBegun, SearchRound
 from vlcache_jax.protocol.answers import Answer, CompletionAnswer
 from vlcache_jax.protocol.chats import ChatFormat
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
@@ -37,7 +37,7 @@ _STALL = 60.0  # seconds that a client may take to read what is sent
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 type Writer = Answer | ResponseAnswer
-type More = RequestDelta | SearchRound
+type More = RequestDelta | SearchBegun | SearchRound
 type Events = AsyncGenerator[tuple[int, More] | None]
 
 
@@ -172,7 +172,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
 
     def _pieces(self, delta: More, number: int, answer: Writer) -> Sequence[Mapping[str, Any]]:
         """What is written of what is new."""
-        if isinstance(delta, SearchRound):
+        if isinstance(delta, SearchBegun | SearchRound):
             assert isinstance(answer, ResponseAnswer)
             return list(answer.pieces(delta))
         self._note(delta)
