@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +14,6 @@ from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.files import PICTURES, check_writable
 from vlcache_jax.progress import say
-from vlcache_jax.reuse.parse import parse_policy
-from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.study.accuracy import Protocol
@@ -313,6 +311,19 @@ _Rates = Annotated[
 ]
 
 
+def _check_mpic(policies: str, unused: Mapping[str, Any], work: pathlib.Path | None) -> None:
+    """Raises a ValueError for what is wrong before the work."""
+    from vlcache_jax.reuse.parse import parse_policy
+    from vlcache_jax.study.worklog import WorkLog
+
+    for name, value in unused.items():
+        if value is not None:
+            raise ValueError(f"{name} must be left out beside rates, got {value}")
+    for policy in (name.strip() for name in policies.split(",") if policies):
+        parse_policy(policy)
+    WorkLog(work, "")  # refuses another kind of file
+
+
 @app.command("mpic")
 def mpic_command(
     model: opt.ModelArgument = None,
@@ -367,12 +378,7 @@ def mpic_command(
         if preset and chosen is not None:
             raise ValueError(f"preset must be left out beside a model, got {chosen}")
         offline = {"judge": judge, "work": work, "max_rows": max_rows, "dtype": None if dtype == "auto" else dtype}
-        for name, value in offline.items():
-            if at and value is not None:
-                raise ValueError(f"{name} must be left out beside rates, got {value}")
-        for policy in (name.strip() for name in policies.split(",") if policies):
-            parse_policy(policy)
-        WorkLog(work, "")  # refuses another kind of file before the work
+        _check_mpic(policies, offline if at else {}, work)
         asked = (
             read_turns(data, counts, questions, turns=turns)
             if data
