@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.checks import short
 from vlcache_jax.files import check_all_readable
 from vlcache_jax.study.accuracy import Protocol
-from vlcache_jax.study.questions import Sample, spread
+from vlcache_jax.study.questions import Sample, picture_problem, spread
 
 _ROLES = ("user", "human"), ("assistant", "gpt")
 _MARK = re.compile(r"(?:<Img>)?<ImageHere>(?:</Img>)?")  # where an image stands in a text
@@ -195,12 +195,7 @@ def _image(path: pathlib.Path, name: str, dialogue: int) -> bytes:
     for place in (pathlib.Path(name), folder / name, *(one / base for one in beside)):
         if len(base) < 256 and place.is_file():
             content = place.read_bytes()
-            try:
-                with Image.open(io.BytesIO(content)) as image:
-                    image.load()
-            except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-                problem = "of no kind that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
-                told = f"images of dialogue {dialogue} of {path} must be pictures, got {place}: {problem}"
-                raise ValueError(told) from error
+            if (problem := picture_problem(content)) is not None:
+                raise ValueError(f"images of dialogue {dialogue} of {path} must be pictures, got {place}: {problem}")
             return content
     raise ValueError(f"images of dialogue {dialogue} of {path} must lie beside it, {short(name)} does not")

@@ -57,7 +57,7 @@ class Judge:
 
     Attributes:
       client: of its server.
-      model: as requests name it; None: the server's first.
+      model: as requests name it; None: the server's first, once it is `found`.
       at_once: judgements at a time.
     """
 
@@ -90,12 +90,11 @@ class Judge:
         return asyncio.run(self._scores(asked))
 
     async def _scores(self, asked: Sequence[tuple[Turn, str]]) -> list[dict[str, float] | None]:
-        model = self.model or await self.client.model()
         room = asyncio.Semaphore(self.at_once)
 
         async def score(turn: Turn, answer: str) -> dict[str, float] | None:
             async with room:
-                told = await self.client.ask("judge", _body(model, turn, answer), time.perf_counter())
+                told = await self.client.ask("judge", _body(self.model, turn, answer), time.perf_counter())
             if told.status != 200:
                 raise ValueError(f"the judge must answer, its server said: {told.error}")
             return parse_scores(told.text)
@@ -119,7 +118,7 @@ def _is_mark(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= 10
 
 
-def _body(model: str, turn: Turn, answer: str) -> bytes:
+def _body(model: str | None, turn: Turn, answer: str) -> bytes:
     """The request for a judgement: the rubric, the question, both answers, and the images."""
     example = str(dict.fromkeys((*CRITERIA, OVERALL), 5))
     text = _RUBRIC.format(example=example, question=turn.question, reference=turn.reference, answer=answer)

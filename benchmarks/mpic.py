@@ -8,11 +8,10 @@ was drawn, and always by how like the cold answer it is. Online, the same reques
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from vlcache_jax.benchmarks.serving_client import Client
 from vlcache_jax.benchmarks.ttft import Setup
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.progress import Progress, say
+from vlcache_jax.study.accuracy import COLD, identity
 from vlcache_jax.study.report import environment, figures, publish
 from vlcache_jax.study.scoring import rouge_l
 from vlcache_jax.study.worklog import WorkLog
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vlcache_jax import SamplingParams
     from vlcache_jax.llm import LLM
 
-COLD, PREFIX = "off", "exact"
+PREFIX = "exact"
 POLICIES = (PREFIX, "full-two-pass", "full", "cacheblend-0.15", "mpic-32", "approximate")
 _TRIES = 5  # of a request, until nothing was compiled
 _SPELLING = [*LETTERS, ord(" ")]  # tokens of random weights' answers: most others spell nothing
@@ -102,7 +102,7 @@ def measure(
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
         if setup.model is None:
             params = dataclasses.replace(params, allowed_token_ids=_SPELLING, ignore_eos=True)
-        log = WorkLog(work, _identity(llm, name, turns, max_tokens))
+        log = WorkLog(work, identity(llm, turns, max_tokens))
         results = _answer(llm, turns, names, log, params)
         head = environment("jax") | {
             "model": name,
@@ -242,7 +242,7 @@ def table(turns: Sequence[Turn], results: Mapping[str, Sequence[Result]]) -> lis
 
 
 def draw(rows: Sequence[Mapping[str, Any]], picture: pathlib.Path) -> None:
-    """Draws times and scores by number of images, a line for each policy (MPIC, figures 3 and 9)."""
+    """Draws times and scores by number of images, a line for each policy (MPIC, figure 3)."""
     pyplot = figures()
     score = next(name for name in ("judge", "accuracy %", "ROUGE-L to cold") if name in rows[0])
     figure, (times, scores) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -256,11 +256,3 @@ def draw(rows: Sequence[Mapping[str, Any]], picture: pathlib.Path) -> None:
     figure.legend(*times.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(picture)
     pyplot.close(figure)
-
-
-def _identity(llm: LLM, name: str, turns: Iterable[Turn], max_tokens: int) -> str:
-    """What finished requests belong to: the model, and all that is asked."""
-    digest = hashlib.sha256(repr((name, llm.fingerprint, str(llm.service.device.runner.dtype), max_tokens)).encode())
-    for turn in turns:
-        digest.update(repr(dataclasses.astuple(turn)).encode())
-    return digest.hexdigest()[:16]

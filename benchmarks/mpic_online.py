@@ -25,24 +25,20 @@ class DialogueLoad:
       turns: of the dialogues.
       requests: of a run.
       max_tokens: of an answer at most.
-      arrivals: "poisson", or "fixed".
-      seed: of everything.
     """
 
     turns: Sequence[Turn]
     requests: int = 100
     max_tokens: int = 32
-    arrivals: str = "poisson"
-    seed: int = 0
 
     def times(self, rate: float, run: int) -> np.ndarray:
         """When requests come, in seconds from the beginning [requests]."""
-        return arrival_times(self.requests, rate, self.arrivals, [self.seed, run, 0])
+        return arrival_times(self.requests, rate, "poisson", [run, 0])
 
     def chats(self, run: int, count: int | None = None) -> list[Chat]:
         """The requests of a run, or so many. Each begins with words of its own, so that no prompt begins as another."""
         count = self.requests if count is None else count
-        rng = np.random.default_rng([self.seed, run, 1])
+        rng = np.random.default_rng([run, 1])
         order = [int(i) for _ in range(-(-count // len(self.turns))) for i in rng.permutation(len(self.turns))]
         return [self._chat(self.turns[i], f"{run}-{number}") for number, i in enumerate(order[:count])]
 
@@ -63,7 +59,7 @@ class DialogueLoad:
         """What a table says of it."""
         counts = sorted({len(turn.images) for turn in self.turns})
         told = {"requests": self.requests, "dialogues' turns": len(self.turns), "images": counts}
-        return told | {"max_tokens": self.max_tokens, "arrivals": self.arrivals, "seed": self.seed}
+        return told | {"max_tokens": self.max_tokens}
 
 
 def longest_prompt(setup: Setup, turns: Sequence[Turn], max_tokens: int) -> int:

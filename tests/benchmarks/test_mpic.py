@@ -187,7 +187,7 @@ def says(*texts):
 def test_a_judge_sees_question_answers_and_images():
     turn = Turn("x", [], (picture(0), picture(1)), "What is it?", "A dog.")
     with running(says(f"Good. {MARKS}", "I cannot.")) as server:
-        judge = Judge(Client(server.url), at_once=1)
+        judge = Judge(Client(server.url), at_once=1).found()
         assert judge.scores([(turn, "A cat."), (turn, "A cow.")]) == [{k: float(v) for k, v in MARKS.items()}, None]
         asked, _ = server.requests[0]
         assert asked["model"] == "fake"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
+import signal
 import threading
 
 import numpy as np
@@ -12,13 +14,20 @@ import pytest
 from PIL import Image
 
 from tests.helper import SIZES, WITHIN
+from tests.server import helper
+from tests.server.helper import WORDS, serving
 from tests.server.test_retrieval import keys, pictures, png, upload  # noqa: F401 - fixtures
 from vlcache_jax import AsyncLLM, CacheConfig
-from vlcache_jax.library import Library
+from vlcache_jax.library import Library, Retriever, Searches
+from vlcache_jax.outputs import SearchBegun, Searched, SearchRound
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.protocol.answers import ChatAnswer
+from vlcache_jax.protocol.response_answers import ResponseAnswer
+from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.searching import FileSearch
 from vlcache_jax.protocol.tools import SEARCH
 from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.server.app import Server
 
 PATH, ADMIN = "/v1/responses", "root"
 TOOL = {"type": "file_search", "vector_store_ids": ["shoes"], "max_num_results": 2}
@@ -56,9 +65,6 @@ def shoes(engine, textured_image):
 
 @pytest.fixture
 def served(serve, shoes, monkeypatch):
-    from tests.server import helper
-    from vlcache_jax.server.app import Server
-
     made = lambda engine, config: Server(engine, config, embedder=near)  # noqa: E731
     monkeypatch.setattr(helper, "Server", made)
     return serve
@@ -150,8 +156,6 @@ def test_a_chat_sent_whole_says_the_same(served, client, engine, shoes):
 
 
 def running_tool(library):
-    from vlcache_jax.library import Retriever, Searches
-
     return Searches(Retriever(library, near), k=2).tool
 
 
@@ -189,9 +193,6 @@ def test_what_bounds_a_search(served, client):
 
 
 def test_a_search_that_fails_is_told(serve, shoes, client, monkeypatch):
-    from tests.server import helper
-    from vlcache_jax.server.app import Server
-
     monkeypatch.setattr(helper, "Server", lambda engine, config: Server(engine, config, embedder=broken))
     found = client(serve()).responses.create(**ONCE)
     assert found.output[0].status == "failed"
@@ -213,10 +214,6 @@ HELD = threading.Event()
 
 @pytest.mark.parametrize("embedder", [leaves, hangs])
 def test_nobody_else_suffers_from_an_embedder(serve, shoes, client, monkeypatch, embedder):
-    from tests.server import helper
-    from vlcache_jax.library.searches import Searches
-    from vlcache_jax.server.app import Server
-
     HELD.clear()
     impatient = functools.partialmethod(Searches.__init__, timeout=0.3)
     monkeypatch.setattr(Searches, "__init__", impatient)
@@ -331,3 +328,33 @@ def test_tenants_search_what_is_theirs(served, client, keys, pictures):  # noqa:
     for key in "ab":
         for name in seen[key]:
             running.json("DELETE", f"/v1/files/{name}", Authorization=f"Bearer {key}")
+
+
+def test_a_call_in_what_was_thought_is_told_as_a_search():
+    answer = ResponseAnswer(ChatAnswer("resp_1", "m"), ResponseRequest.parse({"input": "?", "tools": [TOOL]}))
+    found = SearchRound(Searched("a shoe", (), 0.1), (), ())
+    kinds = [event["type"] for event in (*answer.pieces(SearchBegun()), *answer.pieces(found))]
+    of_search = [f"response.file_search_call.{what}" for what in ("in_progress", "searching", "completed")]
+    assert kinds == ["response.output_item.added", *of_search]
+
+
+@pytest.mark.servers
+def test_an_embedder_beside_the_model(checkpoints, tmp_path, pictures):  # noqa: F811 - a fixture
+    words = [str(checkpoints("qwen3_vl-tied")), *WORDS, "--max-model-len", str(24 * PAGE), "--kv-cache-bytes", "32MiB"]
+    words += ["--embedder", str(checkpoints("qwen3_vl")), "--disk", str(tmp_path), "--admin-key", ADMIN]
+    with serving(*words) as (process, url, lines):
+        running = helper.Running(None, int(url.rpartition(":")[2].partition("/")[0]))
+        for i, one in enumerate(pictures[:2]):
+            status, told = upload(running, "/libraries/shoes", png(one), key=ADMIN, id=f"sku-{i}")
+            assert status == 200, told
+        asked = ONCE | {"include": ["file_search_call.results"]}
+        # The first search may take longer than it can wait, as it compiles; it goes on for the next one.
+        found = iter(lambda: running.json("POST", PATH, asked)[1]["output"][0], None)
+        search = next(one for one in itertools.islice(found, 20) if one["status"] == "completed")
+        assert {hit["file_id"] for hit in search["results"]} in (
+            {"sku-0"},
+            {"sku-1"},
+            {"sku-0", "sku-1"},
+        )  # the model says k
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WITHIN) == 0, lines

@@ -29,6 +29,7 @@ _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
 _ARRANGEMENT = typer.Option(help="text_first or question_first.")
 _DONORS = typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
 _OUT = typer.Option(help="Picture to write (png); the data go beside it (json).")
+type _Curves = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]
 _LEVELS = (0, 50, 150)  # in 1/500: the paper's r = 0, 0.1, 0.3
 
 
@@ -205,17 +206,18 @@ def attention_command(
         looks = analysis.look(probe, (prepare(probe, case) for case in cases))
         counts = [analysis.distant_layers(found) for found in looks.distances]
         report = {"arrangement": arrangement, "donors": donors, "samples": samples, "images": len(looks.distances)}
-        report |= _attention_report(looks, counts)
+        curves = _curves(looks)
+        report |= _attention_report(looks, curves, counts)
         figure, axes = _figure(6)
-        _draw_attention(axes, looks, counts)
+        _draw_attention(axes, looks, curves, counts)
         _save(figure, report, out)
 
 
-def _attention_report(looks: Looks, counts: Sequence[np.ndarray]) -> dict[str, Any]:
+def _attention_report(looks: Looks, curves: _Curves, counts: Sequence[np.ndarray]) -> dict[str, Any]:
     """The data of `vlcache analyze attention`; `counts` are of `distant_layers`."""
     import numpy as np
 
-    along, far, rank = _curves(looks)
+    along, far, rank = curves
     thresholds = np.logspace(-6, 0, 61)
     first_tenth = [found[: max(1, len(found) // 10)].sum() / found.sum() for found in counts]
 
@@ -242,11 +244,11 @@ def _attention_report(looks: Looks, counts: Sequence[np.ndarray]) -> dict[str, A
     }
 
 
-def _draw_attention(axes: Any, looks: Looks, counts: Sequence[np.ndarray]) -> None:
+def _draw_attention(axes: Any, looks: Looks, curves: _Curves, counts: Sequence[np.ndarray]) -> None:
     """The picture of `vlcache analyze attention`."""
     import numpy as np
 
-    along, far, rank = _curves(looks)
+    along, far, rank = curves
     grid = np.linspace(0, 1, far.shape[1])
     for i in range(len(far)):
         colour = {"color": f"C{i % 10}", "label": f"layer {i}"}
@@ -265,7 +267,7 @@ def _draw_attention(axes: Any, looks: Looks, counts: Sequence[np.ndarray]) -> No
     _name_panels(axes)
 
 
-def _curves(looks: Looks) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+def _curves(looks: Looks) -> _Curves:
     """Attention and distances on the first tokens by layer, over the share of an image, as images differ in length; and
     the rank of the first token, mean and deviation over heads."""
     import numpy as np
@@ -277,7 +279,8 @@ def _curves(looks: Looks) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray
         return np.asarray(np.mean(each, axis=0))
 
     rank = np.mean([np.stack([one.mean(1), one.std(1)]) for one in looks.ranks], axis=0)
-    return {name: over(found) for name, found in looks.weights.items()}, over(looks.distances), np.asarray(rank)
+    along = {name: over(found) for name, found in looks.weights.items()}
+    return along, over(looks.distances), np.asarray(rank)
 
 
 def _share_up_to(weights: np.ndarray, thresholds: np.ndarray) -> np.ndarray:

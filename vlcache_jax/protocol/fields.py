@@ -181,7 +181,7 @@ def check_fields(
       ApiError: one is unknown, not supported, or of another type.
     """
     for name, allowed in absent.items():
-        if not any(_is_same(body.get(name), one) for one in allowed):
+        if not any(is_same(body.get(name), one) for one in allowed):
             raise ApiError(f"{name} is not supported, got {short(body[name])}", name)
     for name, value in body.items():
         if name in absent or name in also:
@@ -193,7 +193,7 @@ def check_fields(
     return {name: value for name, value in body.items() if value is not None and name not in absent}
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def is_same(value: Any, other: Any) -> bool:
     """Whether they are equal; true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 

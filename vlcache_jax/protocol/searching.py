@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vlcache_jax.checks import is_a, short
+from vlcache_jax.protocol.fields import is_same
 from vlcache_jax.protocol.values import ApiError
 
 TYPE = "file_search"
@@ -90,12 +91,12 @@ def _passes(given: Any, where: str, depth: int) -> Passes:
         raise _wrong(where, "must hold value", list(given))
     match kind:
         case "eq" | "ne":
-            return lambda metadata: (key in metadata and _is_same(metadata[key], value)) == (kind == "eq")
+            return lambda metadata: (key in metadata and is_same(metadata[key], value)) == (kind == "eq")
         case "in" | "nin":
             if not isinstance(value, list):
                 raise _wrong(f"{where}.value", "must be a list", value)
             return lambda metadata: (
-                (key in metadata and any(_is_same(metadata[key], one) for one in value)) == (kind == "in")
+                (key in metadata and any(is_same(metadata[key], one) for one in value)) == (kind == "in")
             )
         case "gt" | "gte" | "lt" | "lte":
             if not is_a(value, int | float | str):
@@ -103,8 +104,3 @@ def _passes(given: Any, where: str, depth: int) -> Passes:
             compare, like = _ORDER[kind], str if isinstance(value, str) else int | float
             return lambda metadata: is_a(metadata.get(key), like) and compare(metadata[key], value)
     raise _wrong(f"{where}.type", f"must be eq, ne, in, nin, {', '.join(_ORDER)}, and, or", kind)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether they are equal; true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from vlcache_jax.protocol.requests import ChatRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError
-from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.inference import Chats, Events, More, Writer, parse_object
 from vlcache_jax.server.searching import Searching
@@ -33,13 +31,13 @@ class AskedResponse(ChatRequest):
       request: for the response.
       before: messages of the responses before.
       searches: what it may search; None: nothing.
-      later: sampling parameters of turns behind a search: no call is forced there.
+      forces: the first turn must call, and those behind a search need not.
     """
 
     request: ResponseRequest = field(kw_only=True)
     before: Sequence[Mapping[str, Any]] = field(kw_only=True)
     searches: Searches | None = field(kw_only=True)
-    later: SamplingParams = field(kw_only=True)
+    forces: bool = field(kw_only=True)
 
 
 class Responses(Chats):
@@ -74,29 +72,28 @@ class Responses(Chats):
                 searches = self._searching.searches(request.search, request.rounds, tenant)
                 chat_body["tools"] = searches.beside(chat_body.get("tools", ()))
             chat = self._chat_request(chat_body)
-            later = chat.params if searches is None else self._chat_request(chat_body | {"tool_choice": "auto"}).params
         except ValueError as error:
             raise request.error(as_api_error(error), len(before)) from error
         given = {own.name: getattr(chat, own.name) for own in dataclasses.fields(ChatRequest)}
-        return AskedResponse(**given, request=request, before=before, searches=searches, later=later)
+        forces = chat_body.get("tool_choice") not in (None, "auto", "none")
+        return AskedResponse(**given, request=request, before=before, searches=searches, forces=forces)
 
-    async def _deltas(
+    def _deltas(
         self, prompt: Any, request: ChatRequest, salt: str | TenantSalt | None, field: str
     ) -> AsyncGenerator[More]:
         assert isinstance(request, AskedResponse)
         most = request.params.max_tokens
 
         def ask(added: Sequence[Mapping[str, Any]], used: int) -> AsyncGenerator[RequestDelta]:
-            params = (request.later if added else request.params).clone()
+            params = request.params.clone()
+            if added and request.forces:
+                params.structured_outputs = None
             if most is not None:
                 params.max_tokens = most - used
                 params.min_tokens = min(params.min_tokens, params.max_tokens)
             return self._turn([*prompt, *added], request, params, salt, field)
 
-        turns = ask((), 0) if request.searches is None else request.searches.turns(self.engine.service, ask, most)
-        async with contextlib.aclosing(turns) as events:
-            async for event in events:
-                yield event
+        return ask((), 0) if request.searches is None else request.searches.turns(self.engine.service, ask, most)
 
     async def _whole(self, events: Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
         assert isinstance(answer, ResponseAnswer)

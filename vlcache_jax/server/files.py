@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.items import Item
-from vlcache_jax.cache.keys import SHARED, TenantSalt
+from vlcache_jax.cache.keys import SHARED
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.parts import FILES
 from vlcache_jax.library import Library
@@ -27,7 +27,7 @@ from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, Form, GoneError, read_form
 from vlcache_jax.server.responses import answer_json
-from vlcache_jax.server.tenants import Register, Tenant, request_salt
+from vlcache_jax.server.tenants import Register, Tenant, owner_of
 
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _ITEM_FIELDS = ("id", "metadata", "expires")
@@ -189,9 +189,7 @@ class Files:
 
 def files_of(engine: AsyncLLM, register: Register | None, tenant: Tenant | None) -> Library:
     """What a client has uploaded."""
-    salt = request_salt(register, tenant, None)
-    owner = salt.of_tenant if isinstance(salt, TenantSalt) else None
-    return Library(engine, FILES, owner, keep_bytes=engine.service.items.keeps_files)
+    return Library(engine, FILES, owner_of(register, tenant), keep_bytes=engine.service.items.keeps_files)
 
 
 def _known(name: str) -> str:

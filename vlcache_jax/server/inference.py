@@ -118,10 +118,9 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                     await self._keep(request, answer, tenant)
                     await sender.respond(whole)
 
-    async def _deltas(self, prompt: Any, request: R, salt: str | TenantSalt | None, field: str) -> AsyncGenerator[More]:
+    def _deltas(self, prompt: Any, request: R, salt: str | TenantSalt | None, field: str) -> AsyncGenerator[More]:
         """What comes of one of the prompts; `field` is what its errors call it."""
-        async for delta in self._turn(prompt, request, request.params, salt, field):
-            yield delta
+        return self._turn(prompt, request, request.params, salt, field)
 
     async def _turn(
         self, prompt: Any, request: R, params: SamplingParams, salt: str | TenantSalt | None, field: str

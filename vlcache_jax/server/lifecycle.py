@@ -28,7 +28,7 @@ FAILED = 1
 """Exit code where the engine failed."""
 _LOOK = 0.1  # seconds from one look at the engine, or at requests that are to end, to the next
 _AGAIN = 1.0  # seconds after which a second signal ends at once; one that comes sooner is the same once more
-_SMALL: Any = {"kv_cache_bytes": "1GiB", "max_model_len": 8192}  # of an embedder: queries, and pictures of items
+_SMALL: Any = {"kv_cache_bytes": "1GiB"}  # of an embedder: queries, and pictures of items
 _LAST = 10.0  # seconds that requests may take to tell their clients that they were ended
 
 
@@ -45,8 +45,10 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         if config.uds is None and not config.has_keys and not _is_own(config.host):
             say(f"warning: whoever reaches {config.host} may ask, as there is no api_key")
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
-        embedder = None if config.embedder is None else LLM(config.embedder, use_tqdm=False, **_SMALL)
-        return asyncio.run(_Process(Server(engine, config, embedder=embedder), place).run())
+        if config.embedder is None:
+            return asyncio.run(_Process(Server(engine, config), place).run())
+        with LLM(config.embedder, use_tqdm=False, **_SMALL) as embedder:
+            return asyncio.run(_Process(Server(engine, config, embedder=embedder), place, embedder).run())
 
 
 def http_config(server: Server) -> uvicorn.Config:
@@ -87,10 +89,11 @@ class _Process:
     Args:
       server: what it serves.
       place: a bound socket.
+      embedder: compiled before it is ready, too; None: there is none of its own.
     """
 
-    def __init__(self, server: Server, place: socket.socket):
-        self._server, self._place = server, place
+    def __init__(self, server: Server, place: socket.socket, embedder: LLM | None = None):
+        self._server, self._place, self._embedder = server, place, embedder
         self._config = server.config
         self._told_at: float | None = None
         self._ends = asyncio.Event()
@@ -132,6 +135,8 @@ class _Process:
             reading = asyncio.wrap_future(engine.service.intake.sequences.grammars.prepare())
             try:
                 await engine.warmup()
+                if self._embedder is not None:
+                    await asyncio.to_thread(self._embedder.warmup)
             except Exception as error:
                 self._server.entrance.failure = f"it could not be compiled: {error}"
                 return

@@ -17,7 +17,7 @@ from vlcache_jax.llm import LLM
 from vlcache_jax.protocol.searching import FileSearch
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.files import files_of
-from vlcache_jax.server.tenants import Register, Tenant
+from vlcache_jax.server.tenants import Register, Tenant, owner_of
 
 _MOST = 64  # retrievers that are kept; each has its library's vectors
 
@@ -41,7 +41,7 @@ class Searching:
         if embedder is not None:
             name_of(embedder)
         # The last one was used last.
-        self._retrievers: OrderedDict[tuple[str, str | TenantSalt | None], Retriever] = OrderedDict()
+        self._retrievers: OrderedDict[tuple[str, TenantSalt | None], Retriever] = OrderedDict()
         self._lock = threading.Lock()
 
     def searches(self, asked: FileSearch, rounds: int, tenant: Tenant | None) -> Searches:
@@ -54,16 +54,14 @@ class Searching:
         return Searches(retriever, k=asked.k, rounds=rounds, filter=asked.passes, least=asked.least)
 
     def _retriever(self, asked: FileSearch, tenant: Tenant | None) -> Retriever:
-        if asked.library == FILES:
-            library = files_of(self._engine, self._register, tenant)
-        elif asked.library in self._engine.service.items.libraries(SHARED):
-            library = Library(self._engine, asked.library)
-        else:
+        is_own = asked.library == FILES
+        if not is_own and asked.library not in self._engine.service.items.libraries(SHARED):
             where = f"{asked.where}.vector_store_ids"
             raise ApiError(f"{where} must name a library of this server, got {short(asked.library)}", where, 404)
-        key = (library.name, library.owner)
+        key = asked.library, owner_of(self._register, tenant) if is_own else None
         with self._lock:
             if key not in self._retrievers:
+                library = files_of(self._engine, self._register, tenant) if is_own else Library(self._engine, key[0])
                 self._retrievers[key] = Retriever(library, self._embedder or LLM(self._engine.service))
             self._retrievers.move_to_end(key)
             while len(self._retrievers) > _MOST:

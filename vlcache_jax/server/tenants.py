@@ -257,3 +257,8 @@ class Register:
 def request_salt(register: Register | None, tenant: Tenant | None, own: str | None) -> str | TenantSalt | None:
     """Under which a request is answered that names a salt itself, or does not."""
     return own if register is None or tenant is None else register.salts.salt(tenant.name, own)
+
+
+def owner_of(register: Register | None, tenant: Tenant | None) -> TenantSalt | None:
+    """Whose libraries a client's own are; None: those of all clients."""
+    return None if register is None or tenant is None else register.salts.salt(tenant.name).of_tenant

@@ -21,6 +21,8 @@ from vlcache_jax.study.questions import ARRANGEMENTS, Sample, user_turn
 from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from vlcache_jax import SamplingParams
     from vlcache_jax.llm import LLM
     from vlcache_jax.reuse.policies import Policy
@@ -410,7 +412,7 @@ def run(
     }
 
 
-def identity(llm: LLM, samples: Sequence[Sample], max_tokens: int) -> str:
+def identity(llm: LLM, samples: Sequence[DataclassInstance], max_tokens: int) -> str:
     """What finished parts of work belong to: the weights, their dtype, and the questions."""
     digest = hashlib.sha256(repr((llm.fingerprint, str(llm.service.device.runner.dtype), max_tokens)).encode())
     for sample in samples:

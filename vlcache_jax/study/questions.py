@@ -213,6 +213,18 @@ def first(samples: Sequence[Sample], count: int | None) -> list[Sample]:
     return [samples[i] for i in sorted(itertools.chain(*rows_of_questions(samples)[:count]))]
 
 
+def picture_problem(content: bytes) -> str | None:
+    """Why a file cannot be read as a picture; None: it can. One that is cut off would end long work midway."""
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()
+    except UnidentifiedImageError:
+        return "of no kind that Pillow knows"
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        return str(error)
+    return None
+
+
 def _images(cell: str, where: str) -> Iterator[bytes]:
     cell = cell.strip()
     try:
@@ -227,14 +239,8 @@ def _images(cell: str, where: str) -> Iterator[bytes]:
     if not files or not all(files):
         raise ValueError(f"image in {where} must not be empty")
     for content in files:
-        try:
-            with Image.open(io.BytesIO(content)) as image:
-                image.load()  # a picture that is cut off would end the work midway
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            problem = "of no kind that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
-            raise ValueError(
-                f"image in {where} must be a picture in base64, got {len(content)} bytes: {problem}"
-            ) from error
+        if (problem := picture_problem(content)) is not None:
+            raise ValueError(f"image in {where} must be a picture in base64, got {len(content)} bytes: {problem}")
         yield content
 
 
