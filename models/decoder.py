@@ -16,7 +16,7 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import ExpertsConfig, TextConfig
 from vlcache_jax.models.experts import SparseMLP
-from vlcache_jax.models.layers import GatedMLP, JoinedLinear, RMSNorm, Table, linear
+from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back
 from vlcache_jax.pallas_kernels import Work, attention, paged_attention, rotate_write, rotated
 
 SURPLUS = 128  # rows whose queries are computed though nobody needs them
@@ -48,8 +48,9 @@ class SelfAttention(nnx.Module):
         self.config = config
         # The queries of each KV head, its key, its value: a cut over KV heads is one of the matrix's columns.
         shape = kv_heads, heads // kv_heads + 2, width
-        self.qkv_proj = JoinedLinear(config.hidden_size, shape, bias=config.qkv_bias, dtype=dtype)
-        self.o_proj = linear(heads * width, config.hidden_size, bias=False, dtype=dtype, rngs=rngs)
+        kept = config.quantization
+        self.qkv_proj = joined(config.hidden_size, shape, kept, spread=0, bias=config.qkv_bias, dtype=dtype)
+        self.o_proj = leading_back(heads * width, config.hidden_size, kept, bias=False, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
@@ -116,10 +117,11 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.self_attn = SelfAttention(config, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        width, kept = config.hidden_size, config.quantization
         if experts is None:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype, rngs=rngs)
+            self.mlp = GatedMLP(width, config.intermediate_size, kept, bias=False, dtype=dtype, rngs=rngs)
         else:
-            self.mlp = SparseMLP(config.hidden_size, experts, dtype=dtype, rngs=rngs)
+            self.mlp = SparseMLP(width, experts, kept, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,

@@ -1,0 +1,48 @@
+"""The contract of products with a matrix that is kept in 8 bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from vlcache_jax.pallas_kernels.quantized_matmul import xla
+
+
+def float8_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiplies rows by a matrix in 8 bits, of which no more than a tile is dequantised at once, on a CPU the whole.
+
+    A weight is its 8 bits times its factor, rounded to the dtype of `x`.
+
+    Letters: N rows, K inputs, O outputs, B groups of K / B inputs that follow each other.
+
+    Args:
+      x: [N, K], float32, bfloat16 or float16.
+      weight: float8_e4m3fn [O, K].
+      scale: the factors of each output's groups, float32 [O, B].
+
+    Returns:
+      [N, O] in the dtype of `x`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not go together.
+    """
+    if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight must be [O, {x.shape[-1]}], got {list(weight.shape)}")
+    check_float8("weight", weight, scale)
+    return xla.float8_matmul(x, weight, scale)
+
+
+def check_float8(name: str, weight: jax.Array, scale: jax.Array) -> None:
+    """Sees that a matrix, or a stack of them, [..., O, K], and its factors [..., O, B] go together.
+
+    Raises:
+      ValueError: they do not; it names `name`.
+    """
+    if weight.dtype != jnp.float8_e4m3fn:
+        raise ValueError(f"{name} must be float8_e4m3fn beside its factors, got {weight.dtype}")
+    *outputs, inputs = weight.shape
+    if scale.dtype != jnp.float32 or list(scale.shape[:-1]) != outputs or inputs % scale.shape[-1]:
+        raise ValueError(
+            f"factors of {name} must be float32 {outputs} x groups that share {inputs} inputs, "
+            f"got {scale.dtype} {list(scale.shape)}"
+        )
