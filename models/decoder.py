@@ -7,6 +7,7 @@ recompute and decode are all this one step with other rows.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import ExpertsConfig, TextConfig
 from vlcache_jax.models.experts import SparseMLP
-from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back
+from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back, times
 from vlcache_jax.pallas_kernels import Work, attention, paged_attention, rotate_write, rotated
 
 SURPLUS = 128  # rows whose queries are computed though nobody needs them
@@ -70,7 +71,7 @@ class SelfAttention(nnx.Module):
         """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D] or None)."""
         places = None if work is None else work.packing()
         q, k, v, captured = rotate_write(
-            self.products(y, keep=keep), *self._angles(rows, y.dtype), rows.slot, k, v,
+            self.products(y, keep=keep, implementation=implementation), *self._angles(rows, y.dtype), rows.slot, k, v,
             **self._norms(), keep=keep, places=places, capture=capture, implementation=implementation,
         )  # fmt: skip
         start, end = rows.k_start[:keep], rows.k_end[:keep]
@@ -79,7 +80,7 @@ class SelfAttention(nnx.Module):
         else:
             packed = places is not None
             out = paged_attention(q, k, v, work, end=end - start, packed=packed, implementation=implementation)
-        return self.o_proj(out.reshape(keep, -1)), k, v, captured
+        return times(self.o_proj, out.reshape(keep, -1), implementation), k, v, captured
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Normed rows [N, M] -> (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
@@ -98,15 +99,16 @@ class SelfAttention(nnx.Module):
             return {}
         return {"q_norm": self.q_norm.scale[...], "k_norm": self.k_norm.scale[...], "eps": self.config.rms_norm_eps}
 
-    def products(self, y: jax.Array, *, keep: int) -> list[jax.Array]:
+    def products(self, y: jax.Array, *, keep: int, implementation: str | None = None) -> list[jax.Array]:
         """Normed rows [N, M] -> [N, K, G + 2, D], before norm and rotation; each KV head's queries, key and value.
 
         Queries of few rows beyond `keep` are computed and unused. Of more than `SURPLUS` they are not: then it is that
         of the first `keep` rows, and of the others [N - keep, K, 2, D], which takes a copy of these columns.
         """
+        product = functools.partial(times, self.qkv_proj, implementation=implementation)
         if len(y) - keep <= SURPLUS:
-            return [self.qkv_proj(y)]
-        return [self.qkv_proj(y[:keep]), self.qkv_proj(y[keep:], first=-2)]
+            return [product(y)]
+        return [product(y[:keep]), product(y[keep:], first=-2)]
 
 
 class DecoderLayer(nnx.Module):
@@ -176,7 +178,9 @@ class DecoderLayer(nnx.Module):
         Rows that are not needed, bool [N], pass no experts.
         """
         x, y = self.post_attention_layernorm.added(x, out, implementation=implementation)
-        return x + (self.mlp(y, is_needed, implementation) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
+        if isinstance(self.mlp, SparseMLP):
+            return x + self.mlp(y, is_needed, implementation)
+        return x + self.mlp(y, implementation)
 
 
 class Decoder(nnx.Module):

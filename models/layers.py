@@ -112,7 +112,7 @@ class Float8Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
         self.shape, self.spread = shape, spread
 
-    def __call__(self, x: jax.Array, first: int = 0) -> jax.Array:
+    def __call__(self, x: jax.Array, first: int = 0, implementation: str | None = None) -> jax.Array:
         """Of the layers from `first` on: [N, in] -> [N, ..., layers, out]."""
         cut = (..., slice(first, None), slice(None), slice(None)) if len(self.shape) > 1 else ...
         by_input = self.spread == len(self.shape)
@@ -120,7 +120,8 @@ class Float8Linear(nnx.Module):
 
         def made(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
             *shape, width = weight.shape
-            y = float8_matmul(x, weight.reshape(-1, width), scale.reshape(-1, scale.shape[-1])).reshape(-1, *shape)
+            whole = weight.reshape(-1, width), scale.reshape(-1, scale.shape[-1])
+            y = float8_matmul(x, *whole, implementation=implementation).reshape(-1, *shape)
             return lax.psum(y, split.AXIS) if adds else y
 
         lies = PartitionSpec(*[None] * self.spread, split.AXIS)
@@ -128,6 +129,15 @@ class Float8Linear(nnx.Module):
         gives = split.WHOLE if by_input else PartitionSpec(None, *lies)
         y = split.spread(made, takes, gives)(x, self.weight[...][cut], self.weight_scale[...][cut])
         return y if self.bias is None else y + self.bias[...][..., first:, :]
+
+
+def times(
+    layer: nnx.Linear | JoinedLinear | Float8Linear, x: jax.Array, implementation: str | None = None, **options: int
+) -> jax.Array:
+    """What a dense layer makes of rows; matrices in 8 bits have kernels."""
+    if isinstance(layer, Float8Linear):
+        return layer(x, implementation=implementation, **options)
+    return layer(x, **options)
 
 
 def joined(
@@ -190,12 +200,12 @@ class GatedMLP(nnx.Module):
         self.gate_up_proj = joined(width, (2, hidden), quantization, spread=1, bias=bias, dtype=dtype)
         self.down_proj = leading_back(hidden, width, quantization, bias=bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return by_chunks(self._rows, x)
+    def __call__(self, x: jax.Array, implementation: str | None = None) -> jax.Array:
+        return by_chunks(functools.partial(self._rows, implementation=implementation), x)
 
-    def _rows(self, x: jax.Array) -> jax.Array:
-        made = self.gate_up_proj(x)
-        return self.down_proj(jax.nn.silu(made[:, 0]) * made[:, 1])
+    def _rows(self, x: jax.Array, implementation: str | None) -> jax.Array:
+        made = times(self.gate_up_proj, x, implementation)
+        return times(self.down_proj, jax.nn.silu(made[:, 0]) * made[:, 1], implementation)
 
 
 class Table(nnx.Module):

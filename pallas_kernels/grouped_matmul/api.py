@@ -89,15 +89,18 @@ def mix_experts(
 
     def check() -> None:
         from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu  # takes a second to import
+        from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 
         dispatch.check_array(implementation, x)
         if in_8_bits:
-            raise NotImplementedError("mosaic_gpu multiplies by experts in the dtype of x, got float8_e4m3fn")
-        mosaic_gpu.check(x, F)
+            quantized.check(x, gate_up, gate_up_scale, F)
+            quantized.check(x, down, down_scale, M)
+        else:
+            mosaic_gpu.check(x, F)
 
     bits = " in 8 bits" if in_8_bits else ""
     case = f"{N} x {expert.shape[1]} of {E} experts, {x.dtype} {M} x {F}{bits}"
-    choice = dispatch.choose("experts", case, implementation, check)
+    choice = dispatch.choose("experts_in_8_bits" if in_8_bits else "experts", case, implementation, check)
     own = expert - first
     own = jnp.where((own >= 0) & (own < E), own, E)
     if choice.implementation == "xla":
@@ -105,7 +108,11 @@ def mix_experts(
     from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
 
     interpret = dispatch.interpreter(choice)
-    config = mosaic_gpu.default_config(expert.size, E, programs=None if interpret is None else 3)
+    programs = None if interpret is None else 3
+    if gate_up_scale is not None and down_scale is not None:
+        stacks = gate_up, down, gate_up_scale, down_scale
+        return mosaic_gpu.mix_experts_in_8_bits(x, weight, own, *stacks, programs=programs, interpret=interpret)
+    config = mosaic_gpu.default_config(expert.size, E, programs)
     return mosaic_gpu.mix_experts(x, weight, own, gate_up, down, config=config, interpret=interpret)
 
 

@@ -53,13 +53,14 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, scale: ja
     end = jnp.cumsum(sizes)
     with_rows_first = jnp.argsort(sizes == 0, stable=True)
     padded = jnp.pad(x, ((0, tile), (0, 0)))
-    columns = weights.shape[2] if scale is None else weights.shape[1]
+    # Matrices in 8 bits are [out, in]: turned, the compiler would have a turned copy of the stack.
+    columns, inputs = (weights.shape[2], 0) if scale is None else (weights.shape[1], 1)
 
     def matrix_of(g: jax.Array) -> jax.Array:
         matrix = jax.lax.dynamic_index_in_dim(weights, g, keepdims=False)
         if scale is None:
             return matrix
-        return dequantized(matrix, jax.lax.dynamic_index_in_dim(scale, g, keepdims=False), x.dtype).T
+        return dequantized(matrix, jax.lax.dynamic_index_in_dim(scale, g, keepdims=False), x.dtype)
 
     def group(i: jax.Array, out: jax.Array) -> jax.Array:
         g = with_rows_first[i]
@@ -68,7 +69,7 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, scale: ja
         def step(j: jax.Array, out: jax.Array) -> jax.Array:
             first = end[g] - sizes[g] + j * tile
             own = jax.lax.dynamic_slice_in_dim(padded, first, tile)
-            product = jnp.dot(own, matrix, precision=precision)
+            product = jax.lax.dot_general(own, matrix, (((1,), (inputs,)), ((), ())), precision=precision)
             return jax.lax.dynamic_update_slice_in_dim(out, product, first, 0)
 
         return jax.lax.fori_loop(0, -(-sizes[g] // tile), step, out)

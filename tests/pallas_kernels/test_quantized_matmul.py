@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vlcache_jax.pallas_kernels import float8_matmul, grouped_matmul, mix_experts
+from vlcache_jax.pallas_kernels import float8_cases, float8_matmul, grouped_matmul, mix_experts
 from vlcache_jax.pallas_kernels.cases import array
+from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.pallas_kernels.quantized_matmul import xla
 
 FLOAT8 = jnp.float8_e4m3fn
@@ -109,11 +110,58 @@ def test_shapes_and_dtypes_must_go_together(weight, scale, message):
         float8_matmul(x, jax.ShapeDtypeStruct(*weight), jax.ShapeDtypeStruct(*scale))
 
 
-def test_the_kernel_for_experts_takes_none_in_8_bits():
-    gate_up, gate_up_scale, _ = matrix(2, 2, 128, 64, groups=1)
-    down, down_scale, _ = matrix(3, 2, 64, 64, groups=1)
-    x, expert = np.zeros((3, 64), jnp.bfloat16), np.zeros((3, 1), np.int32)
-    args = x, x[:, :1], expert, gate_up, down, gate_up_scale, down_scale
-    mix_experts(*args, implementation="xla")
-    with pytest.raises(NotImplementedError, match="in the dtype of x, got float8_e4m3fn"):
+not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
+SMALL = [
+    check
+    for kernel, real in (("float8_matmul", float8_cases.REAL), ("experts_in_8_bits", float8_cases.REAL_EXPERTS))
+    for check in CHECKS[kernel]
+    if not any(case.name == check.name for case in real)
+]
+
+
+@not_a_number
+@pytest.mark.parametrize(
+    "check",
+    [SMALL[0], *(pytest.param(check, marks=pytest.mark.interpreted) for check in SMALL[1:])],
+    ids=lambda check: check.name,
+)
+def test_the_kernel(check):
+    assert check.error("mosaic_gpu_interpreted") < 0.03
+
+
+@pytest.mark.parametrize("check", CHECKS["float8_matmul"][:4], ids=lambda check: check.name)
+def test_what_is_checked_on_a_chip_holds_in_xla(check):
+    assert check.error("xla") < 0.03
+
+
+@not_a_number
+def test_experts_that_are_checked_on_a_chip_hold_in_xla():
+    assert CHECKS["experts_in_8_bits"][0].error("xla") < 0.03
+
+
+@pytest.mark.parametrize(
+    ("x", "outputs", "inputs", "groups", "message"),
+    [
+        ("float32", 64, 128, 1, "multiplies bfloat16 and float16, got x in float32"),
+        ("bfloat16", 64, 192, 3, "of which 128 inputs share a factor, .* got 192 inputs, 3 factors and 64 outputs"),
+        ("bfloat16", 96, 128, 1, "a multiple of 64 outputs, got 128 inputs, 1 factors and 96 outputs"),
+    ],
+)
+def test_what_the_kernel_does_not_do_is_told(x, outputs, inputs, groups, message):
+    specs = (jax.ShapeDtypeStruct((3, inputs), x), jax.ShapeDtypeStruct((outputs, inputs), FLOAT8))
+    scale = jax.ShapeDtypeStruct((outputs, groups), jnp.float32)
+    for implementation in ("xla", None):
+        jax.eval_shape(functools.partial(float8_matmul, implementation=implementation), *specs, scale)
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(functools.partial(float8_matmul, implementation="mosaic_gpu"), *specs, scale)
+
+
+def test_the_kernel_for_experts_takes_factors_of_128_inputs():
+    args = (
+        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 64), (3, 1))),
+        jax.ShapeDtypeStruct((3, 1), jnp.int32),
+        *(jax.ShapeDtypeStruct(shape, FLOAT8) for shape in ((2, 128, 64), (2, 64, 64))),
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 128, 1), (2, 64, 1))),
+    )
+    with pytest.raises(NotImplementedError, match="of which 128 inputs share a factor"):
         jax.eval_shape(functools.partial(mix_experts, implementation="mosaic_gpu"), *args)
