@@ -39,23 +39,39 @@ def picture(textured_image):
     return textured_image(64, 64, 1)
 
 
+def asked(directory, disk, *questions):
+    """Answers of an engine with records in a folder; questions are texts before the picture, and how it is reused."""
+    with LLM(directory, cache=CacheConfig(disk=disk), use_tqdm=False, **SHORT) as llm:
+        found = [ask(llm, *parts, **options) for *parts, options in questions]
+        llm.cache.flush()
+    return found
+
+
+def assert_alike(found, expected):
+    for (tokens, chosen, _), (same, others, _) in zip(found, expected, strict=True):
+        assert tokens == same
+        np.testing.assert_allclose(chosen, others, atol=2e-5)
+
+
+def test_a_model_in_8_bits_answers_and_its_conversion_finds_what_it_kept(made, picture, tmp_path):
+    source, converted, _ = made
+    first = asked(source, tmp_path, ("See ", picture, {}))
+    again = asked(converted, tmp_path, ("See ", picture, {}))
+    assert [image.match for _, _, image in (*first, *again)] == ["miss", "exact"]
+    assert first[0][2].key == again[0][2].key
+    assert_alike(again, first)
+
+
+@pytest.mark.ladder
 def test_answers_are_those_of_what_8_bits_stand_for(made, picture, tmp_path):
-    """And so are reused ones. What the hub's files have computed the conversion finds, and the other model does not."""
-    source, converted, twin = made
-    found = {}
-    for name, directory in {"source": source, "converted": converted, "twin": twin}.items():
-        with LLM(directory, cache=CacheConfig(disk=tmp_path), use_tqdm=False, **SHORT) as llm:
-            found[name] = [ask(llm, "See ", picture), ask(llm, "See ", picture), ask(llm, "So", picture, reuse=0.3)]
-            llm.cache.flush()
-    assert [image.match for _, _, image in found["source"]] == ["miss", "exact", "approximate"]
-    assert [image.match for _, _, image in found["converted"]] == ["exact", "exact", "approximate"]
-    assert [image.match for _, _, image in found["twin"]] == ["miss", "exact", "approximate"]
-    keys = {name: images[0][2].key for name, images in found.items()}
-    assert keys["source"] == keys["converted"] != keys["twin"]
-    for name in ("converted", "twin"):
-        for own, other in zip(found[name], found["source"], strict=True):
-            assert own[0] == other[0]
-            np.testing.assert_allclose(own[1], other[1], atol=2e-5)
+    """And so are reused ones; the other model finds none of the records."""
+    source, _, twin = made
+    questions = ("See ", picture, {}), ("See ", picture, {}), ("So", picture, {"reuse": 0.3})
+    found, expected = (asked(directory, tmp_path, *questions) for directory in (source, twin))
+    for own in (found, expected):
+        assert [image.match for _, _, image in own] == ["miss", "exact", "approximate"]
+    assert found[0][2].key != expected[0][2].key
+    assert_alike(found, expected)
 
 
 def test_a_schedule_of_one_is_none_of_the_other(made):
