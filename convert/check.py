@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from vlcache_jax.convert.manifest import (
     MANIFEST_FILE,
     WEIGHTS_DIRECTORY,
@@ -40,7 +42,8 @@ def check_sizes(directory: pathlib.Path, manifest: Manifest, config: ModelConfig
             f"({len(wrong)} of {len(manifest.files)} files are wrong): copy or convert it again"
         )
     wanted = manifest.stored(parameters(config))
-    model = {parameter_name(one.path): expected(one.shape, as_dtype(manifest.dtype)) for one in wanted}
+    dtype = as_dtype(manifest.dtype)
+    model = {parameter_name(one.path): expected(one.shape, one.dtype_in(dtype)) for one in wanted}
     stored = {name: {key: entry[key] for key in ("shape", "dtype")} for name, entry in manifest.parameters.items()}
     if model != stored:
         wrong = sorted(name for name in model.keys() | stored.keys() if model.get(name) != stored.get(name))
@@ -116,4 +119,4 @@ def _wrong_files(directory: pathlib.Path, manifest: Manifest) -> list[str]:
 
 
 def _nbytes(entry: dict[str, Any]) -> int:
-    return math.prod(entry["shape"]) * as_dtype(entry["dtype"]).itemsize
+    return math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize

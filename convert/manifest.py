@@ -28,6 +28,7 @@ import numpy as np
 from vlcache_jax.convert.plan import DTYPES
 from vlcache_jax.fields import OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, read_object, whole
 from vlcache_jax.models.params import Parameter, Part
+from vlcache_jax.models.quantization import FLOAT8
 
 FORMAT = "vlcache-checkpoint/2"
 APART = "vlcache-checkpoint/1"  # which has layers apart that are one product now; they are put together when it is read
@@ -50,7 +51,10 @@ _FIELDS = {
     "versions": OBJECT,
     "fingerprint": _DIGEST,
 }
-_ENTRY = {"shape": listed(whole(1, 1 << 40), 8), "dtype": _DTYPE}
+_ENTRY = {
+    "shape": listed(whole(1, 1 << 40), 8),
+    "dtype": one_of(*(dtype.name for dtype in DTYPES.values()), FLOAT8.name),
+}
 _SOURCES = {FORMAT: {"sources": OBJECT}, APART: {"source_sha256": _DIGEST}}  # of an entry
 
 

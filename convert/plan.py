@@ -1,9 +1,9 @@
 """From the headers of safetensors files to a plan: which bytes of which file become which parameter.
 
-Nothing but headers is read, so a checkpoint that lacks a tensor, has one too many or one of another shape is refused in
-milliseconds, before anything is written or put on a device, and all that is wrong is said at once. The tensors
-themselves are mapped, not read, and what has been copied or hashed of them is let go of: the process never holds the
-weights twice.
+Nothing but headers is read, and the few factors of weights in 8 bits. So a checkpoint that lacks a tensor, has one too
+many or one of another shape is refused in milliseconds, before anything is written or put on a device, and all that is
+wrong is said at once. The tensors themselves are mapped, not read, and what has been copied or hashed of them is let go
+of: the process never holds the weights twice.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from vlcache_jax.convert.factors import StoredFactors
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Part, library_name, parameters
+from vlcache_jax.models.quantization import FLOAT8
 from vlcache_jax.models.registry import load_config
 
 _log = logging.getLogger(__name__)
@@ -33,11 +35,13 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+_STORED = {**DTYPES, "F8_E4M3": FLOAT8}
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.language_model.embed_tokens.weight"
 _MOST_HEADER_BYTES = 100 << 20  # the limit of the format's own readers
 _MOST_LINES = 20  # of each kind of problem in one error
+_FACTOR_NAMES = (".weight_scale", ".weight_scale_inv", ".input_scale", ".weight_packed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Stack:
 
     name: str
     shape: tuple[int, ...]
-    experts: tuple[tuple[StoredTensor, ...], ...]
+    experts: tuple[tuple[StoredTensor | StoredFactors, ...], ...]
 
     @property
     def dtype(self) -> np.dtype:
@@ -122,24 +126,27 @@ class Stack:
                 part.release()
 
 
+type Tensor = StoredTensor | Stack | StoredFactors
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """One parameter and the stored tensors it is made from, in the order of its parts."""
 
     parameter: Parameter
-    tensors: tuple[StoredTensor | Stack, ...]
+    tensors: tuple[Tensor, ...]
 
     @property
-    def parts(self) -> Iterator[tuple[Part, StoredTensor | Stack]]:
+    def parts(self) -> Iterator[tuple[Part, Tensor]]:
         return zip(self.parameter.parts, self.tensors, strict=True)
 
     def read(self, dtype: np.dtype) -> np.ndarray:
-        """The parameter in `dtype`, in memory of its own.
+        """The parameter of a model in `dtype`, in memory of its own.
 
         The copy goes block by block: numpy's transposing copy of a whole matrix misses the cache at every element and
         is several times slower, and a cast of the whole would be a second copy.
         """
-        out = aligned_empty(self.parameter.shape, dtype)
+        out = aligned_empty(self.parameter.shape, self.parameter.dtype_in(dtype))
         for part, tensor in self.parts:
             with np.errstate(over="ignore", invalid="ignore"):  # the conversion tells what is not finite, by name
                 _copy(part, tensor, part.of(out))
@@ -147,17 +154,25 @@ class Source:
         return out
 
 
-def _copy(part: Part, tensor: StoredTensor | Stack, out: np.ndarray) -> None:
+def _copy(part: Part, tensor: Tensor, out: np.ndarray) -> None:
     if part.is_turned:
         for matrix, turned in zip(tensor.matrices(), out, strict=True):
             _transpose(matrix, turned)
+    elif part.is_stack:
+        for matrix, own in zip(tensor.matrices(), out, strict=True):
+            np.copyto(_bits(own), _bits(matrix), casting="unsafe")
     elif part.is_kernel:
         heads = out.shape[1:-2]  # whose outputs lie apart
         rows = tensor.view().reshape(*heads, -1, len(out))
         for head in np.ndindex(heads):
             _transpose(rows[head], out[:, *head].reshape(len(out), -1))
     else:
-        np.copyto(out, tensor.view().reshape(out.shape), casting="unsafe")
+        np.copyto(_bits(out), _bits(tensor.view().reshape(out.shape)), casting="unsafe")
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """What numpy copies fast."""
+    return array.view(np.uint8) if array.dtype == FLOAT8 else array
 
 
 def _transpose(rows: np.ndarray, out: np.ndarray) -> None:
@@ -198,6 +213,7 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     """
     directory = pathlib.Path(directory)
     stored, problems = _stored_tensors(directory)
+    _check_bits(directory, config, stored)
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored:
         name = library_name(tensor.name)
@@ -209,20 +225,53 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     plan = []
     for parameter in _as_stored(parameters(config), tensors):
         if _is_in_singles(first := parameter.parts[0], tensors):
-            plan.append(Source(parameter.turned(), (_stack(first, tensors, problems),)))
+            made = parameter if first.kept else parameter.turned()
+            plan.append(Source(made, (_stack(first, tensors, problems),)))
         else:
             found = [tensors.pop(part.tensor, None) for part in parameter.parts]
             problems += _problems(parameter.parts, found)
-            plan.append(Source(parameter, tuple(tensor for tensor in found if tensor is not None)))
+            pairs = zip(parameter.parts, found, strict=True)
+            plan.append(Source(parameter, tuple(_as_part(part, one) for part, one in pairs if one is not None)))
     if config.tie_word_embeddings and _HEAD in tensors:
         # Some tied checkpoints store the head all the same. It may only go unused if it says the same.
         head = tensors.pop(_HEAD)
         if embedding is not None and not _same(head, embedding):
             problems.append(("unused", f"{_HEAD}: tie_word_embeddings is true, but it differs from {embedding.name}"))
     problems += [("unused", f"{tensor.name} {list(tensor.shape)}") for tensor in tensors.values()]
+    problems = problems or list(_flawed_factors(plan))
     if problems:
         raise PlanError(_report(directory, problems))
     return plan
+
+
+def _check_bits(directory: pathlib.Path, config: ModelConfig, stored: Iterable[StoredTensor]) -> None:
+    """A tower in 8 bits is refused whatever `config.json` says of it: there are tools that forget to leave it out."""
+    if config.text.quantization is None and (found := [one.name for one in stored if one.dtype == FLOAT8]):
+        raise PlanError(
+            f"config.json of {directory} must have a quantization_config that says how weights in 8 bits are stored, "
+            f"got none beside {len(found)} tensors of {FLOAT8}, such as {found[0]}"
+        )
+    tower = [one for one in stored if library_name(one.name).startswith("model.visual.")]
+    found = [one.name for one in tower if one.dtype == FLOAT8 or one.name.endswith(_FACTOR_NAMES)]
+    if found:
+        raise PlanError(
+            f"the vision tower of {directory} must not be quantized, but {len(found)} of its tensors are, such as "
+            f"{found[0]}: take a checkpoint whose tower was left in bfloat16"
+        )
+
+
+def _as_part(part: Part, tensor: StoredTensor) -> StoredTensor | StoredFactors:
+    return tensor if part.factors is None else StoredFactors(tensor, part.factors, part.shape[-2])
+
+
+def _flawed_factors(plan: Iterable[Source]) -> Iterator[tuple[str, str]]:
+    """Factors that are not finite or not above 0, which would make weights of nothing."""
+    for source in plan:
+        for tensor in source.tensors:
+            singles = [one for parts in tensor.experts for one in parts] if isinstance(tensor, Stack) else [tensor]
+            for single in singles:
+                if isinstance(single, StoredFactors) and (flaw := single.flaw) is not None:
+                    yield "with factors that are not finite and above 0", flaw
 
 
 def _problems(parts: Iterable[Part], found: Iterable[StoredTensor | None]) -> Iterator[tuple[str, str]]:
@@ -233,6 +282,9 @@ def _problems(parts: Iterable[Part], found: Iterable[StoredTensor | None]) -> It
             yield "missing", f"{part.tensor} {expected}"
         elif tensor.shape != part.tensor_shape:
             yield "of another shape", f"{tensor.name} must be {expected}, got {list(tensor.shape)}"
+        elif part.in_8_bits != (tensor.dtype == FLOAT8):
+            wanted = FLOAT8.name if part.in_8_bits else f"one of {', '.join(one.name for one in DTYPES.values())}"
+            yield "of another dtype", f"{tensor.name} must be {wanted}, got {tensor.dtype}"
 
 
 def _is_in_singles(part: Part, tensors: Mapping[str, StoredTensor]) -> bool:
@@ -243,22 +295,24 @@ def _is_in_singles(part: Part, tensors: Mapping[str, StoredTensor]) -> bool:
 
 def _stack(part: Part, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> Stack:
     """What a stack is made from where experts are stored one by one."""
-    wanted = part.singles
+    wanted, outputs = part.singles, part.shape[1]
     first = next(tensors[name] for names in wanted for name in names if name in tensors)
     experts = []
     for names in wanted:
-        singles = []
+        singles: list[StoredTensor | StoredFactors] = []
         for name, shape in names.items():
             if (single := tensors.pop(name, None)) is None:
                 problems.append(("missing", f"{name} {list(shape)}"))
             elif single.shape != shape:
                 problems.append(("of another shape", f"{single.name} must be {list(shape)}, got {list(single.shape)}"))
-            elif single.dtype != first.dtype:
-                problems.append(("of another dtype", f"{single.name} must be {first.dtype}, got {single.dtype}"))
+            elif single.dtype != (dtype := FLOAT8 if part.in_8_bits else first.dtype):
+                problems.append(("of another dtype", f"{single.name} must be {dtype}, got {single.dtype}"))
+            elif part.factors is not None:
+                singles.append(StoredFactors(single, part.factors, outputs // len(names)))
             else:
                 singles.append(single)
         experts.append(tuple(singles))
-    return Stack(part.tensor, part.turned().tensor_shape, tuple(experts))
+    return Stack(part.tensor, part.shape if part.kept else part.turned().tensor_shape, tuple(experts))
 
 
 def _as_stored(wanted: list[Parameter], tensors: Mapping[str, StoredTensor]) -> list[Parameter]:
@@ -267,14 +321,18 @@ def _as_stored(wanted: list[Parameter], tensors: Mapping[str, StoredTensor]) -> 
     Published ones and those that the library saves differ in it. Matrices that are square do not show it; gate_up and
     down are never both square, so others do.
     """
-    stacks = [part for parameter in wanted for part in parameter.parts if part.is_stack and part.tensor in tensors]
+    parts = [part for parameter in wanted for part in parameter.parts if part.is_stack and part.kept is None]
+    stacks = [part for part in parts if part.tensor in tensors]
     is_turned = any(tensors[part.tensor].shape == part.turned().tensor_shape != part.shape for part in stacks)
-    return [one.turned() if is_turned and one.parts[0].is_stack else one for one in wanted]
+    return [one.turned() if is_turned and one.parts[0] in parts else one for one in wanted]
 
 
 def stored_dtype(plan: Iterable[Source], config: ModelConfig) -> np.dtype:
-    """The dtype of a checkpoint: that of its tensors, or what `config.json` says where they differ."""
-    found = {tensor.dtype for source in plan for tensor in source.tensors}
+    """The dtype of a checkpoint: that of its tensors, or what `config.json` says where they differ.
+
+    What stays in 8 bits is not asked.
+    """
+    found = {tensor.dtype for source in plan for part, tensor in source.parts if part.kept is None}
     if len(found) == 1:
         return found.pop()
     if config.dtype is None:
@@ -304,7 +362,7 @@ def tensor_digests(plan: Iterable[Source]) -> dict[str, str]:
         return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
 
 
-def _digest(tensor: StoredTensor | Stack) -> str:
+def _digest(tensor: Tensor) -> str:
     digest = tensor.sha256()
     tensor.release()
     return digest
@@ -386,13 +444,12 @@ def _read_header(path: pathlib.Path) -> list[StoredTensor]:
 
 
 def _entry(path: pathlib.Path, mapping: mmap.mmap, data: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
-        expected = ", ".join(DTYPES)
-        advice = ": take the model as it was published in bfloat16" if str(entry["dtype"]).startswith("F8") else ""
+    if entry["dtype"] not in _STORED:
         raise PlanError(
-            f"tensors must be stored as one of {expected}, got {entry['dtype']} for {name} in {path}{advice}"
+            f"tensors must be stored as one of {', '.join(_STORED)}, got {entry['dtype']} for {name} in {path}: take "
+            f"the model as it was published in bfloat16, or its FP8"
         )
-    dtype = DTYPES[entry["dtype"]]
+    dtype = _STORED[entry["dtype"]]
     shape = tuple(int(n) for n in entry["shape"])
     begin, end = (int(n) for n in entry["data_offsets"])
     if min(begin, *shape, 0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:

@@ -106,7 +106,7 @@ def convert(
     config = source_config(located.directory)
     plan = make_plan(located.directory, config)
     target = wanted or stored_dtype(plan, config)
-    leaves = [_Leaf(item, target) for item in plan]
+    leaves = _leaves(plan, target)
 
     from vlcache_jax.convert.store import save_weights  # Orbax takes seconds to import
 
@@ -127,7 +127,7 @@ def convert(
             _compare(directory, leaves, FORMAT, _meter("verify", leaves, memory, progress))
         _copy_side_files(located.directory, directory)
         _write_tie(directory, config)
-        manifest = _describe(directory, source, located.revision, leaves, digests)
+        manifest = _describe(directory, source, located.revision, target, leaves, digests)
         manifest.write(directory)
     return Report(
         directory=destination,
@@ -146,20 +146,22 @@ def _describe(
     directory: pathlib.Path,
     source: str | pathlib.Path,
     revision: str | None,
+    target: np.dtype,
     leaves: list[_Leaf],
     digests: dict[str, str],
 ) -> Manifest:
     """What the weights are that lie in a directory; `digests` are of the source's tensors, by name."""
-    plan, target = [leaf.source for leaf in leaves], leaves[0].dtype
+    plan = [leaf.source for leaf in leaves]
+    is_cast = any(tensor.dtype != leaf.dtype for leaf in leaves for tensor in leaf.source.tensors)
     return Manifest(
         source=str(source),
         revision=revision,
         dtype=target.name,
         source_digest=source_digest(plan, digests),
-        casts=() if all(tensor.dtype == target for item in plan for tensor in item.tensors) else (target.name,),
+        casts=(target.name,) if is_cast else (),
         parameters={
             parameter_name(leaf.path): {
-                **expected(leaf.shape, target),
+                **expected(leaf.shape, leaf.dtype),
                 "sources": {part.tensor: digests[part.tensor] for part in leaf.source.parameter.parts},
                 "sha256": leaf.sha256,
             }
@@ -185,9 +187,13 @@ def verify_weights(
     located = locate(source, revision)
     manifest = read_manifest(pathlib.Path(directory))
     plan = make_plan(located.directory, source_config(located.directory))
-    leaves = [_Leaf(item, as_dtype(manifest.dtype)) for item in plan]
+    leaves = _leaves(plan, as_dtype(manifest.dtype))
     with PeakMemory() as memory:
         _compare(pathlib.Path(directory), leaves, manifest.format, _meter("verify", leaves, memory, progress))
+
+
+def _leaves(plan: list[Source], dtype: np.dtype) -> list[_Leaf]:
+    return [_Leaf(item, item.parameter.dtype_in(dtype)) for item in plan]
 
 
 @dataclasses.dataclass
@@ -216,7 +222,7 @@ class _Leaf:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return self.source.parameter.nbytes(self.dtype)
 
     @property
     def is_key_bias(self) -> bool:

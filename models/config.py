@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.fields import FLAG, OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, real, whole
+from vlcache_jax.models.quantization import Quantization
 
 _BLOCKS = whole(1, 1024)
 INDICES = listed(whole(0, 1023), 1024)  # of blocks
@@ -101,6 +102,7 @@ class TextConfig:
     """The decoder.
 
     `mrope_section` counts the rotary frequencies of the T, H and W axes; `intermediate_size` is that of plain MLPs.
+    `quantization` says how matrices are stored in 8 bits, which they stay in; None: they are not.
     """
 
     vocab_size: int
@@ -118,6 +120,7 @@ class TextConfig:
     qk_norm: bool
     max_position_embeddings: int
     experts: ExpertsConfig | None = None
+    quantization: Quantization | None = None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Those of a layer; None: it has a plain MLP."""

@@ -7,6 +7,7 @@ recompute and decode are all this one step with other rows.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import ExpertsConfig, TextConfig
 from vlcache_jax.models.experts import SparseMLP
-from vlcache_jax.models.layers import GatedMLP, JoinedLinear, RMSNorm, Table, linear
+from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back, times
 from vlcache_jax.pallas_kernels import Work, attention, paged_attention, rotate_write, rotated
 
 SURPLUS = 128  # rows whose queries are computed though nobody needs them
@@ -48,8 +49,9 @@ class SelfAttention(nnx.Module):
         self.config = config
         # The queries of each KV head, its key, its value: a cut over KV heads is one of the matrix's columns.
         shape = kv_heads, heads // kv_heads + 2, width
-        self.qkv_proj = JoinedLinear(config.hidden_size, shape, bias=config.qkv_bias, dtype=dtype)
-        self.o_proj = linear(heads * width, config.hidden_size, bias=False, dtype=dtype, rngs=rngs)
+        kept = config.quantization
+        self.qkv_proj = joined(config.hidden_size, shape, kept, spread=0, bias=config.qkv_bias, dtype=dtype)
+        self.o_proj = leading_back(heads * width, config.hidden_size, kept, bias=False, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
@@ -69,7 +71,7 @@ class SelfAttention(nnx.Module):
         """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D] or None)."""
         places = None if work is None else work.packing()
         q, k, v, captured = rotate_write(
-            self.products(y, keep=keep), *self._angles(rows, y.dtype), rows.slot, k, v,
+            self.products(y, keep=keep, implementation=implementation), *self._angles(rows, y.dtype), rows.slot, k, v,
             **self._norms(), keep=keep, places=places, capture=capture, implementation=implementation,
         )  # fmt: skip
         start, end = rows.k_start[:keep], rows.k_end[:keep]
@@ -78,7 +80,7 @@ class SelfAttention(nnx.Module):
         else:
             packed = places is not None
             out = paged_attention(q, k, v, work, end=end - start, packed=packed, implementation=implementation)
-        return self.o_proj(out.reshape(keep, -1)), k, v, captured
+        return times(self.o_proj, out.reshape(keep, -1), implementation), k, v, captured
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Normed rows [N, M] -> (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
@@ -97,15 +99,16 @@ class SelfAttention(nnx.Module):
             return {}
         return {"q_norm": self.q_norm.scale[...], "k_norm": self.k_norm.scale[...], "eps": self.config.rms_norm_eps}
 
-    def products(self, y: jax.Array, *, keep: int) -> list[jax.Array]:
+    def products(self, y: jax.Array, *, keep: int, implementation: str | None = None) -> list[jax.Array]:
         """Normed rows [N, M] -> [N, K, G + 2, D], before norm and rotation; each KV head's queries, key and value.
 
         Queries of few rows beyond `keep` are computed and unused. Of more than `SURPLUS` they are not: then it is that
         of the first `keep` rows, and of the others [N - keep, K, 2, D], which takes a copy of these columns.
         """
+        product = functools.partial(times, self.qkv_proj, implementation=implementation)
         if len(y) - keep <= SURPLUS:
-            return [self.qkv_proj(y)]
-        return [self.qkv_proj(y[:keep]), self.qkv_proj(y[keep:], first=-2)]
+            return [product(y)]
+        return [product(y[:keep]), product(y[keep:], first=-2)]
 
 
 class DecoderLayer(nnx.Module):
@@ -116,10 +119,11 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.self_attn = SelfAttention(config, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        width, kept = config.hidden_size, config.quantization
         if experts is None:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype, rngs=rngs)
+            self.mlp = GatedMLP(width, config.intermediate_size, kept, bias=False, dtype=dtype, rngs=rngs)
         else:
-            self.mlp = SparseMLP(config.hidden_size, experts, dtype=dtype, rngs=rngs)
+            self.mlp = SparseMLP(width, experts, kept, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -174,7 +178,9 @@ class DecoderLayer(nnx.Module):
         Rows that are not needed, bool [N], pass no experts.
         """
         x, y = self.post_attention_layernorm.added(x, out, implementation=implementation)
-        return x + (self.mlp(y, is_needed, implementation) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
+        if isinstance(self.mlp, SparseMLP):
+            return x + self.mlp(y, is_needed, implementation)
+        return x + self.mlp(y, implementation)
 
 
 class Decoder(nnx.Module):

@@ -69,6 +69,7 @@ class Published:
       sizes: by name.
       has_flat: whether there are old ones, with the text's fields at the top of `config.json`.
       system_turn: what the chat template says first where no message does; None: nothing.
+      has_fp8: whether each size is published in 8 bits, too.
       output_width: the key of `vision_config` that holds the width of its output, which is the text's.
     """
 
@@ -79,6 +80,7 @@ class Published:
     video_processor: Mapping[str, Any] | None = None
     has_flat: bool = False
     system_turn: str | None = None
+    has_fp8: bool = False
     output_width: str = "out_hidden_size"
 
 

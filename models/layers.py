@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from vlcache_jax.models.config import matmul_precision
-from vlcache_jax.pallas_kernels import norm_residual, rms_norm, split
+from vlcache_jax.models.quantization import FLOAT8, SCALE, Quantization
+from vlcache_jax.pallas_kernels import float8_matmul, norm_residual, rms_norm, split
 
 CHUNK = 512  # rows that a CPU takes through an MLP at once
 LARGE = 2**24  # values of a matrix whose product with a row XLA for GPUs leaves as it is, with a margin
@@ -88,6 +90,80 @@ class JoinedLinear(nnx.Module):
         return made if self.bias is None else made + self.bias[...][..., first:, :]
 
 
+class Float8Linear(nnx.Module):
+    """Dense layers whose matrices stay in 8 bits, as they are stored: [..., layers, out, in] or [out, in], with a
+    factor for each output and group of inputs.
+
+    Several devices say themselves how they share it: left to the compiler, what is made of a tile would be gathered.
+
+    Args:
+      width: in.
+      shape: of what comes out: (..., layers, out), or (out,).
+      spread: the axis of the matrices that devices share out; the last one is that of the inputs, over which they add
+        up what each of them makes.
+    """
+
+    def __init__(
+        self, width: int, shape: tuple[int, ...], quantization: Quantization, *, spread: int, bias: bool, dtype: Any
+    ):
+        groups = width // quantization.group(width)
+        self.weight = nnx.Param(jnp.zeros((*shape, width), FLOAT8))
+        self.weight_scale = nnx.Param(jnp.ones((*shape, groups), SCALE))
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
+        self.shape, self.spread = shape, spread
+
+    def __call__(self, x: jax.Array, first: int = 0, implementation: str | None = None) -> jax.Array:
+        """Of the layers from `first` on: [N, in] -> [N, ..., layers, out]."""
+        cut = (..., slice(first, None), slice(None), slice(None)) if len(self.shape) > 1 else ...
+        by_input = self.spread == len(self.shape)
+        adds = by_input and split.is_spread()
+
+        def made(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+            *shape, width = weight.shape
+            whole = weight.reshape(-1, width), scale.reshape(-1, scale.shape[-1])
+            y = float8_matmul(x, *whole, implementation=implementation).reshape(-1, *shape)
+            return lax.psum(y, split.AXIS) if adds else y
+
+        lies = PartitionSpec(*[None] * self.spread, split.AXIS)
+        takes = split.SECOND if by_input else split.WHOLE, lies, lies
+        gives = split.WHOLE if by_input else PartitionSpec(None, *lies)
+        y = split.spread(made, takes, gives)(x, self.weight[...][cut], self.weight_scale[...][cut])
+        return y if self.bias is None else y + self.bias[...][..., first:, :]
+
+
+def times(
+    layer: nnx.Linear | JoinedLinear | Float8Linear, x: jax.Array, implementation: str | None = None, **options: int
+) -> jax.Array:
+    """What a dense layer makes of rows; matrices in 8 bits have kernels."""
+    if isinstance(layer, Float8Linear):
+        return layer(x, implementation=implementation, **options)
+    return layer(x, **options)
+
+
+def joined(
+    width: int,
+    shape: tuple[int, ...],
+    quantization: Quantization | None,
+    *,
+    spread: int,
+    bias: bool,
+    dtype: Any,
+) -> JoinedLinear | Float8Linear:
+    """Dense layers as one product, with their matrices in 8 bits if those of the model are; see the two."""
+    if quantization is None:
+        return JoinedLinear(width, shape, bias=bias, dtype=dtype)
+    return Float8Linear(width, shape, quantization, spread=spread, bias=bias, dtype=dtype)
+
+
+def leading_back(
+    width: int, out: int, quantization: Quantization | None, *, bias: bool, dtype: Any, rngs: nnx.Rngs
+) -> nnx.Linear | Float8Linear:
+    """A dense layer whose inputs devices share out, with its matrix in 8 bits if those of the model are."""
+    if quantization is None:
+        return linear(width, out, bias=bias, dtype=dtype, rngs=rngs)
+    return Float8Linear(width, (out,), quantization, spread=1, bias=bias, dtype=dtype)
+
+
 def layer_norm(width: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Statistics and affine in float32, one rounding at the end. The vision tower's eps is constant."""
     return nnx.LayerNorm(width, epsilon=1e-6, use_fast_variance=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
@@ -111,16 +187,25 @@ def by_chunks(rowwise: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Ar
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
-        self.gate_up_proj = JoinedLinear(width, (2, hidden), bias=bias, dtype=dtype)
-        self.down_proj = linear(hidden, width, bias=bias, dtype=dtype, rngs=rngs)
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        quantization: Quantization | None = None,
+        *,
+        bias: bool,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.gate_up_proj = joined(width, (2, hidden), quantization, spread=1, bias=bias, dtype=dtype)
+        self.down_proj = leading_back(hidden, width, quantization, bias=bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return by_chunks(self._rows, x)
+    def __call__(self, x: jax.Array, implementation: str | None = None) -> jax.Array:
+        return by_chunks(functools.partial(self._rows, implementation=implementation), x)
 
-    def _rows(self, x: jax.Array) -> jax.Array:
-        made = self.gate_up_proj(x)
-        return self.down_proj(jax.nn.silu(made[:, 0]) * made[:, 1])
+    def _rows(self, x: jax.Array, implementation: str | None) -> jax.Array:
+        made = times(self.gate_up_proj, x, implementation)
+        return times(self.down_proj, jax.nn.silu(made[:, 0]) * made[:, 1], implementation)
 
 
 class Table(nnx.Module):

@@ -3,6 +3,9 @@
 Modules bear the library's names, so the mapping is a rule, not a table: a parameter's path is its tensor's name, except
 for the last part, for what its family says (`TensorNames`), and for layers that are one product here: the matrix of
 `qkv_proj` is [M, K, G + 2, D], of each KV head the queries, the key, the value; that of `gate_up_proj` [M, 2, F].
+
+Matrices in 8 bits stay as they are stored, [out, in]: those of `qkv_proj` are [K, G + 2, D, M], of `gate_up_proj`
+[2, F, M]. Beside each stand its factors, of which there is one for each output and group of inputs.
 """
 
 from __future__ import annotations
@@ -20,23 +23,48 @@ from flax import nnx
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.family import TensorNames
 from vlcache_jax.models.model import abstract_model
+from vlcache_jax.models.quantization import FLOAT8, SCALE, Quantization
 from vlcache_jax.models.registry import FAMILIES
 
 Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Factors:
+    """What the factors of matrices in 8 bits are stored as.
+
+    Attributes:
+      quantization: how.
+      inputs: of the matrices.
+    """
+
+    quantization: Quantization
+    inputs: int
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """That of factors which are [..., outputs, groups] in memory."""
+        return *shape[:-2], *self.quantization.stored_shape(shape[-2], self.inputs)
+
+    def spread(self, stored: np.ndarray, outputs: int) -> np.ndarray:
+        """Factors as they lie in memory, float32 [..., outputs, groups]."""
+        return self.quantization.spread(stored, outputs, self.inputs)
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
-    """What one tensor of a checkpoint is of a parameter: all of it, or some of its axis before the last.
+    """What one tensor of a checkpoint is of a parameter: all of it, or some of the axis of its layers.
 
     Attributes:
       path: that the parameter would have if it were this part alone, as in the library's modules.
       shape: likewise.
       tensor: library name of the tensor it is made from.
       tensor_shape: as stored; kernels are stored [out, in] and become [in, out].
-      place: first and last + 1 on the parameter's axis before the last; None: it is all of the parameter.
+      place: first and last + 1 on the parameter's axis of layers, the one before that of their outputs; None: it is all
+        of the parameter.
       is_turned: the matrices of experts are stored [E, out, in], as the library saves them, and not [E, in, out], as
         they are published.
+      kept: the dtype that it has in a model of any dtype; None: it has the model's.
+      factors: of matrices in 8 bits, how they are stored; None: it is something else.
     """
 
     path: Path
@@ -45,19 +73,33 @@ class Part:
     tensor_shape: tuple[int, ...]
     place: tuple[int, int] | None = None
     is_turned: bool = False
+    kept: np.dtype | None = None
+    factors: Factors | None = None
 
     @property
     def is_stack(self) -> bool:
         """Whether it holds a matrix of each expert."""
-        return self.path[-1] in _STACKS
+        return self.path[-1] in _ALL_STACKS
 
     @property
     def is_kernel(self) -> bool:
         return self.path[-1] == "kernel"
 
+    @property
+    def in_8_bits(self) -> bool:
+        return self.kept == FLOAT8
+
+    def dtype_in(self, dtype: np.dtype) -> np.dtype:
+        """Its dtype in a model of a dtype."""
+        return self.kept or dtype
+
     def of(self, parameter: np.ndarray) -> np.ndarray:
         """Where it is in the parameter's array, a view."""
-        return parameter if self.place is None else parameter[..., slice(*self.place), :]
+        if self.place is None:
+            return parameter
+        if self.path[-1] in IN_8_BITS:
+            return parameter[..., slice(*self.place), :, :]
+        return parameter[..., slice(*self.place), :]
 
     def turned(self) -> Part:
         """The same, stored in the library's layout."""
@@ -65,16 +107,20 @@ class Part:
         return dataclasses.replace(self, tensor_shape=(count, columns, rows), is_turned=True)
 
     @property
-    def singles(self) -> list[dict[str, tuple[int, int]]]:
+    def singles(self) -> list[dict[str, tuple[int, ...]]]:
         """Of a stack: the tensors of each expert where these are stored one by one, with their shapes, [out, in].
 
         An expert's matrix holds them one above the other.
         """
         folder, _, name = self.tensor.rpartition(".")
+        suffix = self.factors.quantization.suffix if self.factors else ""
+        name = name.removesuffix(suffix)
         names = _JOINED.get(name, (name,))
-        count, columns, rows = self.shape
-        shape = rows // len(names), columns
-        return [{f"{folder}.{i}.{name}.weight": shape for name in names} for i in range(count)]
+        count, rows, columns = self.shape if self.kept else (self.shape[0], *self.shape[:0:-1])
+        shape: tuple[int, ...] = (rows // len(names), columns)
+        if self.factors:
+            shape = self.factors.stored_shape(shape)
+        return [{f"{folder}.{i}.{name}.weight{suffix}": shape for name in names} for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +141,14 @@ class Parameter:
     def is_kernel(self) -> bool:
         return self.path[-1] == "kernel"
 
+    def dtype_in(self, dtype: np.dtype) -> np.dtype:
+        """Its dtype in a model of a dtype."""
+        return self.parts[0].dtype_in(dtype)
+
+    def nbytes(self, dtype: np.dtype) -> int:
+        """Its bytes in a model of a dtype."""
+        return math.prod(self.shape) * self.dtype_in(dtype).itemsize
+
     def turned(self) -> Parameter:
         """The same, stored in the library's layout."""
         return dataclasses.replace(self, parts=tuple(part.turned() for part in self.parts))
@@ -112,7 +166,8 @@ def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     found = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple(key.key for key in keys)
-        found.append(Parameter(path, tuple(leaf.shape), tuple(_parts(config, path, tuple(leaf.shape)))))
+        parts = (_with_kind(config, part, leaf.dtype) for part in _parts(config, path, tuple(leaf.shape)))
+        found.append(Parameter(path, tuple(leaf.shape), tuple(parts)))
     return tuple(found)
 
 
@@ -139,9 +194,12 @@ _BEGINNINGS = {
     "model.": "model.language_model.",
 }
 _STACKS = ("gate_up_proj", "down_proj")  # a matrix of each expert
+_FACTORS = {"weight": "weight_scale", **{name: f"{name}_scale" for name in _STACKS}}
+_ALL_STACKS = *_STACKS, *(_FACTORS[name] for name in _STACKS)
+IN_8_BITS = "weight", _FACTORS["weight"]  # leaves of layers that are stored [out, in]
 # Of the library's layers, which are one here, on the axis before the last: all but the first are one there.
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+_LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias", "weight": "weight"}
 
 
 def _parts(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[Part]:
@@ -150,18 +208,48 @@ def _parts(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[
         yield Part(path, shape, _tensor_name(config, path), _tensor_shape(config, path, shape))
         return
     names = _JOINED[str(module)]
-    inputs, (*heads, count, width) = (shape[:1], shape[1:]) if leaf == "kernel" else ((), shape)
+    begin, end = int(leaf == "kernel"), len(shape) - (leaf in IN_8_BITS)  # without the axis of inputs
+    before, (*heads, count, width), behind = shape[:begin], shape[begin:end], shape[end:]
     first = 0
     for name, last in zip(names, range(count - len(names) + 1, count + 1), strict=True):
         own = *folders, name, leaf
-        flat = *inputs, math.prod(heads) * (last - first) * width
+        flat = *before, math.prod(heads) * (last - first) * width, *behind
         yield Part(own, flat, _tensor_name(config, own), _tensor_shape(config, own, flat), (first, last))
         first = last
 
 
+def _with_kind(config: ModelConfig, part: Part, dtype: Any) -> Part:
+    """The part as one of matrices in 8 bits, or of their factors, if it is one."""
+    if (quantization := config.text.quantization) is None:
+        return part
+    if dtype == FLOAT8:
+        return dataclasses.replace(part, kept=FLOAT8)
+    if part.path[-1] not in _FACTORS.values():
+        return part
+    factors = Factors(quantization, _inputs(config, part))
+    return dataclasses.replace(part, tensor_shape=factors.stored_shape(part.tensor_shape), kept=SCALE, factors=factors)
+
+
+def _inputs(config: ModelConfig, part: Part) -> int:
+    """Of the matrices that factors belong to."""
+    text = config.text
+    match part.path[-2:]:
+        case ("o_proj", _):
+            return text.num_heads * text.head_dim
+        case ("down_proj", _):
+            return text.intermediate_size
+        case (_, "down_proj_scale") if text.experts is not None:
+            return text.experts.intermediate_size
+        case _:
+            return text.hidden_size
+
+
 def _tensor_name(config: ModelConfig, path: Path) -> str:
     *folders, leaf = map(str, path)
-    name = _rename(".".join([*folders, leaf if leaf in _STACKS else _LEAVES[leaf]]), _names(config).modules)
+    suffix = ""
+    if leaf in _FACTORS.values() and config.text.quantization is not None:
+        leaf, suffix = leaf.removesuffix("_scale"), config.text.quantization.suffix
+    name = _rename(".".join([*folders, leaf if leaf in _STACKS else _LEAVES[leaf]]), _names(config).modules) + suffix
     return name if path[0] == "lm_head" else f"model.{name}"
 
 

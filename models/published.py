@@ -17,20 +17,32 @@ LIKE = {f"Qwen3-VL-{kind}-{size}": f"Qwen3-VL-{size}" for kind in ("Embedding", 
 """Published models that are of another one's size, with another use of their last token."""
 
 
+FP8 = {f"{name}-FP8": name for name, size in SIZES.items() if FAMILIES[size.model_type].PUBLISHED.has_fp8}
+"""Published models whose decoders are in 8 bits, and the size that each is of."""
+
+_FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
 def find_name(name: str) -> str | None:
     """The name of a published size, given in any case, or None: "qwen3-vl-8b" is Qwen3-VL-8B."""
-    known = {one: one for one in SIZES} | LIKE
+    known = {one: one for one in (*SIZES, *FP8)} | LIKE
     return {one.lower(): size for one, size in known.items()}.get(name.lower())
 
 
 @functools.cache
 def published_config(name: str) -> ModelConfig:
-    """The configuration of a published size.
+    """The configuration of a published size, or of one in 8 bits.
 
     Raises:
       KeyError: there is no such size.
     """
-    return read_config(config_file(SIZES[name], dtype="bfloat16"), f"config.json of {name}")
+    raw = config_file(SIZES[FP8.get(name, name)], dtype="bfloat16")
+    return read_config(raw | ({"quantization_config": _FP8_CONFIG} if name in FP8 else {}), f"config.json of {name}")
 
 
 def config_file(size: PublishedSize, *, dtype: str, **tokens: int) -> dict[str, Any]:

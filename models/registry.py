@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import reprlib
 from typing import Any
@@ -10,6 +11,7 @@ from vlcache_jax.fields import read_object
 from vlcache_jax.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from vlcache_jax.models.config import ModelConfig, check_config, library_config
 from vlcache_jax.models.family import Family
+from vlcache_jax.models.quantization import read_quantization
 
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": qwen2_vl,
@@ -24,8 +26,8 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
 
     Raises:
       FileNotFoundError: there is no `config.json`.
-      ValueError: the file is damaged, the model type is unknown, the checkpoint is quantized, or a field is out of
-        bounds or has a value that is not implemented; the message names file and field.
+      ValueError: the file is damaged, the model type is unknown, weights are quantized in a format that is not read, or
+        a field is out of bounds or has a value that is not implemented; the message names file and field.
     """
     path = pathlib.Path(directory) / "config.json"
     if not path.exists():
@@ -44,13 +46,10 @@ def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")
     family = FAMILIES[model_type]
     check_config(raw, family.FIELDS, path)
-    if any("quantization_config" in part for part in (raw, raw.get("text_config") or {})):
-        raise ValueError(
-            f"quantized checkpoints are not supported, but {path} has a quantization_config: "
-            "take the model as it was published in bfloat16"
-        )
+    quantization = read_quantization(raw, path)
     try:
-        return family.read_config(library_config(raw, family.FIELDS), raw)
+        model = family.read_config(library_config(raw, family.FIELDS), raw)
+        return dataclasses.replace(model, text=dataclasses.replace(model.text, quantization=quantization))
     except Exception as error:  # whatever the fields together lead to
         reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} must describe a model that is supported: {reason}") from error

@@ -9,7 +9,8 @@ those of requests, they lie in pages, and a work list made on the host says who 
 values are finite; `carry_flaws` is how whoever writes them sees to it. Linking writes the stored keys and values of an
 image into a request's slots. Statistics of attention tell which keys matter. What a layer does to its rows between its
 products and attention is a kernel, too: norm with residual, and rotation with writing into the pool. Rows pass the
-experts of a mixture that they have chosen.
+experts of a mixture that they have chosen. Matrices that are kept in 8 bits are dequantised where they are
+multiplied.
 """
 
 from vlcache_jax.pallas_kernels import dispatch as dispatch
@@ -29,6 +30,7 @@ from vlcache_jax.pallas_kernels.grouped_matmul import mix_experts as mix_experts
 from vlcache_jax.pallas_kernels.link import link as link
 from vlcache_jax.pallas_kernels.link.codec import CODECS as CODECS
 from vlcache_jax.pallas_kernels.link.codec import Codec as Codec
+from vlcache_jax.pallas_kernels.quantized_matmul import float8_matmul as float8_matmul
 from vlcache_jax.pallas_kernels.rotation import rotate as rotate
 from vlcache_jax.pallas_kernels.rows import norm_residual as norm_residual
 from vlcache_jax.pallas_kernels.rows import rms_norm as rms_norm

@@ -22,6 +22,8 @@ from vlcache_jax.pallas_kernels import (
     attention_statistics,
     dispatch,
     experts_cases,
+    float8_cases,
+    float8_matmul,
     mix_experts,
     paged_attention,
     paged_cases,
@@ -160,6 +162,19 @@ def _experts(case: experts_cases.ExpertsCase, implementation: str, *, dtype: str
     return _compare([run(*args) for _ in range(2)], want, TOLERANCE[dtype])
 
 
+def _float8(case: float8_cases.Float8Case, implementation: str, *, dtype: str = "bfloat16") -> float:
+    args = case.inputs(dtype)
+    run = jax.jit(functools.partial(float8_matmul, implementation=implementation))
+    return _compare([run(*args) for _ in range(2)], case.reference(args[0]), TOLERANCE[dtype])
+
+
+def _float8_experts(case: experts_cases.ExpertsCase, implementation: str, *, dtype: str = "bfloat16") -> float:
+    args, whole = float8_cases.experts_inputs(case, dtype)
+    run = jax.jit(functools.partial(mix_experts, first=case.first, implementation=implementation))
+    want = float8_cases.experts_reference(case, args, whole)
+    return _compare([run(*args) for _ in range(2)], want, TOLERANCE[dtype])
+
+
 def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:
     """The error of the first run; they must be equal to the last bit."""
     first, *others = (np.asarray(run, np.float64) for run in runs)
@@ -262,6 +277,17 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             Check(f"{case.name}, float16", functools.partial(_experts, case, dtype="float16"), first=True)
             for case in experts_cases.CASES[:2]
         ),
+    ),
+    "float8_matmul": (
+        *(
+            Check(case.name, functools.partial(_float8, case), first=True)
+            for case in (*float8_cases.CASES, *float8_cases.REAL)
+        ),
+        Check("float16", functools.partial(_float8, float8_cases.CASES[0], dtype="float16"), first=True),
+    ),
+    "experts_in_8_bits": tuple(
+        Check(case.name, functools.partial(_float8_experts, case), first=True)
+        for case in (*float8_cases.EXPERTS, *float8_cases.REAL_EXPERTS)
     ),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.device.ladder import Ladder
-from vlcache_jax.device.mesh import Devices, copies_of, spec_of, widened
+from vlcache_jax.device.mesh import Devices, copies_of, repeats, spec_of, widened
 from vlcache_jax.device.programs.base import Program
 from vlcache_jax.device.programs.shapes import Shapes
 from vlcache_jax.device.runner import Runner
@@ -198,17 +198,20 @@ def compile_for(runner: Runner, program: Program[Any], options: dict[str, Any] |
     return compile_program(program.function(shapes), program.arguments(shapes), program.donates, options)
 
 
-def spread_shapes(config: ModelConfig, count: int, **stored: Any) -> Shapes:
+def spread_shapes(config: ModelConfig, count: int, implementation: str | None = "mosaic_gpu", **stored: Any) -> Shapes:
     """The shapes of an engine that is spread over some H200s; `stored` as in `abstract_runner`."""
     devices = Devices.over(h200s(count), copies_of(config.text, count))
     computed = widened(config, count)
     whole = nnx.to_pure_dict(nnx.state(abstract_model(computed, jnp.bfloat16)))
 
     def placed(keys: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        return devices.abstract(leaf, spec_of(tuple(key.key for key in keys)))
+        path = tuple(key.key for key in keys)
+        *outer, inner = leaf.shape
+        shape = *outer, inner * repeats(path, leaf.shape, count)
+        return devices.abstract(jax.ShapeDtypeStruct(shape, leaf.dtype), spec_of(path))
 
     return Shapes(
         computed, jax.tree_util.tree_map_with_path(placed, whole), devices.abstract(np.zeros((3, 256), np.float32)),
-        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation="mosaic_gpu", is_host=False,
+        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation, is_host=False,
         devices=devices, **stored,
     )  # fmt: skip

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from research.compiled import compile_program
-from vlcache_jax.pallas_kernels import attention_statistics, mix_experts, paged_attention
+from vlcache_jax.pallas_kernels import attention_statistics, float8_matmul, mix_experts, paged_attention
 from vlcache_jax.pallas_kernels.shapes import (
     ATTENTION,
     EXPERTS,
@@ -237,6 +237,18 @@ def compile_experts(shape: ExpertsShape) -> list[Kernel]:
     return kernels(lambda: compile_program(mix, shape.specs()))
 
 
+def compile_float8(rows: int, outputs: int, inputs: int) -> Kernel:
+    """Our kernel for a matrix in 8 bits."""
+    arguments = (
+        jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
+        jax.ShapeDtypeStruct((outputs, inputs), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((outputs, inputs // 128), jnp.float32),
+    )
+    multiply = functools.partial(float8_matmul, implementation="mosaic_gpu")
+    [kernel] = kernels(lambda: compile_program(multiply, arguments))
+    return kernel
+
+
 def compile_jaxs(shape: AttentionShape, *, causal: bool) -> Kernel:
     """jax's kernel for as many rows as slots, two warpgroups of 64 rows and blocks of 128 slots as in ours."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -282,6 +294,8 @@ def main() -> None:
         if experts.N in (1, 64, 8192):
             for part, kernel in zip(("gate and up", "down"), compile_experts(experts), strict=True):
                 compiled[f"experts of {experts.N} rows, {part}"] = kernel
+    for count in (64, 4096):
+        compiled[f"8 bits, {count} rows x 4096 x 4096"] = compile_float8(count, 4096, 4096)
     for causal in (False, True):
         name = f"jax.experimental.pallas.ops.gpu.attention_mgpu, {'causal' if causal else 'not causal'}"
         compiled[name] = compile_jaxs(cold, causal=causal)

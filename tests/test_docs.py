@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import math
 import pathlib
 import re
 import shlex
@@ -14,11 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from vlcache_jax.assets import PICTURES
-from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.info import NOTHING, describe
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.models.params import parameters
+from vlcache_jax.models.published import published_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -165,28 +163,38 @@ def test_the_readme_stays_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def table_row(title):
-    """The cells of the README's line that begins so."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [line] = re.findall(rf"^\| {re.escape(title)} \|(.*)\|$", readme, re.MULTILINE)
-    return [cell.strip() for cell in line.split("|")]
+def table(page, head):
+    """Rows of the table of a page whose head begins so, as lists of cells."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    [rows] = re.findall(rf"(?m)^\| {re.escape(head)} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
 
 
-def test_the_readmes_memory_is_what_is_counted():
-    for name in ("Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B"):
-        config = MODELS[name]
+def test_what_is_said_of_a_models_memory_is_what_is_counted():
+    rows = table("docs/guides/gpus.md", "model | K, V a token")
+    assert len(rows) == 7
+    for name, *found in rows:
+        config = published_config(name)
         slot = KVShape.of(config, "float16").slot_bytes
-        weights = 2 * sum(math.prod(parameter.shape) for parameter in parameters(config))
         tokens = 1024 if name.startswith("Qwen3") else 37 * 37
         kept = tokens * (slot + 2 * (1 + config.vision.num_deepstack) * config.text.hidden_size)
-        expected = [f"{weights / 1e9:.1f} GB", f"{slot / 1e3:.0f} KB", f"{tokens} tokens", f"{kept / 1e6:.0f} MB"]
-        assert table_row(name)[:4] == expected
+        assert found == [f"{slot / 1e3:.0f} KB", f"{tokens} tokens", f"{kept / 1e6:.0f} MB"]
 
 
-def test_the_readmes_gpus_are_those_that_info_counts():
-    for name in re.findall(r"(?m)^\| (Qwen\S+) \|", (ROOT / "README.md").read_text(encoding="utf-8")):
-        _, fits, hints = describe(name, "auto", 1024, 1024)
-        sizes = [fit["GPU"] for fit in fits]
-        least = next(i for i, fit in enumerate(fits) if fit["tokens"] != NOTHING)
-        found = re.match(r"(\d+ GB): fits with (.*), and", hints[least - 1]) if least else None
-        assert table_row(name)[4] == sizes[least] + (f"; {found[1]} with `{found[2]}`" if found else "")
+def test_what_is_said_to_fit_is_what_is_counted():
+    """In the guide and, of some models, in the README."""
+    rows = table("docs/guides/gpus.md", "model | weights in")
+    counted = {name: describe(name, "auto", 1024, 1024)[1] for name in dict.fromkeys(name for name, *_ in rows)}
+    for name, bits, weights, *cells in rows:
+        fits = [fit for fit in counted[name] if fit["weights in"] == bits]
+        assert weights == fits[0]["weights"]
+        for cell, fit in zip(cells, fits, strict=True):
+            fewer = [f"{fit['rows of a step']} rows"] * (fit["rows of a step"] != 8192)
+            smaller = [fit["largest image"]] * (fit["largest image"] != fits[-1]["largest image"])
+            told = "-" if fit["tokens"] == NOTHING else ", ".join([str(fit["tokens"]), *fewer, *smaller])
+            assert (name, cell) == (name, told)
+    for gpu, *cells in table("README.md", "a GPU with"):
+        for bits, cell in zip(("bfloat16", "FP8"), cells, strict=True):
+            for name, tokens in re.findall(r"(Qwen\S+) (\d+)", cell):
+                fit = next(fit for fit in counted[name] if (fit["GPU"], fit["weights in"]) == (gpu, bits))
+                assert fit["tokens"] == int(tokens)

@@ -56,8 +56,8 @@ class EngineConfig:
       tensor_parallel_size: devices that share the model: each computes its own heads, columns and experts. The bytes
         named here are those of all together. Records are the same whatever it is.
       max_num_seqs: requests that run together at most, each answer counted. By default 64, or what the ladder says.
-      max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
-        what the ladder says.
+      max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, or on a GPU what
+        leaves room for a pool; on a CPU 4096, or what the ladder says.
       max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
       mm_processor_kwargs: min_pixels and max_pixels of images, or `size={"shortest_edge": ..., "longest_edge":
         ...}`, which says the same; fps, num_frames, min_frames, max_frames and do_sample_frames of videos. For all

@@ -7,6 +7,7 @@ weights not one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -19,9 +20,11 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.family import Published, PublishedSize
 from vlcache_jax.models.params import Part, parameters, published_name
 from vlcache_jax.models.published import config_file
+from vlcache_jax.models.quantization import FLOAT8
 from vlcache_jax.models.registry import FAMILIES, load_config
 
 # Ids 0-255 are the bytes themselves, and these follow.
@@ -177,6 +180,8 @@ def make_checkpoint(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     generation: Mapping[str, Any] | None = None,
+    quantization: Literal["fp8", "block", "channel"] | None = None,
+    block: int = 128,
     weights: bool = True,
     corpus: Iterable[str] = (),
 ) -> pathlib.Path:
@@ -194,6 +199,9 @@ def make_checkpoint(
       names: of tensors, and the layout of experts', as in published checkpoints or as in the library's modules.
       min_pixels, max_pixels: of the image processor; by default one image token, and the published maximum.
       generation: fields of `generation_config.json` beside the token ids.
+      quantization: of the decoder's matrices to 8 bits: "fp8" as Qwen publishes it, "block" and "channel" as
+        compressed-tensors does. They are those of the same seed, rounded; experts are stored one by one.
+      block: outputs and inputs of a block that shares a factor; 128 is what is published.
       weights: False leaves them out, for a size whose weights are drawn elsewhere.
       corpus: texts from which the tokenizer learns merges, at most until the vocabulary is full; by default a token is
         a byte or a special string.
@@ -212,6 +220,8 @@ def make_checkpoint(
     vocab_size, least = config.get("text_config", config)["vocab_size"], 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
         raise ValueError(f"vocab_size must be at least {least}, the size of the tokenizer, got {vocab_size}")
+    if quantization is not None:
+        config["quantization_config"] = _quantization_config(quantization, block)
     _write_json(directory / "config.json", config)
     _write_json(directory / "preprocessor_config.json", _preprocessor(config, published, min_pixels, max_pixels))
     if published.video_processor is not None:
@@ -299,15 +309,19 @@ def _chat_template(system_turn: str | None) -> str:
 
 def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, *, published: bool) -> None:
     config = load_config(directory)
+    plain = dataclasses.replace(config, text=dataclasses.replace(config.text, quantization=None))
     rng = np.random.default_rng(seed)
     tensors = {}
-    parts = [part for parameter in parameters(config) for part in parameter.parts]
+    parts = [part for parameter in parameters(plain) for part in parameter.parts]
     for part in sorted(parts, key=lambda part: part.path):
-        name = published_name(config, part.tensor) if published else part.tensor
         tensor = _random(rng, _kind(part), part.tensor_shape)
         if part.is_stack and not published:
             tensor = np.ascontiguousarray(tensor.swapaxes(1, 2))
-        tensors[name] = tensor.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        tensors[part.tensor] = tensor.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    if config.text.quantization is not None:
+        _quantize(tensors, config, is_turned=not published)
+    if published:
+        tensors = {published_name(config, name): tensor for name, tensor in tensors.items()}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return
@@ -320,6 +334,60 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
     _write_json(
         directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
     )
+
+
+def _quantization_config(name: str, block: int) -> dict[str, Any]:
+    """As it is published."""
+    if name == "fp8":
+        return {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": ["lm_head", "model.visual"],
+            "quant_method": "fp8",
+            "weight_block_size": [block, block],
+        }
+    if name not in ("block", "channel"):
+        raise ValueError(f"quantization must be None, 'fp8', 'block' or 'channel', got {name!r}")
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": name}
+    if name == "block":
+        weights["block_structure"] = [block, block]
+    return {
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "format": "float-quantized",
+        "ignore": ["lm_head", "re:.*visual.*"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+    }
+
+
+def _quantize(tensors: dict[str, np.ndarray], config: ModelConfig, *, is_turned: bool) -> None:
+    """Rounds the decoder's matrices to 8 bits, in place; `is_turned`: those of experts are [E, out, in]."""
+    for part in [part for parameter in parameters(config) for part in parameter.parts if part.in_8_bits]:
+        if not part.is_stack:
+            tensors |= _rounded(part.tensor, tensors[part.tensor], config)
+            continue
+        stack = tensors.pop(part.tensor)
+        for names, matrix in zip(part.singles, stack if is_turned else stack.swapaxes(1, 2), strict=True):
+            for name, single in zip(names, np.split(matrix, len(names)), strict=True):
+                tensors |= _rounded(name, single, config)
+
+
+def _rounded(name: str, matrix: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
+    """A matrix in 8 bits, and its factors, with which the largest of a block are the largest in 8 bits."""
+    quantization = config.text.quantization
+    assert quantization is not None
+    outputs, inputs = matrix.shape
+    rows, columns = quantization.stored_shape(outputs, inputs)
+    height, width = quantization.outputs, quantization.inputs or inputs
+    padded = np.zeros((rows * height, columns * width), np.float32)
+    padded[:outputs, :inputs] = matrix
+    largest = np.abs(padded.reshape(rows, height, columns, width)).max(axis=(1, 3))
+    most = float(ml_dtypes.finfo(FLOAT8).max)
+    factors = (np.maximum(largest, 1e-6) / most).astype(ml_dtypes.bfloat16)
+    group = quantization.group(inputs)
+    spread = np.repeat(quantization.spread(factors, outputs, inputs), group, axis=1)
+    rounded = np.clip(matrix.astype(np.float32) / spread, -most, most).astype(FLOAT8)
+    return {name: rounded, name + quantization.suffix: factors}
 
 
 def _kind(part: Part) -> str:

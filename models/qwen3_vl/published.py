@@ -50,6 +50,7 @@ PUBLISHED = Published(
             "qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION
         ),
     },
+    has_fp8=True,
 )
 # Each chunk stands on its own behind the text that says when it was seen. Each has markers of its own; those that a
 # chat template puts around the whole video go, as in the code at the models' release (transformers 4.57). The library

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.grouped_matmul import xla
+from vlcache_jax.pallas_kernels.quantized_matmul import check_float8
 
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """Multiplies each row by the matrix of its group, as `jax.lax.ragged_dot` does; in XLA.
 
     Operations follow the rows, and only matrices of groups that have rows are read. (What XLA makes of `ragged_dot` on
@@ -17,8 +20,9 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Ar
 
     Args:
       x: rows sorted by group, [R, K].
-      weights: a matrix of each group, [E, K, N], of the same dtype.
+      weights: a matrix of each group, [E, K, N], of the same dtype; or in 8 bits, float8_e4m3fn [E, N, K].
       sizes: rows of each group, int32 [E]; rows beyond all of them belong to no group.
+      scale: the factors of weights in 8 bits, float32 [E, N, B], see `float8_matmul`.
 
     Returns:
       [R, N] in the dtype of `x`; 0 where a row belongs to no group.
@@ -26,11 +30,15 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Ar
     Raises:
       ValueError: shapes or dtypes that do not go together.
     """
-    if x.ndim != 2 or weights.ndim != 3 or weights.shape[1] != x.shape[1] or x.dtype != weights.dtype:
+    if scale is not None:
+        check_float8("weights", weights, scale)
+        if x.ndim != 2 or weights.ndim != 3 or weights.shape[2] != x.shape[1]:
+            raise ValueError(f"weights must be [E, N, {x.shape[-1]}] in 8 bits, got {weights.shape}")
+    elif x.ndim != 2 or weights.ndim != 3 or weights.shape[1] != x.shape[1] or x.dtype != weights.dtype:
         raise ValueError(f"weights must be [E, {x.shape[-1]}, N] in {x.dtype}, got {weights.shape} in {weights.dtype}")
     if sizes.shape != weights.shape[:1]:
         raise ValueError(f"sizes must be [{len(weights)}], one for each matrix, got {sizes.shape}")
-    return xla.grouped_matmul(x, weights, sizes)
+    return xla.grouped_matmul(x, weights, sizes, scale)
 
 
 def mix_experts(
@@ -39,6 +47,8 @@ def mix_experts(
     expert: jax.Array,
     gate_up: jax.Array,
     down: jax.Array,
+    gate_up_scale: jax.Array | None = None,
+    down_scale: jax.Array | None = None,
     *,
     first: int | jax.Array = 0,
     implementation: str | None = None,
@@ -57,8 +67,10 @@ def mix_experts(
       x: [N, M].
       weight: of each choice, [N, k], in the dtype of `x`.
       expert: chosen, int32 [N, k]; a choice outside of those at hand adds nothing, whatever row and weight hold.
-      gate_up: gate and up side by side, [E, M, 2F], in the dtype of `x`.
-      down: [E, F, M], likewise.
+      gate_up: gate and up side by side, [E, M, 2F], in the dtype of `x`; or in 8 bits, float8_e4m3fn [E, 2F, M].
+      down: [E, F, M], likewise; or in 8 bits, [E, M, F].
+      gate_up_scale, down_scale: the factors of matrices in 8 bits, float32 [E, 2F, B] and [E, M, B'], see
+        `float8_matmul`.
       first: the number of the first expert at hand.
       implementation: as in `vlcache_jax.pallas_kernels.attention`; the kernel multiplies bfloat16 and float16.
 
@@ -69,29 +81,48 @@ def mix_experts(
       ValueError: shapes or dtypes that do not go together.
       NotImplementedError: the implementation asked for does not do this case.
     """
-    _check(x, weight, expert, gate_up, down)
-    (N, M), (E, F, _) = x.shape, down.shape
+    if in_8_bits := gate_up_scale is not None and down_scale is not None:
+        check_float8("gate_up", gate_up, gate_up_scale)
+        check_float8("down", down, down_scale)
+    _check(x, weight, expert, *(_turned(x, one) if in_8_bits else one for one in (gate_up, down)))
+    N, E, F, M = len(x), len(down), gate_up.shape[1 if in_8_bits else 2] // 2, x.shape[1]
 
     def check() -> None:
         from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu  # takes a second to import
+        from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 
         dispatch.check_array(implementation, x)
-        mosaic_gpu.check(x, F)
+        if in_8_bits:
+            quantized.check(x, gate_up, gate_up_scale, F)
+            quantized.check(x, down, down_scale, M)
+        else:
+            mosaic_gpu.check(x, F)
 
-    case = f"{N} x {expert.shape[1]} of {E} experts, {x.dtype} {M} x {F}"
-    choice = dispatch.choose("experts", case, implementation, check)
+    bits = " in 8 bits" if in_8_bits else ""
+    case = f"{N} x {expert.shape[1]} of {E} experts, {x.dtype} {M} x {F}{bits}"
+    choice = dispatch.choose("experts_in_8_bits" if in_8_bits else "experts", case, implementation, check)
     own = expert - first
     own = jnp.where((own >= 0) & (own < E), own, E)
     if choice.implementation == "xla":
-        return xla.mix_experts(x, weight, own, gate_up, down)
+        return xla.mix_experts(x, weight, own, gate_up, down, gate_up_scale, down_scale)
     from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
 
     interpret = dispatch.interpreter(choice)
-    config = mosaic_gpu.default_config(expert.size, E, programs=None if interpret is None else 3)
+    programs = None if interpret is None else 3
+    if gate_up_scale is not None and down_scale is not None:
+        stacks = gate_up, down, gate_up_scale, down_scale
+        return mosaic_gpu.mix_experts_in_8_bits(x, weight, own, *stacks, programs=programs, interpret=interpret)
+    config = mosaic_gpu.default_config(expert.size, E, programs)
     return mosaic_gpu.mix_experts(x, weight, own, gate_up, down, config=config, interpret=interpret)
 
 
-def _check(x: jax.Array, weight: jax.Array, expert: jax.Array, gate_up: jax.Array, down: jax.Array) -> None:
+def _turned(x: jax.Array, matrices: jax.Array) -> jax.ShapeDtypeStruct:
+    """What matrices [E, out, in] in 8 bits stand for."""
+    count, outputs, inputs = matrices.shape
+    return jax.ShapeDtypeStruct((count, inputs, outputs), x.dtype)
+
+
+def _check(x: jax.Array, weight: jax.Array, expert: jax.Array, gate_up: Any, down: Any) -> None:
     if x.ndim != 2 or down.ndim != 3 or down.shape[2] != x.shape[1] or down.dtype != x.dtype:
         raise ValueError(f"down must be [E, F, {x.shape[-1]}] in {x.dtype}, got {down.shape} in {down.dtype}")
     E, F, M = down.shape

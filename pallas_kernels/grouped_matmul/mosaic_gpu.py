@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu import ACC, MULTIPROCESSORS, SHARED_MEMORY, tiled
 from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles, make_tiles
+from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 
 M = 64  # rows that a warpgroup multiplies
 EIGHT = M // BOX
@@ -88,7 +89,38 @@ def mix_experts(
     packed = x.at[tiles.source // k].get(mode="clip")
     hidden = _multiply(packed, gate_up, tiles, gated=True, config=config, interpret=interpret)
     made = _multiply(hidden, down, tiles, gated=False, config=config, interpret=interpret)
-    # As the library does: products in the model's dtype, their sum in float32.
+    return _sum(made, weight, expert, tiles)
+
+
+def mix_experts_in_8_bits(
+    x: jax.Array,
+    weight: jax.Array,
+    expert: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    gate_up_scale: jax.Array,
+    down_scale: jax.Array,
+    *,
+    programs: int | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """The same of matrices in 8 bits; `programs`: that share the items."""
+    (N, k), E = expert.shape, len(gate_up)
+    rows = quantized.rows_of_experts(N * k, E)
+    tiles = make_tiles(expert.reshape(-1), E, rows // BOX)
+    packed = x.at[tiles.source // k].get(mode="clip")
+    table = tiles.expert, tiles.first, tiles.octets, tiles.ends[-1:]
+    for matrices, scale, gated in ((gate_up, gate_up_scale, True), (down, down_scale, False)):
+        outputs = matrices.shape[1] // (2 if gated else 1)
+        config = quantized.default_config(rows, outputs, programs, tiles=min(E, N * k))
+        packed = quantized.multiply(packed, matrices, scale, *table, gated=gated, config=config, interpret=interpret)
+    return _sum(packed, weight, expert, tiles)
+
+
+def _sum(made: jax.Array, weight: jax.Array, expert: jax.Array, tiles: Tiles) -> jax.Array:
+    """What each row's experts make of it, weighted, float32 [N, M], of what they make of packed rows. As the library
+    does: products in the model's dtype, their sum in float32."""
+    (N, k), E = expert.shape, len(tiles.ends)
     parts = made.at[tiles.place].get(mode="clip").reshape(N, k, -1) * weight[:, :, None]
     return jnp.where((expert < E)[:, :, None], parts, 0).sum(axis=1, dtype=jnp.float32)
 

@@ -102,7 +102,7 @@ def test_info_counts_what_an_engine_counts(run, checkpoints, family):
     assert found["an image of 90 x 120"] == (
         f"{image.tokens} tokens; its records: {sizes[0]} of K, V and {sizes[1]} of the encoder"
     )
-    assert re.search(r"(?m)^24 GB .*\n40 GB .*\n80 GB .*\n141 GB ", result.stdout)
+    assert re.search(r"(?m)^24 GB .*\n40 GB .*\n48 GB .*\n80 GB .*\n141 GB ", result.stdout)
 
 
 @pytest.mark.ladder
@@ -115,39 +115,43 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert result.exit_code == 0, result.output
     found = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines()[:7])
     assert found["model"] == "qwen3_vl, as published: Qwen3-VL-8B"
-    assert found["weights"] == "17.53 GB in bfloat16 (8.77 billion parameters)"
+    assert found["weights"] == "17.53 GB in bfloat16, 10.81 GB in FP8 (8.77 billion parameters)"
     assert found["K, V"] == "147456 bytes a token"
     # 1088 x 1920 pixels, 32 x 32 a token
     assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
     small = run("info", "-m", "qwen3-vl-8b", "--dtype", "float32")
-    assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit +- +-$", small.stdout)
-    assert "\n24 GB: too small; --gpus 4 has room\n" in small.stdout
+    assert re.search(r"(?m)^24 GB +float32 +[\d.]+ GB +[\d.]+ GB +does not fit( +-){5}$", small.stdout)
+    assert "\n24 GB, float32: too small; --gpus 2 has room\n" in small.stdout
     experts = run("info", "qwen3-vl-30b-a3b").stdout
     assert "128 x 768 in 48 layers, 8 of them for a token, which passes 3.89 billion parameters" in experts
-    assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit ", experts)
+    assert re.search(r"(?m)^24 GB +bfloat16 +62.14 GB .* does not fit ", experts)
+    assert re.search(r"(?m)^48 GB +FP8 +33.18 GB .* 24576 ", experts)
 
 
 def test_info_says_how_a_model_fits(run):
-    """What it recommends fits, with the pool that it tells."""
+    """With the sizes that an engine chooses: steps and images are made smaller where a pool has no room."""
     told = run("info", "qwen3-vl-8b").stdout
-    assert re.search(r"(?m)^24 GB .* does not fit +- +-$", told)
+    rows = {tuple(row[:2]): row[2:] for row in (re.split(r"  +", line.strip()) for line in told.splitlines())}
     assert "None" not in told
-    [(options, tokens)] = re.findall(r"(?m)^24 GB: fits with (.*), and a pool of (\d+) tokens$", told)
-    assert options == "--max-rows 2048 --max-pixels 4194304"
-    assert re.search(rf"(?m)^24 GB .* {tokens} ", run("info", "qwen3-vl-8b", *options.split()).stdout)
-    limited = run("info", "qwen3-vl-32b", "--max-pixels", "70000", "--image", "32x32")  # below the least, halved
-    assert "24 GB: too small" in limited.stdout
-    # Not where the image that is asked about would be scaled down for it.
-    assert "24 GB: too small" in run("info", "qwen3-vl-8b", "--image", "4096x4096").stdout
+    assert rows["24 GB", "bfloat16"][3:] == ["13824", "13824", "13", "2048", "4.2 million pixels"]
+    assert rows["24 GB", "FP8"][0] == "10.81 GB"
+    assert rows["24 GB", "FP8"][3:] == ["19456", "19456", "19", "4096", "16.8 million pixels"]
+    assert rows["80 GB", "FP8"][3:5] == ["327680", "262144"]  # no longer than the model takes
+    alone = run("info", "qwen3-vl-8b-fp8").stdout
+    assert re.findall("(?m)^.*GB +FP8 .*$", alone) == re.findall("(?m)^.*GB +FP8 .*$", told)
+    # What is asked for stays.
+    more = run("info", "qwen3-vl-8b", "--max-rows", "4096").stdout
+    assert re.search("(?m)^24 GB +bfloat16 .* 4096 +2.1 million pixels", more)
+    assert re.search("(?m)^24 GB +bfloat16 .* too large ", run("info", "qwen3-vl-8b", "--image", "4096x4096").stdout)
 
 
 def test_info_of_several_gpus(run):
     told = run("info", "qwen3-vl-30b-a3b", "--gpus", "8").stdout  # with two copies of each KV head
     assert re.search(r"(?m)^each of 8 GPUs +8.76 GB of weights, 24576 bytes of K, V a token$", told)
-    assert re.search(r"(?m)^8 x 24 GB +70.06 GB .* \d+ +\d+ *$", told)
+    assert re.search(r"(?m)^8 x 24 GB +bfloat16 +70.06 GB .* \d+ +16.8 million pixels$", told)
     assert "Room on 8 GPUs together" in told
-    assert "2 x 24 GB: too small; --gpus 8 has room" in run("info", "qwen3-vl-32b", "--gpus", "2").stdout
-    assert "24 GB: too small; nor do more of them have room" in run("info", "qwen3-vl-235b-a22b").stdout
+    assert "2 x 24 GB, bfloat16: too small; --gpus 4 has room" in run("info", "qwen3-vl-32b", "--gpus", "2").stdout
+    assert "24 GB, bfloat16: too small; nor do more of them have room" in run("info", "qwen3-vl-235b-a22b").stdout
     refused = run("info", "qwen2.5-vl-7b", "--gpus", "8")
     assert refused.exit_code == 1
     assert "gpus must be one of 1, 2, 4 for this model, got 8: 28 query heads cannot be spread" in refused.stderr

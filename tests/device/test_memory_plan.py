@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 
 from vlcache_jax import Ladder
 from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.commands.info import USABLE, describe
 from vlcache_jax.device import memory_plan
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.device.memory_plan import kept_token_bytes, plan_memory, round_pages
+from vlcache_jax.device.memory_plan import dequantized_bytes, kept_token_bytes, plan_memory, round_pages, weight_bytes
 from vlcache_jax.models import load_config
+from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import PAGE
 
 
@@ -79,3 +82,53 @@ def test_a_pool_that_does_not_fit(plan):
 @pytest.mark.parametrize(("max_patches", "expected"), [(0, (64,)), (65, (64, 256)), (10**6, (64, 256, 1024))])
 def test_patches_have_a_rung_however_small_images_are(plan, max_patches, expected):
     assert plan[0](slots=1024, max_patches=max_patches).ladder.patches == expected
+
+
+GPU = types.SimpleNamespace(platform="gpu")  # a stand-in
+
+
+def on_gpu(monkeypatch, gigabytes, name, **options):
+    """The plan of a published model on a GPU."""
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: int(USABLE * gigabytes * 10**9))
+    config, dtype = published_config(name), np.dtype("bfloat16")
+    given = {"max_rows": None, "max_patches": 65536, "max_model_len": None, "kv_cache_bytes": None} | options
+    ladder = given.pop("ladder", None)
+    return plan_memory(config, KVShape.of(config, dtype), GPU, ladder, weights=weight_bytes(config, dtype), **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("Qwen3-VL-8B", 24), ("Qwen3-VL-8B-FP8", 24), ("Qwen3-VL-30B-A3B-FP8", 48), ("Qwen3-VL-32B-FP8", 48)],
+)
+def test_a_model_opens_with_the_sizes_that_info_tells(monkeypatch, caplog, name, gigabytes):
+    found = on_gpu(monkeypatch, gigabytes, name)
+    bits = "FP8" if name.endswith("FP8") else "bfloat16"
+    _, rows, _ = describe(name, "auto", 1024, 1024)
+    [told] = (row for row in rows if (row["GPU"], row["weights in"]) == (f"{gigabytes} GB", bits))
+    assert (found.num_slots, found.ladder.max_rows) == (told["tokens"], told["rows of a step"])
+    pixels = found.ladder.patches[-1] * 16**2
+    assert told["largest image"] == f"{pixels / 1e6:.1f} million pixels"
+    refused = [record.message for record in caplog.records]
+    assert refused == [f"images of more than {pixels} pixels do not fit beside the model, and are refused"] * (
+        pixels < 2**24
+    )
+
+
+def test_what_is_asked_for_is_not_made_smaller(monkeypatch):
+    rows = on_gpu(monkeypatch, 24, "Qwen3-VL-8B", max_rows=4096)
+    assert (rows.ladder.max_rows, rows.ladder.patches[-1]) == (4096, 8192)
+    with pytest.raises(MemoryError, match="must fit"):
+        on_gpu(monkeypatch, 24, "Qwen3-VL-8B", ladder=Ladder())
+    small = on_gpu(monkeypatch, 24, "Qwen3-VL-8B", kv_cache_bytes=2**30)
+    assert (small.num_slots, small.ladder.max_rows) == (7168, 2048)
+    with pytest.raises(MemoryError, match=r"weights 62\.13 GiB"):
+        on_gpu(monkeypatch, 40, "Qwen3-VL-32B")
+
+
+def test_what_stands_for_8_bits_is_counted():
+    config = published_config("Qwen3-VL-8B-FP8")
+    assert dequantized_bytes(published_config("Qwen3-VL-8B"), True) == 0
+    assert dequantized_bytes(config, True) == 3 * 4 * 2 * 12288 * 4096  # gate and up
+    assert dequantized_bytes(config, False) == 3 * 4 * 2**23  # a tile
+    assert dequantized_bytes(config, False, 4) == 4 * 3 * 4 * 2**23
+    assert dequantized_bytes(published_config("Qwen3-VL-30B-A3B-FP8"), True) == 3 * 4 * 5120 * 2048  # q, k and v

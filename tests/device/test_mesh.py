@@ -11,7 +11,7 @@ import pytest
 
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import kept_token_bytes, weight_bytes
-from vlcache_jax.device.mesh import Devices, check_sizes, copied, fitting, spec_of, widened
+from vlcache_jax.device.mesh import Devices, check_sizes, copied, copied_rows, fitting, repeats, spec_of, widened
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.published import SIZES, published_config
 from vlcache_jax.pallas_kernels.split import AXIS, WHOLE
@@ -77,3 +77,31 @@ def test_images_are_shared_out_by_their_patches():
     assert devices.share_out([5]) == [[0], [], []]
     assert devices.shares(64, (8, 16, 24, 32, 64)) == [24, 32]
     assert devices.shares(8, (8, 16)) == []
+
+
+def test_copies_of_heads_in_8_bits():
+    stored = np.random.default_rng(0).standard_normal((2, 8, 3, 5))  # [K, G + 2, D, M]
+    turned = np.moveaxis(copied(np.moveaxis(stored, -1, 0), 3), 0, -1)
+    np.testing.assert_array_equal(copied_rows(stored, 3), turned)
+
+
+@pytest.mark.parametrize(("name", "count"), [("Qwen3-VL-4B-FP8", 8), ("Qwen3-VL-30B-A3B-FP8", 8)])
+def test_factors_are_shared_out_where_blocks_do_not_fall_on_devices(name, count):
+    """76 blocks of inputs of the down projection of 4B, on eight devices: of half of a block there are two of each."""
+    config = widened(published_config(name), count)
+    times = {}
+    for parameter in parameters(config):
+        spec = list(spec_of(parameter.path))
+        if parameter.parts[0].kept is None or AXIS not in spec:
+            continue
+        shape = list(parameter.shape)
+        times[parameter.path[-2:]] = repeated = repeats(parameter.path, parameter.shape, count)
+        shape[-1] *= repeated
+        assert shape[spec.index(AXIS)] % count == 0
+    odd = {path for path, repeated in times.items() if repeated > 1}
+    assert odd == ({("down_proj", "weight_scale")} if "4B" in name else set())
+    whole = sum(parameter.nbytes(np.dtype("bfloat16")) for parameter in parameters(config))
+    assert weight_bytes(config, np.dtype("bfloat16")) == whole
+    more = weight_bytes(config, np.dtype("bfloat16"), count) - whole
+    alone = sum(p.nbytes(np.dtype("bfloat16")) for p in parameters(config) if spec_of(p.path) == WHOLE)
+    assert more - (count - 1) * alone == (36 * 76 * 2560 * 4 if "4B" in name else 0)

@@ -299,8 +299,8 @@ SECTION = {"rope_type": "default", "rope_theta": 5e6}
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("qwen3_vl", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ("qwen3_vl", {"text": {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config"),
+        ("qwen3_vl", {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
+        ("qwen3_vl", {"text": {"quantization_config": {"quant_method": "gptq"}}}, "quant_method 'gptq'"),
         ("qwen3_vl", {"text": {"rope_parameters": {**SECTION, "mrope_section": [24, 20, 20]}}}, "sum to 12"),
         ("qwen3_vl", {"text": {"rope_parameters": {**SECTION, "mrope_section": [6, 6]}}}, "sum to 12"),
         ("qwen3_vl", {"text": {"rope_parameters": SECTION}}, "sum to 12"),

@@ -37,11 +37,14 @@ TEXTS = {
     "qwen3_vl": HEADS | {"intermediate_size": 232, "head_dim": 20},
     "qwen3_vl_moe": HEADS | {"intermediate_size": 232, "head_dim": 20, "num_experts": 8, "mlp_only_layers": [1]},
 }
+# In 8 bits, of which neither blocks of outputs nor groups of inputs fall on a device's part.
+TEXTS |= {f"{kind}-fp8": TEXTS[kind] for kind in ("qwen3_vl", "qwen3_vl_moe")}
+EIGHT_BITS = ("qwen3_vl-fp8", 4), ("qwen3_vl_moe-fp8", 4)
 OVER = [
     ("qwen3_vl", 2), ("qwen3_vl_moe", 4),
     *(
         pytest.param(*case, marks=pytest.mark.thorough)
-        for case in (("qwen2_vl", 2), ("qwen2_5_vl", 4), ("qwen3_vl", 4), ("qwen3_vl_moe", 2))
+        for case in (("qwen2_vl", 2), ("qwen2_5_vl", 4), ("qwen3_vl", 4), ("qwen3_vl_moe", 2), *EIGHT_BITS)
     ),
 ]  # fmt: skip
 # What is asked of one engine after the other, each time with another way of reuse.
@@ -60,7 +63,13 @@ def four_devices():
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
-    return functools.cache(lambda kind: make_checkpoint(root / kind, model_type=kind, seed=7, text=TEXTS[kind]))
+
+    @functools.cache
+    def made(kind):
+        bits = {"quantization": "fp8", "block": 32} if kind.endswith("-fp8") else {}
+        return make_checkpoint(root / kind, kind.removesuffix("-fp8"), seed=7, text=TEXTS[kind], **bits)
+
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +123,10 @@ def test_answers_are_those_of_one_device(opened, kind, count):
     expected = run(opened(kind))
     assert [match for _, _, match, _ in expected] == ["miss", *["approximate"] * 3, "exact", "approximate", "miss"]
     assert_equal(run(opened(kind, count)), expected)
+
+
+def test_a_model_in_8_bits_answers_as_on_one_device(opened):
+    assert_equal(*(run(opened("qwen3_vl-fp8", count), ASKED[:1]) for count in (4, 1)))
 
 
 def test_answers_together_and_scores(opened):

@@ -115,7 +115,10 @@ def info_command(
     same_model: opt.SameModel = None,
     image: Annotated[str, typer.Option(help="Height x width of an image in pixels.")] = "1024x1024",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16, as on a GPU.")] = "auto",
-    max_rows: Annotated[int, typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.")] = 8192,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.", show_default="what fits"),
+    ] = None,
     max_pixels: Annotated[
         int | None,
         typer.Option(help="Pixels of an image at most; fewer need less memory.", show_default="the checkpoint's own"),
@@ -134,9 +137,9 @@ def info_command(
         if size is None:
             raise ValueError(f"image must be height x width in pixels, such as 1080x1920, got {image!r}")
         if (chosen := opt.one_model(model, same_model)) is None:
-            from vlcache_jax.models.published import SIZES
+            from vlcache_jax.models.published import FP8, SIZES
 
-            typer.echo(f"MODEL is a directory, a hub id, {SHIPPED}, or a published size:\n" + "\n".join(SIZES))
+            typer.echo(f"MODEL is a directory, a hub id, {SHIPPED}, or a published size:\n" + "\n".join([*SIZES, *FP8]))
             return
         from vlcache_jax.commands.info import describe
         from vlcache_jax.study.report import show

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import pathlib
 from typing import Any
@@ -17,10 +16,13 @@ from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.device.memory_plan import (
     GPU_SHARE,
+    USEFUL,
     activation_bytes,
-    limit_patches,
+    choose,
+    dequantized_bytes,
     limit_rows,
     round_pages,
+    smaller_ladders,
     weight_bytes,
 )
 from vlcache_jax.device.mesh import check_sizes, fitting, widened
@@ -29,15 +31,12 @@ from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.params import parameters
-from vlcache_jax.models.published import SIZES, find_name, published_config
+from vlcache_jax.models.published import FP8, SIZES, find_name, published_config
 from vlcache_jax.models.registry import FAMILIES, load_config
 from vlcache_jax.pallas_kernels import PAGE
 
-GPUS = (24, 40, 80, 141)  # GB
+GPUS = (24, 40, 48, 80, 141)  # GB
 USABLE = 0.95  # of a GPU's memory; the rest is the driver's and XLA's
-_SMALLER_ROWS = (4096, 2048)
-_SMALLER_IMAGES = (1, 2, 4, 8)  # parts of the pixels of an image at most
-_USEFUL = 8192  # tokens in a pool, below which none is recommended: a prompt of some images
 
 NOTHING = "-"  # in a cell
 
@@ -45,16 +44,25 @@ Findings = list[tuple[str, str]]
 
 
 def describe(
-    model: str, dtype: str, height: int, width: int, max_rows: int = 8192, max_pixels: int | None = None, gpus: int = 1
+    model: str,
+    dtype: str,
+    height: int,
+    width: int,
+    max_rows: int | None = None,
+    max_pixels: int | None = None,
+    gpus: int = 1,
 ) -> tuple[Findings, list[dict[str, Any]], list[str]]:
-    """Returns (what is so, by name; a row for each size of GPU; what to do about those that it does not fit on).
+    """Returns (what is so, by name; a row for each size of GPU, and of a published model also one in 8 bits, if there
+    is such a checkpoint; what to do about GPUs that it does not fit on).
+
+    A row has the sizes that an engine chooses there, which opens without arguments.
 
     Args:
       model: a checkpoint, an id on the hub, the name of a shipped model, or a published size such as "qwen3-vl-8b",
         for which nothing is read or fetched; weights are never fetched.
       dtype: of weights and K, V; "auto" is bfloat16, as on a GPU.
       height, width: of the image to count for, in pixels.
-      max_rows: of a prefill step.
+      max_rows: of a prefill step; None: as many as leave room for a pool.
       max_pixels: of an image, which is scaled down to it; None: the checkpoint's own.
       gpus: that share the model.
 
@@ -63,13 +71,14 @@ def describe(
     """
     size = as_dtype("bfloat16" if dtype == "auto" else dtype)
     source, config, processor = _find(model)
+    variants = [config, *_in_8_bits(model)]
     processor = processor.with_limits(None if max_pixels is None else {"max_pixels": max_pixels})
     check_whole("gpus", gpus, 1)
     check_sizes(config.text, gpus, "gpus")
     text, vision = config.text, config.vision
     tokens = processor.num_tokens(processor.grid(height, width))
     # Sizes of the parts, in bytes of `dtype`.
-    count = sum(math.prod(parameter.shape) for parameter in parameters(config))
+    count = _count(config)
     kv = KVShape.of(config, size)
     slot = kv.slot_bytes
     rows = size.itemsize * (1 + vision.num_deepstack) * text.hidden_size * tokens
@@ -87,7 +96,7 @@ def describe(
             f"{vision.merge_size} x {vision.merge_size} of them a token",
         ),
         ("context", f"{text.max_position_embeddings} tokens"),
-        ("weights", f"{_gigabytes(count * size.itemsize)} in {size.name} ({_millions(count)} parameters)"),
+        ("weights", f"{_weights(variants, size)} ({_millions(count)} parameters)"),
         ("K, V", f"{slot} bytes a token"),
         (
             f"an image of {height} x {width}",
@@ -102,17 +111,35 @@ def describe(
         sizes = {f"{chip.name}, {_gigabytes(found[1])}": found[1]}
     if gpus > 1:
         sizes = {f"{gpus} x {name}": each * gpus for name, each in sizes.items()}
-    engine = _Engine(config, processor, size, max_rows, gpus)
+    engines = [_Engine(one, processor, size, max_rows, gpus) for one in variants]
     if gpus > 1:
+        engine = engines[0]
         own = f"{_gigabytes(engine.weights / gpus)} of weights, {engine.kv.slot_bytes // gpus} bytes of K, V a token"
         findings.append((f"each of {gpus} GPUs", own))
-    fits = [_fit(name, total, engine, tokens) for name, total in sizes.items()]
-    hints = [
-        _hint(name, total, engine, height * width)
-        for (name, total), fit in zip(sizes.items(), fits, strict=True)
-        if fit["tokens"] == NOTHING
-    ]
+    pairs = [(name, total, engine) for name, total in sizes.items() for engine in engines]
+    fits = [_fit(*pair, tokens) for pair in pairs]
+    hints = [_hint(*pair) for pair, fit in zip(pairs, fits, strict=True) if fit["tokens"] == NOTHING]
     return findings, fits, hints
+
+
+def _count(config: ModelConfig) -> int:
+    """Parameters of a model; factors of weights in 8 bits are none."""
+    return sum(math.prod(one.shape) for one in parameters(config) if one.parts[0].factors is None)
+
+
+def _bits(config: ModelConfig, dtype: np.dtype) -> str:
+    """What weights are in."""
+    return dtype.name if config.text.quantization is None else "FP8"
+
+
+def _weights(variants: list[ModelConfig], dtype: np.dtype) -> str:
+    return ", ".join(f"{_gigabytes(weight_bytes(one, dtype))} in {_bits(one, dtype)}" for one in variants)
+
+
+def _in_8_bits(model: str) -> list[ModelConfig]:
+    """The same published size in 8 bits, if there is one."""
+    name = f"{find_name(model)}-FP8"
+    return [published_config(name)] if name in FP8 and not pathlib.Path(model).is_dir() else []
 
 
 def _experts(text: TextConfig, count: int) -> Findings:
@@ -131,14 +158,15 @@ def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
     """Where a model is from, its configuration and its image processor."""
     name = find_name(model)
     if name is not None and not pathlib.Path(model).is_dir():
-        settings = FAMILIES[SIZES[name].model_type].PUBLISHED.image_processor
+        settings = FAMILIES[SIZES[FP8.get(name, name)].model_type].PUBLISHED.image_processor
         return f"as published: {name}", published_config(name), ImageProcessor.from_settings(settings, name)
     try:
         directory = locate(model, weights=False).directory
     except FileNotFoundError as error:
         if "/" in model:
             raise
-        raise FileNotFoundError(f"{error}; published sizes are {', '.join(SIZES)}") from None
+        known = ", ".join([*SIZES, *FP8])
+        raise FileNotFoundError(f"{error}; published sizes are {known}") from None
     return str(directory), load_config(directory), ImageProcessor.from_pretrained(directory)
 
 
@@ -148,15 +176,15 @@ class _Engine:
 
     Attributes:
       config, processor: of the model.
-      dtype: of its weights.
-      rows: of a prefill step.
+      dtype: of its weights, those in 8 bits aside.
+      rows: of a prefill step; None: what fits.
       gpus: that share it; bytes are those of all.
     """
 
     config: ModelConfig
     processor: ImageProcessor
     dtype: np.dtype
-    rows: int
+    rows: int | None
     gpus: int
 
     @property
@@ -171,58 +199,53 @@ class _Engine:
     def weights(self) -> int:
         return weight_bytes(self.computed, self.dtype, self.gpus)
 
-    @property
-    def activations(self) -> int:
-        merge_size = self.config.vision.merge_size
-        most = max(merge_size**2, self.processor.max_pixels // self.processor.patch_size**2)
-        ladder = limit_patches(limit_rows(Ladder(), self.rows), most, merge_size)
-        return activation_bytes(self.computed, self.kv, ladder, self.gpus)
+    def activations(self, ladder: Ladder) -> int:
+        made = dequantized_bytes(self.computed, False, self.gpus)
+        return activation_bytes(self.computed, self.kv, ladder, self.gpus) + made
 
-    @property
-    def page_bytes(self) -> int:
-        return self.kv.slot_bytes * PAGE
-
-    def pages(self, total: int) -> int:
+    def slots(self, total: int, ladder: Ladder) -> int:
         """Of the pool on a GPU of so many bytes; see `memory_plan.plan_pool`."""
-        rest = USABLE * total - self.weights - self.activations
-        return round_pages(int(GPU_SHARE * rest // self.page_bytes) - 1)
+        rest = USABLE * total - self.weights - self.activations(ladder)
+        return PAGE * round_pages(int(GPU_SHARE * rest // (self.kv.slot_bytes * PAGE)) - 1)
+
+    def fit(self, total: int) -> tuple[Ladder, int]:
+        """The sizes that are chosen on a GPU of so many bytes, and the slots of the pool; see
+        `memory_plan.plan_memory`."""
+        wished = Ladder() if self.rows is None else limit_rows(Ladder(), self.rows)
+        longest = self.config.text.max_position_embeddings
+        merge_size = self.config.vision.merge_size
+        most = min(self.processor.max_pixels // self.processor.patch_size**2, longest * merge_size**2)
+        ladders = list(smaller_ladders(wished, most, merge_size, self.rows is None))
+        return choose(ladders, lambda ladder: self.slots(total, ladder), USEFUL)
 
 
 def _fit(name: str, total: int, engine: _Engine, tokens: int) -> dict[str, Any]:
     """What an engine has room for on a GPU of so many bytes; `tokens`: of an image."""
-    pages = engine.pages(total)
-    fits = pages > 0
+    ladder, slots = engine.fit(total)
+    fits, merged = slots > 0, engine.config.vision.merge_size**2
+    most = min(ladder.patches[-1] * engine.processor.patch_size**2, engine.processor.max_pixels)
+    holds = tokens * merged <= ladder.patches[-1]
     return {
         "GPU": name,
+        "weights in": _bits(engine.config, engine.dtype),
         "weights": _gigabytes(engine.weights),
-        "activations": _gigabytes(engine.activations),
-        "KV pool": _gigabytes(pages * engine.page_bytes) if fits else "does not fit",
-        "tokens": pages * PAGE if fits else NOTHING,
-        "such images": pages * PAGE // tokens if fits else NOTHING,
+        "activations": _gigabytes(engine.activations(ladder)),
+        "KV pool": _gigabytes(slots * engine.kv.slot_bytes) if fits else "does not fit",
+        "tokens": slots if fits else NOTHING,
+        "longest": min(slots, engine.config.text.max_position_embeddings) if fits else NOTHING,
+        "such images": (slots // tokens if holds else "too large") if fits else NOTHING,
+        "rows of a step": ladder.max_rows if fits else NOTHING,
+        "largest image": f"{most / 1e6:.1f} million pixels" if fits else NOTHING,
     }
 
 
-def _hint(name: str, total: int, engine: _Engine, pixels: int) -> str:
-    """What to do where a model does not fit: the largest images, and then the most rows, with which it does.
-
-    Args:
-      pixels: of an image that must not be scaled down more.
-    """
-    rows, most = engine.rows, engine.processor.max_pixels
-    for part, fewer in itertools.product(_SMALLER_IMAGES, (rows, *(own for own in _SMALLER_ROWS if own < rows))):
-        smaller = most // part
-        if part > 1 and smaller < max(pixels, engine.processor.min_pixels):
-            break
-        limited = engine.processor.with_limits({"max_pixels": smaller})
-        pages = dataclasses.replace(engine, processor=limited, rows=fewer).pages(total)
-        if pages * PAGE >= _USEFUL:
-            options = [f"--max-rows {fewer}"] * (fewer < rows) + [f"--max-pixels {smaller}"] * (part > 1)
-            return f"{name}: fits with {' '.join(options)}, and a pool of {pages * PAGE} tokens"
+def _hint(name: str, total: int, engine: _Engine) -> str:
+    """What to do where a model does not fit."""
     each = total // engine.gpus
     more = [count for count in fitting(engine.config.text) if count > engine.gpus]
-    enough = [count for count in more if dataclasses.replace(engine, gpus=count).pages(count * each) > 0]
+    enough = [count for count in more if dataclasses.replace(engine, gpus=count).fit(count * each)[1] > 0]
     how = f"--gpus {enough[0]} has room" if enough else "nor do more of them have room"
-    return f"{name}: too small; {how}"
+    return f"{name}, {_bits(engine.config, engine.dtype)}: too small; {how}"
 
 
 def _millions(count: int) -> str:

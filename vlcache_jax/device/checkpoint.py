@@ -77,8 +77,8 @@ class Checkpoint(abc.ABC):
 
     def nbytes(self, dtype: Any = None) -> int:
         """Bytes of the weights in `dtype`, by default as `load` returns them."""
-        itemsize = (self.dtype if dtype is None else as_dtype(dtype)).itemsize
-        return itemsize * sum(math.prod(parameter.shape) for parameter in parameters(self.config))
+        used = self.dtype if dtype is None else as_dtype(dtype)
+        return sum(parameter.nbytes(used) for parameter in parameters(self.config))
 
     @property
     @abc.abstractmethod
@@ -193,12 +193,12 @@ class _ConvertedCheckpoint(Checkpoint):
         weights, entries = StoredWeights(self.directory / WEIGHTS_DIRECTORY), self.manifest.parameters
 
         def stored(one: Parameter | Part) -> np.ndarray:
-            return weights.read(one.path, self.dtype, entry=entries[parameter_name(one.path)])
+            return weights.read(one.path, one.dtype_in(self.dtype), entry=entries[parameter_name(one.path)])
 
         def read(parameter: Parameter) -> np.ndarray:
             if self.manifest.format == FORMAT or len(parameter.parts) == 1:
                 return stored(parameter)
-            out = aligned_empty(parameter.shape, self.dtype)
+            out = aligned_empty(parameter.shape, parameter.dtype_in(self.dtype))
             for part in parameter.parts:
                 place = part.of(out)
                 place[...] = stored(part).reshape(place.shape)

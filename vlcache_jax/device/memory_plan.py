@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,13 @@ import numpy as np
 from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder
-from vlcache_jax.device.mesh import spec_of
+from vlcache_jax.device.mesh import repeats, spec_of
 from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.params import parameters
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.pallas_kernels.quantized_matmul import TILE
 from vlcache_jax.pallas_kernels.split import WHOLE
 
 GIB = 2**30
@@ -33,7 +36,12 @@ CPU_ROWS = (16, 48, 80, 144, 240, 352, 544, 1024, 4096)
 # 24 would save little more in batches, and costs as many programs as the others.
 CPU_SEQUENCES = (1, 4, 8, 16, 32, 48, 64)
 GPU_SHARE = 0.9  # of what weights and activations leave, for the pool
+FEWER_ROWS = (4096, 2048)  # of a step, where more do not fit
+IMAGE_PARTS = (1, 2, 4, 8)  # parts of the largest image, likewise
+USEFUL = 8192  # tokens in a pool, for which steps and images are made smaller: a prompt of some images
 _FINE_PAGES = 32  # from here on, a pool's sizes are 1/32 to 1/16 apart
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ def plan_memory(
 
     Args:
       kv: of the model, of the dtype of its weights.
-      ladder: as wished; None is the default.
+      ladder: as wished; None is the default, of which a GPU gets what leaves room for a useful pool.
       weights: bytes of the weights, on all devices together.
       max_rows, max_model_len, kv_cache_bytes: see `EngineConfig`.
       max_patches: of an image.
@@ -91,16 +99,17 @@ def plan_memory(
         the model or the pool takes, or the pool is too small to serve anybody.
     """
     # The sizes that programs are compiled for, within what was asked.
-    ladder = ladder or default_ladder(device, kv.dtype)
+    wished = ladder or default_ladder(device, kv.dtype)
     if max_rows is not None:
-        ladder = limit_rows(ladder, max_rows)
+        wished = limit_rows(wished, max_rows)
     if max_sequences is not None:
-        ladder = limit_sequences(ladder, max_sequences)
+        wished = limit_sequences(wished, max_sequences)
     most = config.text.max_position_embeddings
     longest = min(max_model_len or most, most)
     merge_size = config.vision.merge_size
-    # However small images are made, each has a token.
-    ladder = limit_patches(ladder, max(merge_size**2, min(max_patches, longest * merge_size**2)), merge_size)
+    ladders = list(smaller_ladders(wished, min(max_patches, longest * merge_size**2), merge_size, max_rows is None))
+    if ladder is not None or device.platform == "cpu":
+        ladders = ladders[:1]
     # Records that stay on the device take their pages first, and the pool what is left.
     page = PAGE_TOKENS * kept_token_bytes(config, kv, 1 + len(others))
     if 0 < device_bytes < page:
@@ -115,26 +124,58 @@ def plan_memory(
             f"got {compressed_bytes}"
         )
     compressed_pages = round_pages(compressed_bytes // compressed_page)
-    num_slots = plan_pool(
-        config,
-        kv,
-        device,
-        ladder,
-        weights=weights,
-        kv_cache_bytes=kv_cache_bytes,
-        max_model_len=longest,
-        share=share,
-        kept=kept_pages * page,
-        compressed=(compressed_pages + 1) * compressed_page if compressed_pages else 0,
-        others=others,
-    )
+    slots_of = functools.partial(
+        plan_pool, config, kv, device,
+        weights=weights, kv_cache_bytes=kv_cache_bytes, max_model_len=longest, share=share, kept=kept_pages * page,
+        compressed=(compressed_pages + 1) * compressed_page if compressed_pages else 0, others=others,
+    )  # fmt: skip
+    chosen, num_slots = choose(ladders, slots_of, min(USEFUL, longest))
+    if chosen.patches != ladders[0].patches:
+        pixels = chosen.patches[-1] * config.vision.patch_size**2
+        _log.warning("images of more than %d pixels do not fit beside the model, and are refused", pixels)
     fitting = min(longest, num_slots)
     if max_model_len is not None and max_model_len > fitting:
         raise ValueError(
             f"max_model_len must be at most {fitting} (the model takes {most} tokens, the KV pool {num_slots}), "
             f"got {max_model_len}"
         )
-    return MemoryPlan(ladder, num_slots, fitting, kept_pages, compressed_pages)
+    return MemoryPlan(chosen, num_slots, fitting, kept_pages, compressed_pages)
+
+
+def smaller_ladders(ladder: Ladder, most: int, merge_size: int, rows: bool) -> Iterator[Ladder]:
+    """The ladder for images of `most` patches, and smaller ones, those that give up least first.
+
+    Args:
+      rows: whether steps may have fewer rows.
+    """
+    fewer = [own for own in FEWER_ROWS if own < ladder.max_rows and rows]
+    for part in IMAGE_PARTS:
+        # However small images are made, each has a token.
+        own = limit_patches(ladder, max(merge_size**2, most // part), merge_size)
+        yield own
+        yield from (limit_rows(own, size) for size in fewer)
+
+
+def choose(ladders: Sequence[Ladder], slots_of: Callable[[Ladder], int], useful: int) -> tuple[Ladder, int]:
+    """The first ladder that leaves a pool of so many slots, or else that which leaves most, and how many.
+
+    Raises:
+      MemoryError: none leaves any.
+    """
+    best: tuple[Ladder, int] | None = None
+    for ladder in ladders:
+        try:
+            slots = slots_of(ladder)
+        except MemoryError:
+            if best is None and ladder is ladders[-1]:
+                raise
+            continue
+        if best is None or slots > best[1]:
+            best = ladder, slots
+        if slots >= useful:
+            break
+    assert best is not None
+    return best
 
 
 def plan_pool(
@@ -169,6 +210,7 @@ def plan_pool(
     """
     count = 1 + len(others)
     slot, activations = kv.slot_bytes, activation_bytes(config, kv, ladder, count)
+    activations += dequantized_bytes(config, device.platform == "cpu", count)
     if compressed:  # what every key of a prompt received, and pages on their way to host memory and back
         activations += 2 * 4 * kv.layers * kv.heads * max_model_len + 2 * MOVED_PAGES[-1] * PAGE * slot // kv.layers
     each, device = min(((free_bytes(one), one) for one in (device, *others)), key=lambda found: found[0])
@@ -282,6 +324,17 @@ def activation_bytes(config: ModelConfig, kv: KVShape, ladder: Ladder, count: in
     return kv.dtype.itemsize * (row * ladder.max_rows + whole * count) + moving + logits * count
 
 
+def dequantized_bytes(config: ModelConfig, is_host: bool, count: int = 1) -> int:
+    """A generous estimate of what stands for weights in 8 bits while they are multiplied, on `count` devices together:
+    a tile, or an expert's matrices; a CPU dequantises a matrix whole."""
+    if config.text.quantization is None:
+        return 0
+    kept = [one for one in parameters(config) if one.parts[0].in_8_bits]
+    largest = max(math.prod(one.shape) // (one.shape[0] if one.parts[0].is_stack else 1) for one in kept)
+    # In float32, rounded, and what a product takes in another order.
+    return 3 * 4 * count * (largest if is_host else min(largest, TILE))
+
+
 def _mlp_values(text: TextConfig, count: int) -> int:
     """What a row's MLP, or its experts, hold at once; the latter on each device."""
     if text.experts is None:
@@ -295,7 +348,7 @@ def weight_bytes(config: ModelConfig, dtype: np.dtype, count: int = 1) -> int:
     """Bytes of the weights of a model as `count` devices compute it, on all of them together."""
     shared = whole = 0
     for parameter in parameters(config):
-        size = math.prod(parameter.shape) * dtype.itemsize
+        size = parameter.nbytes(dtype) * repeats(parameter.path, parameter.shape, count)
         shared, whole = (shared, whole + size) if spec_of(parameter.path) == WHOLE else (shared + size, whole)
     return shared + whole * count
 

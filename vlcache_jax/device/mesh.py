@@ -9,6 +9,7 @@ than devices, each is there several times, with its share of the queries.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
-from vlcache_jax.models.params import Parameter, Path
+from vlcache_jax.models.params import IN_8_BITS, Parameter, Path
 from vlcache_jax.pallas_kernels.split import AXIS, FIRST, FOURTH, SECOND, THIRD, WHOLE, spread
 
 MOST = 8  # devices of a machine: beyond these come replicas
@@ -120,7 +121,9 @@ class Devices:
     def place(self, parameter: Parameter, array: np.ndarray) -> jax.Array:
         """A parameter as each device needs its part of it. Returns before it is there."""
         if self.copies > 1 and "qkv_proj" in parameter.path:
-            array = copied(array, self.copies)
+            array = copied_rows(array, self.copies) if parameter.path[-1] in IN_8_BITS else copied(array, self.copies)
+        if (times := repeats(parameter.path, parameter.shape, self.count)) > 1:
+            array = np.repeat(array, times, axis=-1)
         return jax.device_put(array, self.sharding(spec_of(parameter.path)))
 
     def abstract(self, array: Any, spec: PartitionSpec = WHOLE) -> jax.ShapeDtypeStruct:
@@ -150,8 +153,10 @@ def spec_of(path: Path) -> PartitionSpec:
     *_, module, leaf = map(str, path)
     if path[0] == "visual":
         return WHOLE
-    if leaf in ("gate_up_proj", "down_proj"):
-        return FIRST  # experts, by number
+    if module == "experts":
+        return FIRST  # by number
+    if leaf in IN_8_BITS and module in ("gate_up_proj", "o_proj", "down_proj"):
+        return SECOND
     if module == "qkv_proj":
         return SECOND if leaf == "kernel" else FIRST
     if module == "gate_up_proj":
@@ -159,6 +164,14 @@ def spec_of(path: Path) -> PartitionSpec:
     if leaf == "embedding" or (module in ("o_proj", "down_proj") and leaf == "kernel"):
         return FIRST  # by rows: of the vocabulary, or those that meet a device's heads and columns
     return WHOLE
+
+
+def repeats(path: Path, shape: tuple[int, ...], count: int) -> int:
+    """How often each factor of weights in 8 bits stands, so that so many devices can share out groups of inputs, of
+    which each device may have a part."""
+    if path[-1] != IN_8_BITS[1] or spec_of(path) != SECOND or len(shape) > 2:
+        return 1
+    return count // math.gcd(shape[-1], count)
 
 
 def copies_of(text: TextConfig, count: int) -> int:
@@ -192,6 +205,13 @@ def copied(array: np.ndarray, copies: int) -> np.ndarray:
     q = array[..., :-2, :].reshape(*lead, heads, copies, (rows - 2) // copies, width)
     kv = np.broadcast_to(array[..., None, -2:, :], (*lead, heads, copies, 2, width))
     return np.concatenate([q, kv], axis=-2).reshape(*lead, heads * copies, -1, width)
+
+
+def copied_rows(array: np.ndarray, copies: int) -> np.ndarray:
+    """The same of a matrix in 8 bits, or its factors, [K, G + 2, D, ...]."""
+    heads, rows, *rest = array.shape
+    made = copied(array.reshape(heads, rows, -1), copies)
+    return made.reshape(*made.shape[:2], *rest)
 
 
 def check_sizes(text: TextConfig, count: int, name: str = "tensor_parallel_size") -> None:

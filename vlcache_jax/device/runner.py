@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.device.compressed_work import compressed_work
@@ -29,7 +30,8 @@ from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, Empt
 from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.device.programs.window import ANSWER, CompressedWindow, Window, fixed
 from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled, choice_of
-from vlcache_jax.models import ModelConfig
+from vlcache_jax.models import ModelConfig, abstract_model, bind
+from vlcache_jax.models.layers import times
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
 from vlcache_jax.pallas_kernels.shapes import ExpertsShape
@@ -349,4 +351,22 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     jax.eval_shape(rotate_write, [product], angle, angle, index, k, k)
     if (experts := text.experts) is not None:
         of_experts = ExpertsShape(8, experts.chosen, experts.count, text.hidden_size, experts.intermediate_size)
-        jax.eval_shape(functools.partial(kernels.mix_experts, implementation=implementation), *of_experts.specs(dtype))
+        if text.quantization is None:
+            mix = functools.partial(kernels.mix_experts, implementation=implementation)
+            jax.eval_shape(mix, *of_experts.specs(dtype))
+    if text.quantization is not None:
+        for layer in {text.first_like(i) for i in range(text.num_layers)}:
+            graph, state = nnx.split(abstract_model(config, dtype).language_model.layers[layer])
+            heads = jax.ShapeDtypeStruct((8, text.num_heads * text.head_dim), dtype)
+            products = functools.partial(_products, graph, implementation)
+            jax.eval_shape(products, nnx.to_pure_dict(state), jax.ShapeDtypeStruct((8, text.hidden_size), dtype), heads)
+
+
+def _products(
+    graph: Any, implementation: str, params: Params, x: jax.Array, heads: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """All of a layer that has weights in 8 bits."""
+    layer = bind(graph, params)
+    made = times(layer.self_attn.o_proj, heads, implementation)
+    queries = layer.self_attn.products(x, keep=len(x), implementation=implementation)
+    return queries, layer.transform(x, made, jnp.ones(len(x), bool), implementation=implementation)

@@ -1,0 +1,88 @@
+"""The factors of matrices in 8 bits: as they are stored, and as the model takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from vlcache_jax.models.params import Factors
+from vlcache_jax.models.quantization import SCALE
+
+
+class Stored(Protocol):
+    """A tensor as it lies in a file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def file(self) -> pathlib.Path: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def view(self) -> np.ndarray: ...
+    def release(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFactors:
+    """Stored factors as if they were a tensor of what the model takes: one for each output and group of inputs.
+
+    Attributes:
+      tensor: as they are stored.
+      factors: how.
+      outputs: of a matrix that they belong to.
+    """
+
+    tensor: Stored
+    factors: Factors
+    outputs: int
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self.tensor.file
+
+    @property
+    def dtype(self) -> np.dtype:
+        return SCALE
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        inputs = self.factors.inputs
+        return *self.tensor.shape[:-2], self.outputs, inputs // self.factors.quantization.group(inputs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def view(self) -> np.ndarray:
+        """All of them, in memory of their own."""
+        return self.factors.spread(self.tensor.view(), self.outputs)
+
+    def matrices(self) -> Iterator[np.ndarray]:
+        """Of one matrix of a stack after the other."""
+        return (self.factors.spread(one, self.outputs) for one in self.tensor.view())
+
+    def sha256(self) -> str:
+        """Of what the model takes: the same factors may be stored in other dtypes and blocks."""
+        return hashlib.sha256(np.ascontiguousarray(self.view()).view(np.uint8)).hexdigest()
+
+    def release(self) -> None:
+        self.tensor.release()
+
+    @property
+    def flaw(self) -> str | None:
+        """What is wrong with their values; None: nothing."""
+        values = self.tensor.view().astype(SCALE)
+        wrong = values[~(np.isfinite(values) & (values > 0))]
+        self.tensor.release()
+        return None if not wrong.size else f"{self.name}: {wrong.size} of {values.size}, such as {wrong[0]:g}"

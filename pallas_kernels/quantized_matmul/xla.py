@@ -1,0 +1,52 @@
+"""Products with a matrix in 8 bits in XLA: tile by tile of its outputs, except on a CPU.
+
+A tile that has been dequantised stays in a GPU's second cache while it is multiplied. What is kept of a layer beside
+its 8 bits is a tile.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+TILE = 2**23  # weights that are dequantised at once at most
+
+
+def float8_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """The contract of `vlcache_jax.pallas_kernels.float8_matmul`, for arguments that it has checked."""
+    # Weights are the same at every step: what is made of them would be moved out of a loop over steps, and before the
+    # layers that come first, and kept.
+    x, weight, scale = lax.optimization_barrier((x, weight, scale))
+    return lax.platform_dependent(x, weight, scale, cpu=_product, default=_tiled)
+
+
+def dequantized(weight: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A matrix, or a stack of them, [..., O, K], in `dtype`."""
+    *outputs, inputs = weight.shape
+    groups = weight.astype(jnp.float32).reshape(*outputs, scale.shape[-1], -1)
+    return (groups * scale[..., None]).astype(dtype).reshape(*outputs, inputs)
+
+
+def tile_of(outputs: int, inputs: int) -> int:
+    """Outputs of a tile: the most that divide all."""
+    return next(outputs // n for n in range(1, outputs + 1) if outputs % n == 0 and outputs // n * inputs <= TILE)
+
+
+def _tiled(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    outputs, inputs = weight.shape
+    size = tile_of(outputs, inputs)
+    if size == outputs:
+        return _product(x, weight, scale)
+
+    def tile(i: jax.Array, out: jax.Array) -> jax.Array:
+        own, factors = (lax.dynamic_slice_in_dim(one, i * size, size) for one in (weight, scale))
+        return lax.dynamic_update_slice_in_dim(out, _product(x, own, factors), i * size, 1)
+
+    return lax.fori_loop(0, outputs // size, tile, jnp.zeros((len(x), outputs), x.dtype))
+
+
+def _product(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    rows = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, dequantized(weight, scale, x.dtype), rows, precision=precision)

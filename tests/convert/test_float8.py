@@ -1,0 +1,270 @@
+"""Checkpoints in 8 bits: both published layouts, opened and converted, and everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.models import float8
+from vlcache_jax.convert import check_contents, convert, verify_weights
+from vlcache_jax.convert.plan import PlanError, make_plan
+from vlcache_jax.device.checkpoint import open_checkpoint
+from vlcache_jax.models.params import parameters
+from vlcache_jax.models.registry import load_config
+from vlcache_jax.testing import make_checkpoint
+
+LAYER = "model.language_model.layers.1"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(kind, quantization) -> a checkpoint, and the one that it stands for."""
+    root, known = tmp_path_factory.mktemp("float8"), {}
+
+    def make(kind="qwen3_vl", quantization="fp8"):
+        key = f"{kind}-{quantization}"
+        if key not in known:
+            dtype = "bfloat16" if quantization == "fp8" else "float32"
+            source = float8.make(root / key, kind, quantization, dtype=dtype)
+            known[key] = source, float8.twin(source, root / f"{key}-twin")
+        return known[key]
+
+    return make
+
+
+@pytest.fixture
+def spoiled(made, tmp_path):
+    """(change of the tensors, kind, quantization) -> a copy of a checkpoint."""
+
+    def spoil(change, kind="qwen3_vl", quantization="fp8"):
+        source, _ = made(kind, quantization)
+        for path in source.iterdir():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        tensors = {name: tensor.copy() for name, tensor in float8.read(source / "model.safetensors").items()}
+        change(tensors)
+        float8.write(tmp_path / "model.safetensors", tensors)
+        return tmp_path
+
+    return spoil
+
+
+def plan_of(directory):
+    return make_plan(directory, load_config(directory))
+
+
+def dequantized(tree, path):
+    """What a parameter in 8 bits stands for, as the model without 8 bits has it."""
+    *folders, leaf = path
+    for key in folders:
+        tree = tree[key]
+    name = "weight" if leaf == "kernel" else leaf
+    matrix, factors = (np.asarray(tree[own]).astype(np.float64) for own in (name, f"{name}_scale"))
+    whole = matrix * np.repeat(factors, matrix.shape[-1] // factors.shape[-1], axis=-1)
+    return np.moveaxis(whole, -1, 0) if leaf == "kernel" else whole.swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("quantization", ["fp8", "block", "channel"])
+def test_weights_stay_in_8_bits_and_stand_for_what_is_published(made, kind, quantization):
+    """Each value as the layout says, though q, k, v are one matrix here, and gate and up, and experts."""
+    source, plain = map(open_checkpoint, made(kind, quantization))
+    assert source.dtype == ("bfloat16" if quantization == "fp8" else "float32")
+    tree, expected = source.load(), plain.load()
+    in_8_bits = 0
+    for parameter in parameters(plain.config):
+        wanted = expected
+        for key in parameter.path:
+            wanted = wanted[key]
+        is_matrix = parameter.path[-1] in ("kernel", "gate_up_proj", "down_proj")
+        if parameter.path[0] != "language_model" or not is_matrix or parameter.path[-2] == "gate":
+            found = tree
+            for key in parameter.path:
+                found = found[key]
+            np.testing.assert_array_equal(np.asarray(found, np.float32), wanted)
+            continue
+        np.testing.assert_array_equal(dequantized(tree, parameter.path), np.asarray(wanted, np.float64))
+        in_8_bits += 1
+    assert in_8_bits == 4 * source.config.text.num_layers
+    leaves = [x for x in jax.tree.leaves(tree) if x.dtype == float8.FLOAT8]
+    assert len(leaves) == in_8_bits
+    assert source.nbytes() == sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(("kind", "quantization"), [("qwen3_vl_moe", "fp8"), ("qwen3_vl", "channel")])
+def test_a_conversion_keeps_them(made, tmp_path, kind, quantization):
+    source, plain = made(kind, quantization)
+    report = convert(source, tmp_path / "out", verify=True)
+    check_contents(tmp_path / "out")
+    verify_weights(source, tmp_path / "out")
+    hub, converted = open_checkpoint(source), open_checkpoint(tmp_path / "out", verify_weights=True)
+    assert hub.config.text.quantization == converted.config.text.quantization is not None
+    assert report.nbytes == hub.nbytes() == converted.nbytes()
+    assert report.fingerprint == hub.fingerprint == converted.fingerprint
+    assert hub.source_digest == converted.source_digest
+    trees = hub.load(), converted.load()
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (a, b))), *trees)
+    # What they stand for are other weights.
+    assert open_checkpoint(plain).fingerprint != hub.fingerprint
+    # The others may be cast.
+    half = convert(source, tmp_path / "half", dtype="float16")
+    cast = open_checkpoint(tmp_path / "half")
+    assert (half.dtype, cast.dtype) == ("float16", np.float16)
+    assert cast.fingerprint == open_checkpoint(source, dtype="float16").fingerprint != hub.fingerprint
+    found = {x.dtype for x in jax.tree.leaves(cast.load())}
+    assert found == {np.dtype(np.float16), np.dtype(np.float32), float8.FLOAT8}
+
+
+def test_factors_of_another_dtype_are_the_same_weights(made, spoiled):
+    def widen(tensors):
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            tensors[name] = tensors[name].astype(np.float32)
+
+    assert open_checkpoint(spoiled(widen)).fingerprint == open_checkpoint(made()[0]).fingerprint
+
+    def change(tensors):
+        widen(tensors)
+        tensors[f"{LAYER}.mlp.up_proj.weight_scale_inv"][0, 0] *= 2
+
+    assert open_checkpoint(spoiled(change)).fingerprint != open_checkpoint(made()[0]).fingerprint
+
+
+def renamed(tensors, old, new):
+    for name in [name for name in tensors if name.endswith(old)]:
+        tensors[name.removesuffix(old) + new] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        (
+            lambda tensors: tensors.pop(f"{LAYER}.self_attn.k_proj.weight_scale_inv"),
+            ["missing (1):", f"  {LAYER}.self_attn.k_proj.weight_scale_inv [2, 3]"],
+        ),
+        (
+            lambda tensors: renamed(
+                tensors, f"{LAYER}.mlp.down_proj.weight_scale_inv", f"{LAYER}.mlp.down_proj.weight_scale"
+            ),
+            [
+                f"  {LAYER}.mlp.down_proj.weight_scale_inv [3, 4]",
+                "unused (1):",
+                f"  {LAYER}.mlp.down_proj.weight_scale [3, 4]",
+            ],
+        ),
+        (
+            lambda tensors: tensors.update({f"{LAYER}.mlp.down_proj.weight_scale_inv": np.ones((4, 3), np.float32)}),
+            ["of another shape (1):", f"  {LAYER}.mlp.down_proj.weight_scale_inv must be [3, 4], got [4, 3]"],
+        ),
+        (
+            lambda tensors: tensors.update({f"{LAYER}.self_attn.o_proj.weight": np.ones((80, 96), ml_dtypes.bfloat16)}),
+            ["of another dtype (1):", f"  {LAYER}.self_attn.o_proj.weight must be float8_e4m3fn, got bfloat16"],
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": np.ones((272, 80), float8.FLOAT8)}),
+            ["  lm_head.weight must be one of float32, bfloat16, float16, got float8_e4m3fn"],
+        ),
+        (
+            lambda tensors: tensors.update(
+                {f"{LAYER}.self_attn.q_proj.weight_scale_inv": np.ones((3, 3), float8.FLOAT8)}
+            ),
+            [
+                f"  {LAYER}.self_attn.q_proj.weight_scale_inv must be one of float32, bfloat16, float16, "
+                "got float8_e4m3fn"
+            ],
+        ),
+    ],
+)
+def test_what_is_missing_or_mislabelled_is_named(spoiled, change, lines):
+    with pytest.raises(PlanError) as error:
+        plan_of(spoiled(change))
+    told = str(error.value).splitlines()
+    assert [line for line in lines if line not in told] == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0, -1])
+def test_factors_that_are_not_finite_and_above_0_are_an_error(spoiled, value):
+    name = f"{LAYER}.self_attn.v_proj.weight_scale_inv"
+
+    def change(tensors):
+        tensors[name] = tensors[name].astype(np.float32)
+        tensors[name][1, 2] = value
+
+    directory = spoiled(change)
+    message = rf"factors that are not finite and above 0 \(1\):\n  {re.escape(name)}: 1 of 6, such as {value:g}$"
+    for open_ in (plan_of, open_checkpoint):
+        with pytest.raises(PlanError, match=message):
+            open_(directory)
+
+
+def test_factors_of_single_experts_are_looked_at(spoiled):
+    name = "model.language_model.layers.2.mlp.experts.4.up_proj"
+
+    def change(tensors):
+        tensors[f"{name}.weight_scale"][3] = np.inf
+
+    with pytest.raises(PlanError, match=rf"{re.escape(name)}.weight_scale: 1 of 40, such as inf"):
+        plan_of(spoiled(change, "qwen3_vl_moe", "channel"))
+
+
+def test_experts_that_lack_something_are_named(spoiled):
+    folder = "model.language_model.layers.0.mlp.experts"
+
+    def change(tensors):
+        del tensors[f"{folder}.3.gate_proj.weight_scale_inv"]
+        tensors[f"{folder}.2.down_proj.weight"] = np.ones((80, 40), np.float32)
+
+    with pytest.raises(PlanError) as error:
+        plan_of(spoiled(change, "qwen3_vl_moe"))
+    assert f"missing (1):\n  {folder}.3.gate_proj.weight_scale_inv [2, 3]" in str(error.value)
+    assert f"{folder}.2.down_proj.weight must be float8_e4m3fn, got float32" in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["weight", "scale"])
+def test_a_tower_in_8_bits_is_refused_whatever_the_config_says(spoiled, what):
+    name = "model.visual.blocks.0.attn.qkv.weight"
+
+    def change(tensors):
+        if what == "weight":
+            tensors[name] = tensors[name].astype(float8.FLOAT8)
+        else:
+            tensors[f"{name}_scale_inv"] = np.ones((3, 1), np.float32)
+
+    message = rf"the vision tower of .* must not be quantized, but 1 of its tensors are, such as {re.escape(name)}"
+    with pytest.raises(PlanError, match=message):
+        plan_of(spoiled(change))
+
+
+def test_weights_in_8_bits_need_a_config_that_says_how(made, spoiled):
+    directory = spoiled(lambda tensors: None)
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        PlanError, match=r"must have a quantization_config .*, got none beside \d+ tensors of float8_e4m3fn"
+    ):
+        open_checkpoint(directory)
+
+
+def test_a_config_alone_makes_no_8_bits(tmp_path):
+    directory = make_checkpoint(tmp_path / "plain")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        PlanError, match=r"missing \(28\):\n  model.language_model.layers.0.mlp.down_proj.weight_scale_inv"
+    ):
+        open_checkpoint(directory)
+
+
+def test_a_conversion_tells_weights_that_are_not_finite(spoiled, tmp_path):
+    name = f"{LAYER}.mlp.gate_proj.weight"
+
+    def change(tensors):
+        tensors[name][3, 4] = np.nan
+
+    with pytest.raises(ValueError, match=rf"weights must be finite, but 1 tensors are not:\n  {re.escape(name)}"):
+        convert(spoiled(change), tmp_path / "out")

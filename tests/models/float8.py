@@ -1,0 +1,81 @@
+"""Checkpoints in 8 bits, and what they stand for."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from vlcache_jax.testing import make_checkpoint
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+BLOCK = 32
+# Blocks fall neither on heads nor on the ends of matrices.
+TEXT = {"hidden_size": 80, "intermediate_size": 100, "num_hidden_layers": 3}
+EXPERTS = {"num_experts": 6, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
+_DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": FLOAT8}
+
+
+def make(directory: pathlib.Path, kind: str = "qwen3_vl", quantization: Any = "fp8", **options: Any) -> pathlib.Path:
+    """A checkpoint in 8 bits."""
+    text = TEXT | (EXPERTS if kind.endswith("moe") else {})
+    given = {"text": text, "seed": 21, "block": BLOCK} | options
+    return make_checkpoint(directory, kind, quantization=quantization, **given)
+
+
+def read(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """All tensors of a safetensors file."""
+    raw = path.read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        first, last = (begin + offset for offset in entry["data_offsets"])
+        flat = np.frombuffer(raw[first:last], np.uint8)
+        found[name] = flat.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
+def write(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes a safetensors file."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = b"".join(np.ascontiguousarray(tensor).tobytes() for tensor in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def exact(matrix: np.ndarray, factors: np.ndarray, block: int = BLOCK) -> np.ndarray:
+    """A matrix [out, in] in 8 bits in float64, value by value as the published layouts say."""
+    out, inputs = matrix.shape
+    own = np.zeros(matrix.shape)
+    for i in range(out):
+        for j in range(inputs):
+            factor = factors[i, 0] if factors.shape == (out, 1) else factors[i // block, j // block]
+            own[i, j] = float(matrix[i, j]) * float(factor)
+    return own
+
+
+def twin(source: pathlib.Path, destination: pathlib.Path) -> pathlib.Path:
+    """The same model without 8 bits: its matrices are what they stand for, which float32 holds exactly."""
+    shutil.copytree(source, destination)
+    config = json.loads((destination / "config.json").read_text())
+    del config["quantization_config"]
+    (destination / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    tensors = read(destination / "model.safetensors")
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == FLOAT8]:
+        [suffix] = [own for own in ("_scale_inv", "_scale") if name + own in tensors]
+        stands_for = exact(tensors[name], tensors.pop(name + suffix))
+        tensors[name] = stands_for.astype(np.float32)
+        assert (tensors[name] == stands_for).all()
+    write(destination / "model.safetensors", {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+    return destination

@@ -1,0 +1,54 @@
+"""Models whose matrices stay in 8 bits, against a float64 product of what they stand for."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.models import float8, helper, parity
+from tests.models.helper import forward, join, padding_rows, rows_of
+from vlcache_jax.device.checkpoint import open_checkpoint
+from vlcache_jax.models import abstract_model
+from vlcache_jax.models.model import layer_graphs
+
+SLOTS, ROWS = 80, 72
+TOLERANCE = 2e-5  # at a scale of 4, as of models without 8 bits
+
+
+def load(directory, dtype="float32"):
+    checkpoint = open_checkpoint(directory, dtype=dtype)
+    model = abstract_model(checkpoint.config, jnp.dtype(dtype))
+    return helper.Model(
+        checkpoint.config, nnx.graphdef(model), layer_graphs(model), checkpoint.load(), jnp.dtype(dtype)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        ("qwen3_vl", "fp8"),
+        pytest.param("qwen3_vl_moe", "fp8", marks=pytest.mark.ladder),
+        pytest.param("qwen2_5_vl", "channel", marks=pytest.mark.ladder),
+        pytest.param("qwen3_vl", "block", marks=pytest.mark.ladder),
+    ],
+)
+def test_logits_are_those_of_a_float64_product(tmp_path, load_oracle, textured_image, kind, quantization):
+    """Keys, values and logits are those of the library's model in float64, with the matrices that 8 bits stand for."""
+    source = float8.make(tmp_path / "source", kind, quantization, dtype="bfloat16")
+    oracle = load_oracle(float8.twin(source, tmp_path / "twin"), "float64")
+    reference = parity.reference(oracle, tmp_path / "twin", textured_image)
+    model = load(source)
+    encoder_rows = helper.encode(model, reference.images, parity.NUM_PATCHES + 12)
+    n, base = len(reference.prompt.token_ids), 3
+    rows = rows_of(reference.prompt, base=base)
+    rows = join(rows, padding_rows(ROWS - n, SLOTS))
+    logits, pool, _ = forward(model, rows, encoder_rows, helper.empty_pool(model, SLOTS))
+    found = {
+        "logits": parity.difference(logits[:n], reference.logits),
+        "k": parity.difference([k[base : base + n] for k, _ in pool], reference.k),
+        "v": parity.difference([v[base : base + n] for _, v in pool], reference.v),
+    }
+    assert max(found.values()) <= TOLERANCE, found
+    assert np.abs(reference.logits).max() > 2

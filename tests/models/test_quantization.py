@@ -1,0 +1,134 @@
+"""What `config.json` says of weights in 8 bits, and how factors lie."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import numpy as np
+import pytest
+
+from vlcache_jax.models.quantization import Quantization, read_quantization
+
+QWEN = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.visual.merger.linear_fc1"],
+}
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
+ACTIVATIONS = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS}},
+    "ignore": ["re:.*lm_head", "re:visual.*"],
+    "kv_cache_scheme": None,
+}
+BLOCKS = {"strategy": "block", "block_structure": [128, 64]}
+
+
+def compressed(**weights):
+    config = copy.deepcopy(COMPRESSED)
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (QWEN, Quantization("_scale_inv", 128, 128)),
+        (COMPRESSED, Quantization("_scale", 1, None)),
+        (compressed(**BLOCKS), Quantization("_scale", 128, 64)),
+        ({**COMPRESSED, "format": "naive-quantized"}, Quantization("_scale", 1, None)),
+    ],
+)
+def test_published_formats_are_read(config, expected):
+    assert read_quantization({"quantization_config": config}, "config.json") == expected
+    assert read_quantization({"text_config": {"quantization_config": config}}, "config.json") == expected
+
+
+def test_a_model_may_have_none():
+    assert read_quantization({"text_config": None, "quantization_config": None}, "config.json") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "quant_method 'awq'"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt'"),
+        ({}, "quant_method None"),
+        ({**QWEN, "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({**QWEN, "expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+        (
+            {**compressed(num_bits=4, strategy="tensor_group"), "format": "nvfp4-pack-quantized"},
+            "weights of 4 bits, type 'float', format 'nvfp4-pack-quantized'",
+        ),
+        (compressed(type="int"), "weights of 8 bits, type 'int'"),
+        (compressed(symmetric=False), "weights that are not symmetric and static"),
+        (compressed(strategy="tensor"), "strategy 'tensor'"),
+        ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "a kv_cache_scheme"),
+        (
+            {**COMPRESSED, "config_groups": {"a": {"weights": WEIGHTS}, "b": {"weights": {**WEIGHTS, **BLOCKS}}}},
+            "2 config_groups that differ",
+        ),
+        ({**COMPRESSED, "config_groups": {}}, "0 config_groups that differ"),
+    ],
+)
+def test_other_formats_are_refused_with_a_sentence(config, what):
+    message = rf"^quantization_config of config.json must be of weights in FP8, as Qwen .* got {re.escape(what)}"
+    with pytest.raises(ValueError, match=message + ".*: take the model as it was published in bfloat16, or its FP8$"):
+        read_quantization({"quantization_config": config}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("fp8", "quantization_config of config.json must be an object, got 'fp8'"),
+        (
+            {**QWEN, "weight_block_size": None},
+            "quantization_config.weight_block_size of .* must be a list of two integers",
+        ),
+        ({**QWEN, "weight_block_size": [128]}, "weight_block_size .* got \\[128\\]"),
+        ({**QWEN, "weight_block_size": [128, 0]}, "weight_block_size .* got \\[128, 0\\]"),
+        ({**COMPRESSED, "config_groups": None}, "quantization_config.config_groups of .* must be an object, got None"),
+        (
+            {**COMPRESSED, "config_groups": {"a": 3}},
+            "quantization_config.config_groups.a of .* must be an object, got 3",
+        ),
+        (
+            {**COMPRESSED, "config_groups": {"a": {"weights": None}}},
+            "quantization_config.config_groups.weights of .* must be an object, got None",
+        ),
+        (compressed(strategy="block"), "weights.block_structure of .* must be a list of two integers from 1 to 65536"),
+    ],
+)
+def test_damaged_fields_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        read_quantization({"quantization_config": config}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("block", "outputs", "inputs", "group"),
+    [
+        ((128, 128), 256, 384, 128),
+        ((128, 128), 200, 320, 64),  # blocks at the ends are smaller
+        ((128, 128), 100, 33, 1),
+        ((1, None), 7, 320, 64),
+        ((1, None), 7, 256, 128),
+        ((64, 48), 130, 100, 4),
+    ],
+)
+def test_each_output_and_group_of_inputs_has_the_factor_of_its_block(block, outputs, inputs, group):
+    quantization = Quantization("_scale", *block)
+    assert quantization.group(inputs) == group
+    shape = quantization.stored_shape(outputs, inputs)
+    assert shape == (-(-outputs // block[0]), 1 if block[1] is None else -(-inputs // block[1]))
+    stored = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    spread = quantization.spread(stored, outputs, inputs)
+    assert (spread.shape, spread.dtype) == ((outputs, inputs // group), np.float32)
+    rows = np.arange(outputs) // block[0]
+    columns = np.arange(inputs) // (block[1] or inputs)
+    np.testing.assert_array_equal(np.repeat(spread, group, axis=1), stored[rows[:, None], columns])
