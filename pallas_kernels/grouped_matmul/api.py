@@ -79,7 +79,7 @@ def mix_experts(
         mosaic_gpu.check(x, F)
 
     case = f"{N} x {expert.shape[1]} of {E} experts, {x.dtype} {M} x {F}"
-    choice = dispatch.choose("experts", case, implementation, check)
+    choice = dispatch.choose("experts", case, implementation, {dispatch.HOPPERS: check})
     own = expert - first
     own = jnp.where((own >= 0) & (own < E), own, E)
     if choice.implementation == "xla":
