@@ -10,7 +10,7 @@ import jax
 
 from vlcache_jax.first_contact import verdict_on
 from vlcache_jax.first_contact.toolchain import refusal
-from vlcache_jax.pallas_kernels.chips import default_device, is_since_ampere
+from vlcache_jax.pallas_kernels.chips import chip_at_hand, default_device, is_since_ampere
 
 INTERPRETED = "_interpreted"
 HOPPERS, PORTABLE = FAMILIES = "mosaic_gpu", "mosaic_gpu_mma"
@@ -137,6 +137,14 @@ def interpreter(choice: Choice) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def has_bulk_copies(choice: Choice) -> bool:
+    """Whether TMA copies what is small, too, in the kernels of a choice. Those for every GPU are interpreted as before
+    Hopper: the copies of threads are the ones that no other test sees."""
+    if family(choice.implementation) == HOPPERS:
+        return True
+    return not choice.implementation.endswith(INTERPRETED) and chip_at_hand().has_bulk_copies
 
 
 def _best(kernel: str, checks: Checks) -> tuple[str, str]:

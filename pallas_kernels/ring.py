@@ -6,7 +6,7 @@ until no more than some are under way. While one block is multiplied, those that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,8 +41,15 @@ class Ring:
         """Of a block, by its number from 0 on."""
         return lax.rem(number, jnp.int32(self.places))
 
-    def fetch(self, number: Any, fetch: Fetch) -> None:
-        """Starts to load a block. What was in its place must have been used by all."""
+    def start(self, count: Any, fetches: Sequence[Fetch]) -> None:
+        """Starts to load the first `places - 1` of `count` blocks. What was in the places must have been used, by this
+        thread at least: before threads copy, Mosaic GPU lets them wait for each other."""
+        if self._bulk:
+            plgpu.commit_smem()  # orders what has been read before what TMA writes there
+        for number, fetch in enumerate(fetches):
+            pl.when(number < count)(lambda number=number, fetch=fetch: self._fetch(jnp.int32(number), fetch))
+
+    def _fetch(self, number: Any, fetch: Fetch) -> None:
         place = self.place(number)
 
         def copy(source: Any, target: Any) -> None:
@@ -64,10 +71,10 @@ class Ring:
         more = following < count
         if self._bulk:
             plgpu.barrier_wait(self._barriers[0].at[self.place(number)])
-            plgpu.commit_smem()  # orders what has been read before what TMA writes there
+            plgpu.commit_smem()  # as in `start`
         else:
             # Under way are the copies of this block, and of those behind it up to `following`.
             pl.when(more)(lambda: plgpu.wait_gmem_to_smem((self.places - 2) * self._copies))
             pl.when(~more)(lambda: plgpu.wait_gmem_to_smem(0))
-        pl.when(more)(lambda: self.fetch(following, fetch))
+        pl.when(more)(lambda: self._fetch(following, fetch))
         return self.place(number)

@@ -278,9 +278,13 @@ def _launch(
             # load `places - 1` behind them begins, while its values are, the next one.
             ahead = [(config.places - 1 + i) // 2 for i in range(2)]
             sources = [(k_ref, v_ref)[(config.places - 1 + i) % 2] for i in range(2)]
-            for number in range(config.places - 1):
-                block = number // 2
-                ring.fetch(jnp.int32(number), fetch((k_ref, v_ref)[number % 2], jnp.int32(block), page(block)))
+            ring.start(
+                2 * blocks,
+                [
+                    fetch((k_ref, v_ref)[number % 2], jnp.int32(number // 2), page(number // 2))
+                    for number in range(config.places - 1)
+                ],
+            )
             q_here = load_boxes(q_ref, box0, head, group, R // BOX - 1, D, dtype, interpreted=interpreted)
 
             def keys(place: Any) -> jax.Array:

@@ -79,15 +79,21 @@ def mix_experts(
         mosaic_gpu.check(x, F)
 
     case = f"{N} x {expert.shape[1]} of {E} experts, {x.dtype} {M} x {F}"
-    choice = dispatch.choose("experts", case, implementation, {dispatch.HOPPERS: check})
+    choice = dispatch.choose("experts", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
     own = expert - first
     own = jnp.where((own >= 0) & (own < E), own, E)
     if choice.implementation == "xla":
         return xla.mix_experts(x, weight, own, gate_up, down)
+    interpret = dispatch.interpreter(choice)
+    programs = None if interpret is None else 3
+    if dispatch.family(choice.implementation) == dispatch.PORTABLE:
+        from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu_mma
+
+        portable = mosaic_gpu_mma.default_config(programs=programs)
+        return mosaic_gpu_mma.mix_experts(x, weight, own, gate_up, down, config=portable, interpret=interpret)
     from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
 
-    interpret = dispatch.interpreter(choice)
-    config = mosaic_gpu.default_config(expert.size, E, programs=None if interpret is None else 3)
+    config = mosaic_gpu.default_config(expert.size, E, programs=programs)
     return mosaic_gpu.mix_experts(x, weight, own, gate_up, down, config=config, interpret=interpret)
 
 
