@@ -167,5 +167,6 @@ def _best(kernel: str, checks: Checks) -> tuple[str, str]:
         why = f"check on {device.device_kind} {verdict}"
         if verdict.passed:
             return kind, "; ".join([why, *whys])
-        whys.append(why)
+        if not whys or verdict.passed is not None:  # a second choice is checked only where the first one has failed
+            whys.append(why)
     return "xla", "; ".join(dict.fromkeys(whys)) or f"{kinds[0]} has no kernel of {kernel}"

@@ -31,7 +31,9 @@ class Ring:
 
     def barriers(self) -> list[Any]:
         """To be allocated in shared memory, and given to `begin`."""
-        return [plgpu.Barrier(num_arrivals=self._copies, num_barriers=self.places)] * self._bulk
+        if not self._bulk:
+            return []
+        return [plgpu.Barrier(num_arrivals=self._copies, num_barriers=self.places)]
 
     def begin(self, barriers: Any) -> None:
         """Knows the barriers from now on."""
@@ -75,6 +77,6 @@ class Ring:
         else:
             # Under way are the copies of this block, and of those behind it up to `following`.
             pl.when(more)(lambda: plgpu.wait_gmem_to_smem((self.places - 2) * self._copies))
-            pl.when(~more)(lambda: plgpu.wait_gmem_to_smem(0))
+            pl.when(following >= count)(lambda: plgpu.wait_gmem_to_smem(0))
         pl.when(more)(lambda: self._fetch(following, fetch))
         return self.place(number)

@@ -418,7 +418,7 @@ def test_the_choice_is_recorded_with_its_reason(monkeypatch: pytest.MonkeyPatch)
         return [(choice.implementation, choice.why) for choice in made]
 
     assert choices(x, "xla") == [("xla", "asked for")]
-    assert choices(x, None) == [("xla", "no Hopper GPU, but cpu")]
+    assert choices(x, None) == [("xla", "no NVIDIA GPU since Ampere, but cpu")]
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
     for passed, chosen, why in (
         (True, "mosaic_gpu", "check on NVIDIA H200 passed: 3 cases"),
