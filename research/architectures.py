@@ -16,7 +16,7 @@ for Hopper, measured, takes 1.8 times its bound.)
 from __future__ import annotations
 
 import argparse
-import collections
+import concurrent.futures
 import dataclasses
 import functools
 import importlib
@@ -281,6 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architecture", nargs="?", choices=TARGETS, help="compile a case for this one, in this process")
     parser.add_argument("case", nargs="?")
+    parser.add_argument("--together", type=int, default=1, help="processes")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file")
     arguments = parser.parse_args()
     if arguments.architecture:
@@ -288,12 +289,14 @@ def main() -> None:
         arguments.out.write_text(json.dumps(rows))
         return
     found: dict[str, Any] = {}
-    for architecture, target in TARGETS.items():
-        of_target: dict[str, Any] = collections.defaultdict(dict)
-        for case in CASES:
-            of_target[case] = in_child(architecture, case)
-            print(architecture, case, of_target[case], flush=True)
-        found[architecture] = {"chip": target.name, "capability": target.chip.capability, "cases": of_target}
+    with concurrent.futures.ThreadPoolExecutor(arguments.together) as pool:
+        runs = {(name, case): pool.submit(in_child, name, case) for name in TARGETS for case in CASES}
+        for architecture, target in TARGETS.items():
+            of_target = {}
+            for case in CASES:
+                of_target[case] = runs[architecture, case].result()
+                print(architecture, case, of_target[case], flush=True)
+            found[architecture] = {"chip": target.name, "capability": target.chip.capability, "cases": of_target}
     head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
     content = {"title": "Portable kernels by architecture", "dtype": jnp.dtype(jnp.bfloat16).name} | head | found
     write_whole(arguments.out, json.dumps(content, indent=1) + "\n")

@@ -47,13 +47,12 @@ def test_interpreted(check: Check) -> None:
     check.error(INTERPRETED)
 
 
-@pytest.mark.parametrize("places", [2, 3, 4])
-@pytest.mark.parametrize("width", [80, 128])
-def test_rings_of_any_size(places: int, width: int) -> None:
+@pytest.mark.parametrize(("block", "places", "width"), [(64, 2, 128), (64, 3, 80), (32, 4, 128)])
+def test_rings_of_any_size(block: int, places: int, width: int) -> None:
     """Two places, where shared memory has no more, to four; windows, as towers see them."""
     case = Case("", 70, 300, 2, 1, width, windows)
     args = case.inputs("bfloat16", poison=True)
-    config = mosaic_gpu_mma.Config(places, 32, True, 3)
+    config = mosaic_gpu_mma.Config(block, places, 32, True, 3)
     races = dispatch.interpreter(dispatch.Choice("attention", "", INTERPRETED, ""))
     out = mosaic_gpu_mma.attention(*args, scale=width**-0.5, config=config, interpret=races)
     assert relative_error(np.asarray(out, np.float64), reference(*args, None)) < 0.04
@@ -217,7 +216,7 @@ def test_every_architecture_has_room_for_two_programs() -> None:
         for width in (64, 80, 96, 128):
             config = mosaic_gpu_mma.default_config(width, chip)
             assert 2 <= config.places <= 4
-            assert 2 * (config.places * 64 * width * 2 + barriers + RESERVED) <= chip.shared_memory
+            assert 2 * (config.places * config.block * width * 2 + barriers + RESERVED) <= chip.shared_memory
             assert 2 * width % config.swizzle == 0
             assert config.programs == 200
         assert experts.default_config(chip).room // (2 * 64 * (64 + 128)) >= 2
