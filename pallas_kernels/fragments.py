@@ -12,6 +12,8 @@ stored. jax's interpreter knows none of these, nor `plgpu.mma`: what it computes
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -107,11 +109,13 @@ def load_boxes(
         layout = mgpu.MMALayouts(dtype).lhs
         shape = layout.registers_shape((M, width))
         two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
-        registers = np.empty(shape, dtype=object)
-        for at, (row, column) in zip(np.ndindex(*shape), layout.thread_idxs((M, width)), strict=True):
-            place = _place(row, first, heads, group, last)
-            registers[at] = vector.load(two, source, [*place, column])
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        rows, column = _held(layout, (M, width))
+        places = [_place(row, first, heads, group, last) for row in rows]
+        registers = np.empty(math.prod(shape), dtype=object)
+        for i in range(len(registers)):
+            own = arith.addi(column, _index(columns_before(i)))
+            registers[i] = vector.load(two, source, [*places[i % 2], own])
+        return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
 
     loaded: jax.Array = load(ref, box0, head)
     return loaded
@@ -136,17 +140,27 @@ def store_boxes(
     @plgpu.inline_mgpu(arg_types=(sums(dtype), plgpu.RefType(), _NUMBER, _NUMBER, _NUMBER))
     def store(ctx: Any, own: Any, target: Any, first: Any, count: Any, heads: Any) -> None:
         rounded = own.astype(mgpu.utils.dtype_to_ir_type(dtype))
-        # Of a thread's two rows in turn: each is of a box of its own.
-        found = list(zip(own.layout.thread_idxs(own.shape), rounded.registers.flat, strict=True))
-        for half in range(2):
-            row = found[half][0][0]
+        rows, column = _held(own.layout, own.shape)
+        for half, row in enumerate(rows):  # each is of a box of its own
             here = arith.cmpi(arith.CmpIPredicate.ult, arith.divui(row, _index(BOX)), _scalar(count))
             with mgpu.utils.when(here):
                 place = _place(row, first, heads, group, None)
-                for (_, column), register in found[half::2]:
-                    vector.store(register, target, [*place, column])
+                for i, register in list(enumerate(rounded.registers.flat))[half::2]:
+                    vector.store(register, target, [*place, arith.addi(column, _index(columns_before(i)))])
 
     store(x, ref, box0, boxes, head)
+
+
+def columns_before(register: int) -> int:
+    """Of sums as of a left operand, how far a thread's register is to the right of its first one. Those with even
+    numbers are of one row, the others of that 8 below."""
+    return 8 * (register // 2)
+
+
+def _held(layout: Any, shape: tuple[int, ...]) -> tuple[list[Any], Any]:
+    """A thread's two rows, and its first column: all that addresses are made of, which take registers."""
+    (row, column), (below, _) = itertools.islice(layout.thread_idxs(shape), 2)
+    return [row, below], column
 
 
 def _box(box: Any, head: Any, group: int) -> tuple[Any, Any]:

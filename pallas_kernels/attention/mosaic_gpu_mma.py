@@ -2,8 +2,8 @@
 
 A program has one warpgroup, which loads and computes: of its four warps each multiplies 16 of the 64 packed rows
 (`fragments`), so that a row's scores, weights and sums stay in one warp's registers. Queries and results come and go
-without shared memory. Keys and values pass through a ring of a few blocks of slots (`ring`), in turn: so few that two
-programs have room on a multiprocessor, and one computes weights while the other multiplies. A pool is seen as
+without shared memory. Keys and values pass through a ring of a few blocks of 64 slots (`ring`), in turn: so few that
+two programs have room on a multiprocessor, and one computes weights while the other multiplies. A pool is seen as
 [S, K * D], of which a block has a head's columns.
 
 Masks, running softmax, empty rows, partials: as in `mosaic_gpu`.
@@ -43,6 +43,8 @@ from vlcache_jax.pallas_kernels.chips import RESERVED, Chip, chip_at_hand
 from vlcache_jax.pallas_kernels.fragments import DEPTH, M, as_left, load_boxes, multiply, right, store_boxes, sums
 from vlcache_jax.pallas_kernels.ring import Ring
 
+BLOCK = 64  # slots that are loaded and multiplied at once
+OF_PAGE = PAGE // BLOCK
 TOGETHER = 2  # programs on a multiprocessor: their registers leave no room for more
 PLACES = 4  # of the ring at most: more hide nothing more
 LOWEST = float(jnp.finfo(jnp.float32).min)  # as in `mosaic_gpu`
@@ -53,14 +55,12 @@ class Config:
     """How the kernel works on items.
 
     Attributes:
-      block: slots that are loaded and multiplied at once, 32 or 64.
       places: of the ring.
       swizzle: bytes in which columns of shared memory are swizzled: 32 are 16 columns, those of one product.
       bulk: copies are TMA's.
       programs: that share the items.
     """
 
-    block: int
     places: int
     swizzle: int
     bulk: bool
@@ -68,7 +68,7 @@ class Config:
 
 
 def default_config(width: int, chip: Chip | None = None, programs: int | None = None) -> Config:
-    """Blocks as long as registers hold their scores, and as many places as let two programs run on a multiprocessor.
+    """As many places as let two programs run on a multiprocessor.
 
     Args:
       width: D, a multiple of 16.
@@ -77,13 +77,11 @@ def default_config(width: int, chip: Chip | None = None, programs: int | None = 
     """
     chip = chip or chip_at_hand()
     room = chip.shared_memory // TOGETHER - RESERVED - (RESERVED if chip.has_bulk_copies else 0)  # of barriers
-    # What stands in for TMA's copies where shared memory is not seen to be a program's own takes registers, too.
-    block = 32 if chip.capability.startswith("12.") and width > 96 else 64
-    places = min(PLACES, room // (2 * block * width))
+    places = min(PLACES, room // (2 * BLOCK * width))
     # TMA moves wide rows faster; threads' copies, 16 bytes each, do not care.
     swizzles = (128, 64, 32) if chip.has_bulk_copies else (32,)
     swizzle = next(size for size in swizzles if 2 * width % size == 0)
-    return Config(block, places, swizzle, chip.has_bulk_copies, programs or TOGETHER * chip.multiprocessors)
+    return Config(places, swizzle, chip.has_bulk_copies, programs or TOGETHER * chip.multiprocessors)
 
 
 def work_config(
@@ -246,7 +244,6 @@ def _launch(
     to_exponent = scale * math.log2(math.e)
     acc, row_layout = sums(dtype), sums(dtype).reduce(1)
     columns = config.swizzle // 2  # that lie together in shared memory
-    block_slots, of_page = config.block, PAGE // config.block
     ring = Ring(config.places, 1, bulk=config.bulk)
 
     def across(x: jax.Array, count: int) -> jax.Array:
@@ -266,15 +263,15 @@ def _launch(
             inner_from, inner_to = read(item, INNER_FROM, INNER_TO)
             rows = pl.ds(box0 * BOX, M)
             start, end = (plgpu.load(seen_ref.at[i, rows], layout=row_layout, optimized=False) for i in (0, 1))
-            first_block, blocks = first * of_page, (last - first) * of_page
+            first_block, blocks = first * OF_PAGE, (last - first) * OF_PAGE
             kv_columns = pl.ds(lax.div(head, per_head) * D, D)
 
             def page(block: Any) -> Any:  # of the item's blocks, or of the last one
-                at = lax.min(first + lax.div(block, jnp.int32(of_page)), last - 1)
+                at = lax.min(first + lax.div(block, jnp.int32(OF_PAGE)), last - 1)
                 return at if lists.tables is None else index_ref[lists.tables + table * lists.pages + at]
 
             def fetch(ref: Any, block: Any, own: Any) -> Callable[[Any, Any], None]:
-                slots = pl.ds(own * PAGE + lax.rem(block, jnp.int32(of_page)) * block_slots, block_slots)
+                slots = pl.ds(own * PAGE + lax.rem(block, jnp.int32(OF_PAGE)) * BLOCK, BLOCK)
                 return lambda place, copy: copy(ref.at[slots, kv_columns], blocks_smem.at[place])
 
             # Blocks of keys have even numbers, those of values odd ones. While a block's keys are multiplied, the
@@ -291,7 +288,7 @@ def _launch(
             q_here = load_boxes(q_ref, box0, head, group, R // BOX - 1, D, dtype, interpreted=interpreted)
 
             def keys(place: Any) -> jax.Array:
-                x = plgpu.layout_cast(jnp.zeros((M, block_slots), jnp.float32), acc)
+                x = plgpu.layout_cast(jnp.zeros((M, BLOCK), jnp.float32), acc)
                 for at in range(0, D, columns):
                     part = plgpu.load(
                         blocks_smem.at[place, :, pl.ds(at, columns)].T, layout=right(dtype), optimized=False
@@ -300,7 +297,7 @@ def _launch(
                 return x
 
             def values(place: Any, total: jax.Array, p: jax.Array) -> jax.Array:
-                for at in range(0, block_slots, DEPTH):
+                for at in range(0, BLOCK, DEPTH):
                     part = plgpu.load(blocks_smem.at[place, pl.ds(at, DEPTH)], layout=right(dtype), optimized=False)
                     total = multiply(total, p[:, at : at + DEPTH], part, interpreted=interpreted)
                 return total
@@ -309,16 +306,16 @@ def _launch(
                 total, largest, weight, pages = state
                 following = [page(block + 1 + i) for i in ahead]  # needed in the next turn
                 x = keys(ring.step(2 * block, 2 * blocks, fetch(sources[0], block + ahead[0], pages[0])))
-                slot = plgpu.broadcasted_iota(jnp.int32, (M, block_slots), 1, layout=acc)
-                at = first + lax.div(block, jnp.int32(of_page))
-                before = (first_block + block) * block_slots
+                slot = plgpu.broadcasted_iota(jnp.int32, (M, BLOCK), 1, layout=acc)
+                at = first + lax.div(block, jnp.int32(OF_PAGE))
+                before = (first_block + block) * BLOCK
 
                 def seen() -> jax.Array:
-                    return (slot >= across(start - before, block_slots)) & (slot < across(end - before, block_slots))
+                    return (slot >= across(start - before, BLOCK)) & (slot < across(end - before, BLOCK))
 
                 x = lax.cond((at < inner_from) | (at >= inner_to), lambda: jnp.where(seen(), x, -jnp.inf), lambda: x)
                 new_largest = jnp.maximum(largest, x.max(axis=1) * to_exponent)
-                p = jnp.exp2(x * to_exponent - across(new_largest, block_slots))
+                p = jnp.exp2(x * to_exponent - across(new_largest, BLOCK))
                 decay = jnp.exp2(largest - new_largest)
                 weight = weight * decay + p.sum(axis=1)
                 total = total * across(decay, D)
@@ -365,7 +362,7 @@ def _launch(
         plgpu.TilingTransform((8, columns)),  # type: ignore[abstract]
         plgpu.SwizzleTransform(config.swizzle),  # type: ignore[abstract]
     )
-    blocks_smem = plgpu.SMEM((config.places, block_slots, D), dtype=dtype, transforms=transforms)
+    blocks_smem = plgpu.SMEM((config.places, BLOCK, D), dtype=dtype, transforms=transforms)
     rows = partial_boxes * BOX
     partials = [((rows, width), jnp.float32), ((rows,), jnp.float32), ((rows,), jnp.float32)]
     results = [((n, H, width), dtype) for n in (packed_rows, direct_rows) if n]

@@ -47,12 +47,12 @@ def test_interpreted(check: Check) -> None:
     check.error(INTERPRETED)
 
 
-@pytest.mark.parametrize(("block", "places", "width"), [(64, 2, 128), (64, 3, 80), (32, 4, 128)])
-def test_rings_of_any_size(block: int, places: int, width: int) -> None:
+@pytest.mark.parametrize(("places", "width"), [(2, 128), (3, 80)])
+def test_rings_of_any_size(places: int, width: int) -> None:
     """Two places, where shared memory has no more, to four; windows, as towers see them."""
     case = Case("", 70, 300, 2, 1, width, windows)
     args = case.inputs("bfloat16", poison=True)
-    config = mosaic_gpu_mma.Config(block, places, 32, True, 3)
+    config = mosaic_gpu_mma.Config(places, 32, True, 3)
     races = dispatch.interpreter(dispatch.Choice("attention", "", INTERPRETED, ""))
     out = mosaic_gpu_mma.attention(*args, scale=width**-0.5, config=config, interpret=races)
     assert relative_error(np.asarray(out, np.float64), reference(*args, None)) < 0.04
@@ -108,6 +108,10 @@ def test_who_holds_what(columns: int) -> None:
     a, c = (by_the_manual(operand, columns) for operand in "ac")
     np.testing.assert_array_equal(held(layouts.lhs, (64, columns)), a)
     np.testing.assert_array_equal(held(layouts.acc, (64, columns)), c)
+    # What addresses are made of: two rows, a column, and how far each register is from it.
+    before = [(0, fragments.columns_before(i)) for i in range(columns // 4)]
+    for registers in (a, c):
+        np.testing.assert_array_equal(registers, registers[:, :, np.arange(columns // 4) % 2] + before)
     # Sums, register by register, are a left operand: a thread gives nothing to another one.
     names = np.arange(columns // 4).reshape(layouts.acc.registers_shape((64, columns)))
     order = fragments.left_registers(names, layouts.lhs.registers_shape((64, columns)))
@@ -216,7 +220,7 @@ def test_every_architecture_has_room_for_two_programs() -> None:
         for width in (64, 80, 96, 128):
             config = mosaic_gpu_mma.default_config(width, chip)
             assert 2 <= config.places <= 4
-            assert 2 * (config.places * config.block * width * 2 + barriers + RESERVED) <= chip.shared_memory
+            assert 2 * (config.places * 64 * width * 2 + barriers + RESERVED) <= chip.shared_memory
             assert 2 * width % config.swizzle == 0
             assert config.programs == 200
         assert experts.default_config(chip).room // (2 * 64 * (64 + 128)) >= 2
