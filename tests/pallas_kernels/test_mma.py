@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -14,11 +17,36 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tests import emulation
+from tests.helper import ATOL
 from vlcache_jax.first_contact import Verdict
 from vlcache_jax.first_contact.chip import SINCE_AMPERE
-from vlcache_jax.pallas_kernels import attention, attention_statistics, chips, dispatch, fragments, ring, work_config
+from vlcache_jax.pallas_kernels import (
+    PAGE,
+    attention,
+    attention_statistics,
+    chips,
+    dispatch,
+    fragments,
+    paged_attention,
+    paged_cases,
+    ring,
+    work_config,
+)
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu_mma
-from vlcache_jax.pallas_kernels.cases import Case, array, causal, packed, reference, relative_error, windows
+from vlcache_jax.pallas_kernels.cases import (
+    Case,
+    all_empty,
+    array,
+    beyond,
+    causal,
+    packed,
+    reference,
+    relative_error,
+    scattered,
+    some_empty,
+    windows,
+)
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE, Check
 from vlcache_jax.pallas_kernels.chips import RESERVED, Chip
 from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu_mma as experts
@@ -56,6 +84,47 @@ def test_rings_of_any_size(places: int, width: int) -> None:
     races = dispatch.interpreter(dispatch.Choice("attention", "", INTERPRETED, ""))
     out = mosaic_gpu_mma.attention(*args, scale=width**-0.5, config=config, interpret=races)
     assert relative_error(np.asarray(out, np.float64), reference(*args, None)) < 0.04
+
+
+COUNT, HEADS, KV_HEADS, WIDTH = 304, 6, 2, 16  # one shape for all cases, so that they compile once
+
+
+@pytest.fixture(scope="module")
+def emulated():
+    with emulation.emulated():
+        yield
+
+
+@pytest.mark.ladder
+@pytest.mark.parametrize("case", paged_cases.CASES, ids=lambda case: case.__name__)
+def test_emulated_in_float32(emulated, case: Any) -> None:
+    """The kernel's own code, compiled for a CPU, to the rounding of float32."""
+    rows = case(np.random.default_rng(0))
+    q, k, v = (array(x, "float32") for x in paged_cases.arrays(rows, COUNT, HEADS, KV_HEADS, WIDTH, poison=True))
+    k, v = (np.pad(pool, ((0, 60 * PAGE - len(pool)), (0, 0), (0, 0))) for pool in (k, v))
+    spec = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    config = work_config(COUNT, 20, 40, spec, KV_HEADS, decode=False, implementation=INTERPRETED)
+    out = paged_attention(q, k, v, rows.work(config), implementation=INTERPRETED)
+    np.testing.assert_allclose(out, paged_cases.reference(rows, q, k, v), atol=ATOL["float32"], rtol=0)
+
+
+@pytest.mark.ladder
+@pytest.mark.parametrize("intervals", [causal, scattered, packed, windows, some_empty, all_empty, beyond])
+def test_emulated_intervals_in_float32(emulated, intervals: Any) -> None:
+    args = Case("", 90, 300, 6, 2, 24, intervals).inputs(poison=True)
+    out = attention(*args, implementation=INTERPRETED)
+    np.testing.assert_allclose(out, reference(*args), atol=ATOL["float32"], rtol=0)
+
+
+@pytest.mark.thorough
+def test_promises_of_reuse_hold_by_the_emulated_kernel() -> None:
+    """P1-P7 of the algorithms' specification, as `tests/test_reuse.py` has them, to the rounding of float32."""
+    environment = os.environ | {"VLCACHE_EMULATED": "1"}
+    promises = " or ".join(f"test_p{i}" for i in range(1, 8))
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "tests/test_reuse.py", "-k", promises]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert " passed" in ended.stdout
 
 
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
