@@ -6,6 +6,7 @@ until no more than some are under way. While one block is multiplied, those that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ class Ring:
         if self._bulk:
             plgpu.commit_smem()  # orders what has been read before what TMA writes there
         for number, fetch in enumerate(fetches):
-            pl.when(number < count)(lambda number=number, fetch=fetch: self._fetch(jnp.int32(number), fetch))
+            pl.when(number < count)(functools.partial(self._fetch, jnp.int32(number), fetch))
 
     def _fetch(self, number: Any, fetch: Fetch) -> None:
         place = self.place(number)

@@ -23,6 +23,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -158,7 +159,8 @@ def compile_case(target: Target, case: Callable[[Callable[..., None]], None]) ->
     from jax.experimental.mosaic.gpu import utils
 
     # Lowering asks the default device, which is none here, for its architecture.
-    utils._infer_arch = lambda: tuple(map(int, target.chip.capability.split(".")))
+    major, minor = map(int, target.chip.capability.split("."))
+    utils._infer_arch = lambda: (major, minor)
     [device] = topologies.get_topology_desc(platform="cuda", target_config=_config(target), topology="1x1x1").devices
     sharding = jax.sharding.SingleDeviceSharding(device)
 
@@ -278,6 +280,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architecture", nargs="?", choices=TARGETS, help="compile a case for this one, in this process")
     parser.add_argument("case", nargs="?")
+    parser.add_argument(
+        "--only", default="", help="cases, by a regular expression; others stay as they are in the file"
+    )
     parser.add_argument("--together", type=int, default=1, help="processes")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for a case")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file")
@@ -286,18 +291,23 @@ def main() -> None:
         rows = compile_case(TARGETS[arguments.architecture], _found(arguments.case))
         arguments.out.write_text(json.dumps(rows))
         return
-    found: dict[str, Any] = {}
-    with concurrent.futures.ThreadPoolExecutor(arguments.together) as pool:
-        runs = {(name, case): pool.submit(in_child, name, case, arguments.limit) for name in TARGETS for case in CASES}
-        for architecture, target in TARGETS.items():
-            of_target = {}
-            for case in CASES:
-                of_target[case] = runs[architecture, case].result()
-                print(architecture, case, of_target[case], flush=True)
-            found[architecture] = {"chip": target.name, "capability": target.chip.capability, "cases": of_target}
     head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
-    content = {"title": "Portable kernels by architecture", "dtype": jnp.dtype(jnp.bfloat16).name} | head | found
-    write_whole(arguments.out, json.dumps(content, indent=1) + "\n")
+    known: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    content = {"title": "Portable kernels by architecture", "dtype": jnp.dtype(jnp.bfloat16).name, **head}
+    cases = [case for case in CASES if re.search(arguments.only, case)]
+    with concurrent.futures.ThreadPoolExecutor(arguments.together) as pool:
+        runs = {(name, case): pool.submit(in_child, name, case, arguments.limit) for case in cases for name in TARGETS}
+        for (name, case), run in runs.items():
+            known.setdefault(name, {"cases": {}})["cases"][case] = run.result()
+            print(name, case, run.result(), flush=True)
+            for architecture, target in TARGETS.items():
+                found = known.get(architecture, {"cases": {}})["cases"]
+                content[architecture] = {
+                    "chip": target.name,
+                    "capability": target.chip.capability,
+                    "cases": {case: found[case] for case in CASES if case in found},
+                }
+            write_whole(arguments.out, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
