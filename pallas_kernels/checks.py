@@ -292,16 +292,22 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 }  # fmt: skip
 
 
-def check_kernel(kernel: str) -> str:
-    """Runs what a first contact runs of a kernel; returns what was found.
+# The name of each kernel's portable form, which has the same checks.
+PORTABLE = {kernel: dispatch.checked_as(kernel, dispatch.PORTABLE) for kernel in CHECKS if kernel != "statistics"}
+_FORMS = {name: (kernel, dispatch.PORTABLE) for kernel, name in PORTABLE.items()}
+
+
+def check_kernel(name: str) -> str:
+    """Runs what a first contact runs of a kernel, or of its portable form; returns what was found.
 
     Raises:
       ValueError: it is wrong; the message has the case.
     """
+    kernel, implementation = _FORMS.get(name, (name, dispatch.HOPPERS))
     first = [check for check in CHECKS[kernel] if check.first]
     # Most of their time is compiling, for which a core each is used where there are some.
     with concurrent.futures.ThreadPoolExecutor(min(TOGETHER, os.cpu_count() or 1)) as pool:
-        runs = [pool.submit(check.error, "mosaic_gpu") for check in first]
+        runs = [pool.submit(check.error, implementation) for check in first]
     errors = []
     for check, run in zip(first, runs, strict=True):
         try:
@@ -317,7 +323,7 @@ def main() -> None:
         report,
         float(limit),
         kernels,
-        lambda: dispatch.check_device("mosaic_gpu", jax.devices()[0]),
+        lambda: dispatch.check_device(_FORMS.get(kernels[0], ("", dispatch.HOPPERS))[1], jax.devices()[0]),
         check_kernel,
     )
 

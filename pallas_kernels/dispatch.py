@@ -3,15 +3,20 @@
 import contextlib
 import contextvars
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from vlcache_jax.first_contact import verdict_on
 from vlcache_jax.first_contact.toolchain import refusal
+from vlcache_jax.pallas_kernels.chips import chip_at_hand, default_device, is_since_ampere
 
-IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_gpu_interpreted")
+INTERPRETED = "_interpreted"
+HOPPERS, PORTABLE = FAMILIES = "mosaic_gpu", "mosaic_gpu_mma"
+IMPLEMENTATIONS = ("xla", HOPPERS, HOPPERS + INTERPRETED, PORTABLE, PORTABLE + INTERPRETED)
+
+Checks = Mapping[str, Callable[[], None]]  # of a case, by who would do it
 
 
 class Choice(NamedTuple):
@@ -44,14 +49,25 @@ def recorded() -> Iterator[list[Choice]]:
         _record.reset(token)
 
 
-def choose(kernel: str, case: str, implementation: str | None, check: Callable[[], None]) -> Choice:
+def family(implementation: str) -> str:
+    """The kernels that an implementation runs, interpreted or not; "xla" has none."""
+    return implementation.removesuffix(INTERPRETED)
+
+
+def checked_as(kernel: str, implementation: str) -> str:
+    """The name by which a kernel of an implementation has checks and a verdict."""
+    return f"{kernel}_mma" if family(implementation) == PORTABLE else kernel
+
+
+def choose(kernel: str, case: str, implementation: str | None, checks: Checks) -> Choice:
     """Chooses for one call, and records the choice.
 
     Args:
       kernel, case: see `Choice`.
       implementation: that the caller asks for; None is the best available. On a chip that is what has been checked
         there: see `vlcache_jax.first_contact`.
-      check: raises NotImplementedError where the Mosaic GPU kernel does not do the case.
+      checks: of each family of Mosaic GPU kernels that has this one, what raises NotImplementedError where it does not
+        do the case.
 
     Raises:
       ValueError: there is no such implementation.
@@ -59,12 +75,14 @@ def choose(kernel: str, case: str, implementation: str | None, check: Callable[[
     """
     check_name(implementation)
     if implementation is None:
-        implementation, why = _best(kernel, check)
+        implementation, why = _best(kernel, checks)
     else:
         why = "asked for"
         if implementation != "xla":
-            check()
-        if implementation == "mosaic_gpu":
+            if family(implementation) not in checks:
+                raise NotImplementedError(f"{family(implementation)} has no kernel of {kernel}")
+            checks[family(implementation)]()
+        if implementation in (HOPPERS, PORTABLE):
             check_toolchain()
     choice = Choice(kernel, case, implementation, why)
     record = _record.get()
@@ -81,8 +99,12 @@ def check_name(implementation: str | None) -> None:
 
 def check_device(implementation: str | None, device: jax.Device) -> None:
     """Raises NotImplementedError if the device cannot run the implementation."""
-    if implementation == "mosaic_gpu" and not is_hopper(device):
+    if implementation == HOPPERS and not is_hopper(device):
         raise NotImplementedError(f"implementation='mosaic_gpu' needs a Hopper GPU, got {device.device_kind}")
+    if implementation == PORTABLE and not is_since_ampere(device):
+        raise NotImplementedError(
+            f"implementation='mosaic_gpu_mma' needs an NVIDIA GPU since Ampere, got {device.device_kind}"
+        )
 
 
 def check_array(implementation: str | None, array: jax.Array) -> None:
@@ -105,27 +127,46 @@ def is_hopper(device: jax.Device) -> bool:
 
 def interpreter(choice: Choice) -> Any:
     """What a Mosaic GPU kernel's `interpret` is to be: None, or the interpreter, which also looks for data races."""
-    if choice.implementation != "mosaic_gpu_interpreted":
+    if not choice.implementation.endswith(INTERPRETED):
         return None
     if jax.__version_info__ < (0, 12):
-        raise NotImplementedError(f"mosaic_gpu_interpreted needs jax 0.12 or later, found {jax.__version__}")
+        raise NotImplementedError(f"{choice.implementation} needs jax 0.12 or later, found {jax.__version__}")
     if int(os.environ.get("NPROC") or os.cpu_count() or 1) < 8:
         # Warpgroups are programs that wait for each other in the threads of XLA's CPU client: too few, and all wait.
-        raise NotImplementedError("mosaic_gpu_interpreted needs 8 threads: set NPROC=16 before jax starts")
+        raise NotImplementedError(f"{choice.implementation} needs 8 threads: set NPROC=16 before jax starts")
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
-def _best(kernel: str, check: Callable[[], None]) -> tuple[str, str]:
-    chosen = jax.config.jax_default_device
-    device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0] if chosen else jax.devices()[0]
-    if not is_hopper(device):
-        return "xla", f"no Hopper GPU, but {device.device_kind}"
-    try:
-        check()
-        check_toolchain()
-    except NotImplementedError as error:
-        return "xla", str(error)
-    verdict = verdict_on(kernel)
-    return "mosaic_gpu" if verdict.passed else "xla", f"check on {device.device_kind} {verdict}"
+def has_bulk_copies(choice: Choice) -> bool:
+    """Whether TMA copies what is small, too, in the kernels of a choice. Those for every GPU are interpreted as before
+    Hopper: the copies of threads are the ones that no other test sees."""
+    if family(choice.implementation) == HOPPERS:
+        return True
+    return not choice.implementation.endswith(INTERPRETED) and chip_at_hand().has_bulk_copies
+
+
+def _best(kernel: str, checks: Checks) -> tuple[str, str]:
+    """The first that does the case and has been checked: on Hopper its own kernels, then those of every GPU."""
+    device = default_device()
+    kinds = [HOPPERS] * is_hopper(device) + [PORTABLE] * is_since_ampere(device)
+    if not kinds:
+        return "xla", f"no NVIDIA GPU since Ampere, but {device.device_kind}"
+    whys = []
+    for kind in kinds:
+        if kind not in checks:
+            continue
+        try:
+            checks[kind]()
+            check_toolchain()
+        except NotImplementedError as error:
+            whys.append(str(error))
+            continue
+        verdict = verdict_on(checked_as(kernel, kind))
+        why = f"check on {device.device_kind} {verdict}"
+        if verdict.passed:
+            return kind, "; ".join([why, *whys])
+        if not whys or verdict.passed is not None:  # a second choice is checked only where the first one has failed
+            whys.append(why)
+    return "xla", "; ".join(dict.fromkeys(whys)) or f"{kinds[0]} has no kernel of {kernel}"

@@ -71,6 +71,7 @@ class Kernel:
       load: loops that only load; turns by their number of accesses to shared memory.
       registers: of a thread at the launch.
       spills: bytes of stack and of spilled registers.
+      stack: bytes of stack alone, which a call may need for its arguments.
       shared_memory: bytes of a program.
       warnings: of the assembler.
     """
@@ -80,6 +81,7 @@ class Kernel:
     load: list[dict[int, LoopTurn]]
     registers: int
     spills: int
+    stack: int
     shared_memory: int
     warnings: list[str]
 
@@ -98,7 +100,7 @@ def parse(text: str) -> list[Instruction]:
         stall, predicate, name, operands = match.groups()
         name = name.split(".")[0]
         target = _TARGET.match(operands) if name == "BRA" else None
-        if name in ("BRX", "CALL", "JMP") or (name == "BRA" and target is None):
+        if name in ("BRX", "JMP") or (name == "BRA" and target is None):
             raise ValueError(f"branches must have a label, got {match[0]}")
         goes_on = name not in ("BRA", "EXIT", "RET") or predicate is not None or (target and target[1].strip())
         after = ([labels[target[2]]] if target else []) + ([at + 1] if goes_on and at + 1 < len(lines) else [])
@@ -192,7 +194,7 @@ def _read(path: pathlib.Path) -> Kernel:
     [memory] = re.findall(r"smem_scratch_bytes=(\d+)", path.with_suffix(".resources.txt").read_text())
     [spilled] = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", assembler)
     [registers] = re.findall(r"Used (\d+) registers", assembler)
-    compute = innermost(code, ["HGMMA"])
+    compute = innermost(code, ["HGMMA", "HMMA"])
     load = [first for first, body in innermost(code, ["UTMALDG"]).items() if first not in compute]
     return Kernel(
         name=path.stem,
@@ -200,6 +202,7 @@ def _read(path: pathlib.Path) -> Kernel:
         load=[turns(code, first, SHARED_MEMORY) for first in load],
         registers=int(registers),
         spills=sum(map(int, spilled)),
+        stack=int(spilled[0]),
         shared_memory=int(memory),
         warnings=re.findall(r"^.*(?:warning|C75\d\d).*$", assembler, re.MULTILINE),
     )

@@ -334,6 +334,18 @@ def spread_over_devices() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def portable_attention() -> Iterator[None]:
+    """With VLCACHE_EMULATED=1 attention is the portable kernel, emulated, wherever nothing else is asked for."""
+    if os.environ.get("VLCACHE_EMULATED") != "1":
+        yield
+        return
+    from tests.emulation import emulated
+
+    with emulated(None):
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     """The directory of a configuration by its name; made once."""

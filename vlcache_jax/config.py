@@ -64,10 +64,10 @@ class EngineConfig:
         requests; what a request says, or what stands beside a video, comes first. (How large a video's frames are
         is said beside it.)
       limit_mm_per_prompt: {"image": n, "video": n}: of a request at most; n may be {"count": n}. By default any.
-      implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
-        "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
-        on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the
-        memory; XLA runs in place of what does not pass. `llm.kernels` says which run, and why.
+      implementation: of the kernels: "xla", "mosaic_gpu" (Hopper GPUs), "mosaic_gpu_mma" (NVIDIA GPUs since Ampere),
+        or one of these two with "_interpreted" behind it (the same, interpreted on a CPU, for tests); None is the best
+        for each case. Opened on such a GPU for the first time, it checks the kernels in a process of its own, before
+        jax takes the memory; XLA runs in place of what does not pass. `llm.kernels` says which run, and why.
       ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
       enable_prefix_caching: what is exact of a prompt and its answer stays in the KV pool until its memory is
         needed, and a prompt that begins alike, text or images, goes on from there. Answers do not depend on it.

@@ -69,7 +69,7 @@ from vlcache_jax.intake.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
-from vlcache_jax.pallas_kernels.checks import CHECKS
+from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
 from vlcache_jax.progress import Progress, interruptible, say
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Policy
@@ -400,7 +400,7 @@ def _find(config: EngineConfig) -> pathlib.Path:
 
 def _meet_devices(config: EngineConfig) -> list[jax.Device]:
     if config.implementation is None:
-        first_contact.meet(CHECKS, show=config.use_tqdm)  # from here on jax may hold the device's memory
+        first_contact.meet(CHECKS, PORTABLE, show=config.use_tqdm)  # from here on jax may hold the device's memory
     devices = find_devices(config.tensor_parallel_size)
     dispatch.check_device(config.implementation, devices[0])
     use_compilation_cache()

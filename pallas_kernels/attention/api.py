@@ -1,5 +1,6 @@
 """The public attention functions: contracts, checks of arguments, the choice of the implementation."""
 
+import functools
 import math
 from typing import Any
 
@@ -56,9 +57,10 @@ def attention(
       k_start: First slot that each row sees, int32 `[N]`; below 0 counts as 0.
       k_end: One past the last slot that each row sees, int32 `[N]`; above `S` counts as `S`.
       scale: Positive number, applied to the float32 scores; None is `D ** -0.5`.
-      implementation: `"xla"` runs on every device, `"mosaic_gpu"` on Hopper GPUs, in bfloat16 and float16 and for head
-        widths up to 128. `"mosaic_gpu_interpreted"` is the same kernel in jax's interpreter, on a CPU, for tests. None
-        is `"mosaic_gpu"` where that does the case and has been checked on the device, else `"xla"`.
+      implementation: `"xla"` runs on every device, `"mosaic_gpu"` on Hopper GPUs, `"mosaic_gpu_mma"` on every NVIDIA
+        GPU since Ampere, both in bfloat16 and float16 and for head widths up to 128. `"mosaic_gpu_interpreted"` and
+        `"mosaic_gpu_mma_interpreted"` are the same kernels in jax's interpreter, on a CPU, for tests. None is the first
+        of `"mosaic_gpu"` and `"mosaic_gpu_mma"` that does the case and has been checked on the device, else `"xla"`.
 
     Returns:
       `[N, H, D]` in the dtype of `q`. Softmax and sums are float32; float32 inputs are multiplied in full precision.
@@ -73,9 +75,8 @@ def attention(
     choice = choose("attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
     if choice.implementation == "xla":
         return xla.attention(q, k, v, k_start, k_end, scale=scale)
-    from vlcache_jax.pallas_kernels.attention import mosaic_gpu
-
-    return mosaic_gpu.attention(q, k, v, k_start, k_end, scale=scale, interpret=dispatch.interpreter(choice))
+    interpret = dispatch.interpreter(choice)
+    return _kernels(choice.implementation).attention(q, k, v, k_start, k_end, scale=scale, interpret=interpret)
 
 
 @spreads(gives=SECOND, q=SECOND, k=SECOND, v=SECOND, work=WHOLE, end=WHOLE)
@@ -139,10 +140,10 @@ def paged_attention(
         raise ValueError(f"work must be made for {choice.implementation} (see work_config), got {config}")
     if choice.implementation == "xla":
         return xla.paged_attention(q, k, v, work, end, scale=scale)
-    from vlcache_jax.pallas_kernels.attention import mosaic_gpu
-
     interpret = dispatch.interpreter(choice)
-    return mosaic_gpu.paged_attention(q, k, v, work, end, packed=packed, scale=scale, interpret=interpret)
+    return _kernels(choice.implementation).paged_attention(
+        q, k, v, work, end, packed=packed, scale=scale, interpret=interpret
+    )
 
 
 def work_config(
@@ -174,25 +175,35 @@ def work_config(
     choice = choose("paged_attention", f"q {q.dtype} {list(q.shape)}", implementation, q)
     if choice.implementation == "xla":
         return xla.work_config(rows, requests, pages, decode=decode, shared=shared)
+    config: WorkConfig = _kernels(choice.implementation).work_config(
+        rows, requests, pages, q.shape[1], kv_heads, q.shape[2], decode=decode, shared=shared,
+        programs=3 if choice.implementation.endswith(dispatch.INTERPRETED) else None,
+    )  # fmt: skip
+    return config
+
+
+def _kernels(implementation: str) -> Any:
+    """The module of an implementation's kernels; takes a second to import."""
+    if dispatch.family(implementation) == dispatch.PORTABLE:
+        from vlcache_jax.pallas_kernels.attention import mosaic_gpu_mma
+
+        return mosaic_gpu_mma
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
-    return mosaic_gpu.work_config(
-        rows, requests, pages, q.shape[1], kv_heads, q.shape[2], decode=decode, shared=shared,
-        programs=3 if choice.implementation == "mosaic_gpu_interpreted" else None,
-    )  # fmt: skip
+    return mosaic_gpu
 
 
-def choose(kernel: str, case: str, implementation: str | None, q: Any) -> dispatch.Choice:
+def choose(
+    kernel: str, case: str, implementation: str | None, q: Any, kinds: tuple[str, ...] = dispatch.FAMILIES
+) -> dispatch.Choice:
     """`dispatch.choose` for a kernel that multiplies q as that of attention does."""
 
-    def check() -> None:
-        from vlcache_jax.pallas_kernels.attention import mosaic_gpu  # takes a second to import
-
+    def check(kind: str) -> None:
         if isinstance(q, jax.Array):
             dispatch.check_array(implementation, q)
-        mosaic_gpu.check(q)
+        _kernels(kind).check(q)
 
-    return dispatch.choose(kernel, case, implementation, check)
+    return dispatch.choose(kernel, case, implementation, {kind: functools.partial(check, kind) for kind in kinds})
 
 
 def scale_of(scale: float | None, q: jax.Array) -> float:

@@ -23,18 +23,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from vlcache_jax.pallas_kernels.attention.items import BOX, EIGHT, Lists, items_of_tiles, part_of_group
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import WIDTH, merge
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
     BOXES,
     COLUMNS,
     DIRECT,
-    FAR,
     FROM,
     HEAD,
     INNER_FROM,
@@ -47,8 +46,6 @@ from vlcache_jax.pallas_kernels.attention.work import (
     WorkConfig,
 )
 
-BOX = 8  # rows that are copied together: the height of a swizzled tile in shared memory
-EIGHT = 8  # boxes of a warpgroup, whose matrix product has 64 rows
 M = BOX * EIGHT
 MULTIPROCESSORS = 132  # of an H100 or H200
 SHARED_MEMORY = 232_448  # bytes that a program of theirs may use
@@ -161,7 +158,7 @@ def work_config(
       programs: None is as many as `default_config` says.
     """
     config = default_config(rows, heads, kv_heads, width, decode=decode and not shared)
-    group = _part_of_group(heads // kv_heads, config.tile, rows)
+    group = part_of_group(heads // kv_heads, config.tile, rows)
     programs = programs or config.programs
     return WorkConfig(
         rows=rows,
@@ -176,17 +173,6 @@ def work_config(
         programs=programs,
         pieces=max(4, programs // (heads // group) + 3),
     )
-
-
-def _part_of_group(group: int, tile: int, rows: int) -> int:
-    """Query heads of a group that share an octet's place in a tile.
-
-    As many as fit; where rows are many, as many as fill the tile best.
-    """
-    fitting = [part for part in range(1, tile + 1) if group % part == 0]
-    if rows < 2048:
-        return fitting[-1]
-    return max(fitting, key=lambda part: (tile // part * part, part))
 
 
 def check(q: jax.Array) -> None:
@@ -242,7 +228,7 @@ def paged_attention(
 
     seen = jnp.stack([of_boxes(parts.start), of_boxes(parts.end if end is None else end)])
     first = {name: place.start for name, (place, _) in cut.places.items()}
-    lists = _Lists(first["ctas"], first["items"], first["tables"], cut.pages, cut.group, cut.heads, cut.programs)
+    lists = Lists(first["ctas"], first["items"], first["tables"], cut.pages, cut.group, cut.heads, cut.programs)
     outputs = _Outputs(cut.octets * BOX, WIDTH, cut.partial_boxes, N)
     if not packed:
         q = q.at[parts.rows].get(mode="clip")
@@ -282,60 +268,13 @@ def attention(
 
     start, end = of_boxes(k_start), of_boxes(k_end)
     programs = min(config.programs, tiles * K)
-    ctas, items = _items(start, end, K, len(q) // BOX * (H // K), config.tile, programs)
-    lists = _Lists(0, len(ctas), None, 0, H // K, K, programs)
+    ctas, items = items_of_tiles(start, end, K, len(q) // BOX * (H // K), config.tile, programs)
+    lists = Lists(0, len(ctas), None, 0, H // K, K, programs)
     seen = jnp.stack([start.reshape(-1), end.reshape(-1)])
     outputs = _Outputs(len(q), q.shape[2], 0, 0)
     buffer = jnp.concatenate([ctas, items.reshape(-1)])
     (out,) = _launch(q, k, v, buffer, seen, lists, outputs, scale, config, interpret)
     return out[:N, :, :D]
-
-
-def _items(
-    start: jax.Array, end: jax.Array, heads: int, boxes: int, tile: int, programs: int
-) -> tuple[np.ndarray, jax.Array]:
-    """Items of tiles of rows [tiles, rows], longest first, dealt to the programs: (ctas, items) as in `work.Parts`.
-
-    The last tile may be longer than what is left of a head's `boxes`, and its items name no others. What is copied to a
-    place beyond an array is lost, but a compiled copy of eight rows to an array of eight goes there from any place.
-
-    A tile visits all pages from the first to the last that its rows see; one without any visits one page in vain.
-    """
-    some = start < end
-    last = jnp.where(some, pl.cdiv(end, PAGE), 1).max(1)
-    first = jnp.minimum(jnp.where(some, start // PAGE, FAR).min(1), last - 1)
-    inner_from = jnp.where(some, pl.cdiv(start, PAGE), 0).max(1)
-    inner_to = jnp.where(some, end // PAGE, FAR).min(1)
-    order = jnp.argsort(first - last)
-
-    count = len(start) * heads
-    rank = np.arange(-(-count // programs) * programs).reshape(-1, programs)
-    rank[1::2] = rank[1::2, ::-1]  # who had a longer one has a shorter one next
-    of_programs = rank.transpose()
-    there = of_programs < count
-    rank = of_programs[there]
-    chosen = order[rank // heads]
-    box0 = chosen * tile
-    columns: dict[int, Any] = {HEAD: rank % heads, BOX0: box0, BOXES: jnp.minimum(boxes - box0, tile)}
-    columns |= {FROM: first[chosen], TO: last[chosen]}
-    columns |= {INNER_FROM: inner_from[chosen], INNER_TO: inner_to[chosen], PARTIAL: -1, DIRECT: -1}
-    items = [jnp.broadcast_to(columns.get(i, 0), count) for i in range(COLUMNS)]
-    return np.cumsum([0, *there.sum(1)]).astype(np.int32), jnp.stack(items, 1).astype(jnp.int32)
-
-
-class _Lists(NamedTuple):
-    """Where the lists of `work.Parts` lie in the buffer; the lengths of tables, groups and programs.
-
-    `tables` is None where pages lie in order.
-    """
-
-    ctas: int
-    items: int
-    tables: int | None
-    pages: int
-    group: int
-    heads: int
-    programs: int
 
 
 class _Outputs(NamedTuple):
@@ -354,7 +293,7 @@ def _launch(
     v: jax.Array,
     buffer: jax.Array,
     seen: jax.Array,
-    lists: _Lists,
+    lists: Lists,
     outputs: _Outputs,
     scale: float,
     config: Config,

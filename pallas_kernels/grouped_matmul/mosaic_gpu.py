@@ -83,12 +83,27 @@ def mix_experts(
       config: how the kernels work; None is `default_config`.
       interpret: runs them in the CPU's interpreter (jax 0.12 or later) instead of compiling them.
     """
+    config = config or default_config(expert.size, len(gate_up))
+    run = functools.partial(_multiply, config=config, interpret=interpret)
+    return mix_packed(x, weight, expert, gate_up, down, config.warpgroups * EIGHT, run)
+
+
+def mix_packed(
+    x: jax.Array,
+    weight: jax.Array,
+    expert: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    length: int,
+    multiply: Callable[..., jax.Array],
+) -> jax.Array:
+    """The mixture by `multiply(packed rows, matrices, tiles, gated=)`, for tiles of `length` octets at most; other
+    arguments as in `mix_experts`."""
     (N, k), E = expert.shape, len(gate_up)
-    config = config or default_config(N * k, E)
-    tiles = make_tiles(expert.reshape(-1), E, config.warpgroups * EIGHT)
+    tiles = make_tiles(expert.reshape(-1), E, length)
     packed = x.at[tiles.source // k].get(mode="clip")
-    hidden = _multiply(packed, gate_up, tiles, gated=True, config=config, interpret=interpret)
-    made = _multiply(hidden, down, tiles, gated=False, config=config, interpret=interpret)
+    hidden = multiply(packed, gate_up, tiles, gated=True)
+    made = multiply(hidden, down, tiles, gated=False)
     return _sum(made, weight, expert, tiles)
 
 
@@ -198,7 +213,7 @@ def _multiply(
                 return found
 
             found = pl.run_scoped(products, *[ACC((M, columns))] * halves)
-            y = _silu_times(found[0], found[1], dtype) if gated else found[0]
+            y = silu_times(found[0], found[1], dtype) if gated else found[0]
             first, octets = first_ref[tile], octets_ref[tile]
             own = out_smem.at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -261,7 +276,7 @@ def columns_of(width: int, experts: int, choices: int, programs: int) -> int:
     return NARROW if width % WIDE or items < 2 * programs else WIDE
 
 
-def _silu_times(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
+def silu_times(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
     """silu(gate) * up in float32, rounded on the way where the library rounds."""
     gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
     return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up

@@ -102,14 +102,15 @@ def link(
     kept = "" if source is None else ", kept on the device"
     case = f"{codec or 'data'} of {k_pool.dtype} {[size, *heads]}{kept}"
     # Coded linking has a verdict of its own: a chip that does it wrong still links what is not coded.
-    choice = dispatch.choose("link" if coded is None else "link_coded", case, implementation, check)
+    checks = dict.fromkeys(dispatch.FAMILIES, check)
+    choice = dispatch.choose("link" if coded is None else "link_coded", case, implementation, checks)
     if choice.implementation == "xla":
         return xla.link(k_pool, v_pool, images, source, slot, cos, sin, bias, weight, layer=layer, codec=coded)
     from vlcache_jax.pallas_kernels.link import mosaic_gpu
 
     return mosaic_gpu.link(
         k_pool, v_pool, images, source, slot, cos, sin, bias, weight,
-        layer=layer, codec=coded, interpret=dispatch.interpreter(choice),
+        layer=layer, codec=coded, bulk=dispatch.has_bulk_copies(choice), interpret=dispatch.interpreter(choice),
     )  # fmt: skip
 
 

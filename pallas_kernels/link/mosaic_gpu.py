@@ -1,12 +1,14 @@
-"""Linking as a Mosaic GPU kernel for Hopper: one pass over memory, in place.
+"""Linking as a Mosaic GPU kernel, for every NVIDIA GPU since Ampere: one pass over memory, in place.
 
 Each program copies a few tokens into shared memory, decodes what is coded in registers, turns the keys, and copies
-every token's keys and values from shared memory to its slot, unless that is out of range. Programs are small, so that
-many run on a multiprocessor and cover each other's waiting.
+every token's keys and values from shared memory to its slot, unless that is out of range. Before Hopper, which has TMA,
+tokens pass through registers alone, one after the other. Programs are small, so that many run on a multiprocessor and
+cover each other's waiting.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vlcache_jax.pallas_kernels.link.codec import Codec, overflow
@@ -52,6 +55,7 @@ def link(
     *,
     layer: int,
     codec: Codec | None = None,
+    bulk: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it and `check` have checked."""
@@ -62,7 +66,7 @@ def link(
         scales = None if codec is None else _scale_rows(codec, planes[1][layer][:, tokens])
         k_pool, v_pool = _link(
             k_pool, v_pool, planes[0], np.full(1, layer, np.int32), source, scales, slot[part], cos[part], sin[part],
-            bias, weight, codec=codec, interpret=interpret,
+            bias, weight, codec=codec, bulk=bulk, interpret=interpret,
         )  # fmt: skip
     return k_pool, v_pool
 
@@ -78,8 +82,19 @@ def _scale_rows(codec: Codec, plane: jax.Array) -> jax.Array:
     return jnp.stack(rows, 1).reshape(-1, TOKENS * K)
 
 
+def _layout(heads: int, width: int) -> Any:
+    """How the threads of four warps hold `width` columns of some heads: a warp whole rows, where there are as many."""
+    rows = math.gcd(heads, WARPS)
+    parts = min(WARPS // rows, width // LANES)  # of a row
+    tiling = plgpu.Tiling(((rows, width), (1, width // parts), (width // parts // LANES,)))
+    alike = plgpu.Replicated(WARPS // rows // parts)  # warps that do the same
+    warps: tuple[Any, ...] = (-5, -4, alike) if alike.times > 1 else (-5, -4)
+    found = mgpu.TiledLayout(tiling, warps, lane_dims=(-2,), vector_dim=-1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(found.tiling, found.warp_dims, found.lane_dims, found.vector_dim)
+
+
 # An inner jit, to which the layer is an argument: a program that links all layers compiles one kernel.
-@functools.partial(jax.jit, static_argnames=("codec", "interpret"))
+@functools.partial(jax.jit, static_argnames=("codec", "bulk", "interpret"))
 def _link(
     k_pool: jax.Array,
     v_pool: jax.Array,
@@ -94,23 +109,25 @@ def _link(
     weight: jax.Array | None,
     *,
     codec: Codec | None,
+    bulk: bool,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     (T,), (S, K, D), dtype = slot.shape, k_pool.shape, k_pool.dtype
     half = D // 2
     # Four heads, one for each warp, are turned at once. Where they are of several tokens, so are the angles.
-    rows = K if K % WARPS == 0 else WARPS
+    rows = K if K % WARPS == 0 or not bulk else WARPS
     if rows != K:
         cos, sin = (jnp.broadcast_to(x, (T, K, half)) for x in (cos, sin))
         bias = None if bias is None else jnp.tile(bias, (TOKENS, 1))
     stored = D if codec is None else D * codec.bits // 8  # columns of a row of `data`
     group = D if codec is None else codec.group(D)
     width = min(half, group)  # columns that are turned at once: of one group
-    layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((WARPS, width), (width // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-    )
+    layout = _layout(K if rows == K else WARPS, width)
     slot = jnp.pad(slot, (0, -T % TOKENS), constant_values=S)
     source = None if source is None else jnp.pad(source, (0, -T % TOKENS))
+    if not bulk:  # threads read whole programs, also where there is no token
+        cos, sin = (jnp.pad(x, ((0, -T % TOKENS), (0, 0), (0, 0))) for x in (cos, sin))
+        data = jnp.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % TOKENS), (0, 0), (0, 0)))
     block = data[0, 0].size // stored  # rows
     limit = overflow(dtype)
     optional = {"source": source, "scales": scales, "bias": bias, "weight": weight}
@@ -135,8 +152,8 @@ def _link(
     def link_kernel(data_ref: Any, layer_ref: Any, slot_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
         given, (k_out, v_out) = dict(zip(present, refs, strict=False)), refs[len(present) :]
 
-        def program(k_smem: Any, v_smem: Any, cos_smem: Any, sin_smem: Any, here: Any, *coded_smem: Any) -> None:
-            k_stored, v_stored, scales_smem = coded_smem or (k_smem, v_smem, None)
+        def program(k_smem: Any, v_smem: Any, angles_smem: Any, here: Any, *coded_smem: Any) -> None:
+            k_stored, v_stored, scales_own = coded_smem or (k_smem, v_smem, None)
 
             def decoded(ref: Any, plane: int, i: Any, column: int) -> Iterator[jax.Array]:
                 """Both halves of what one turn needs of keys (plane 0) or values (1), as float32."""
@@ -150,7 +167,7 @@ def _link(
                     if codec.bits == 4:
                         code = code >> 4 if high else code & 15
                     row = 2 * (plane * (D // group) + at // group)
-                    scale, zero = (load_column(scales_smem.at[row + j, some]) for j in range(2))
+                    scale, zero = (load_column(scales_own.at[row + j, some]) for j in range(2))
                     x = code.astype(jnp.float32) * scale + zero
                     if plane == 0:
                         if weight is not None:
@@ -164,35 +181,59 @@ def _link(
             first = lax.axis_index("tokens") * TOKENS
             stored_first = first if source is None else given["source"][first]
             k_first, v_first = ((2 * layer_ref[0] + i) * block + stored_first * K for i in range(2))
-            copies = [
-                (cos_ref, first * (len(cos_smem) // TOKENS), cos_smem),
-                (sin_ref, first * (len(sin_smem) // TOKENS), sin_smem),
-                (data_ref, k_first, k_stored),
-                (data_ref, v_first, v_stored),
+            of_angles, of_scales = TOKENS * (1 if rows == K else K), 4 * (D // group)
+            own = [
+                (cos_ref, first * (of_angles // TOKENS), of_angles),
+                (sin_ref, first * (of_angles // TOKENS), of_angles),
+                (data_ref, k_first, TOKENS * K),
+                (data_ref, v_first, TOKENS * K),
             ]
             if codec is not None:
-                copies.append((given["scales"], lax.axis_index("tokens") * len(scales_smem), scales_smem))
-            for ref, start, target in copies:
-                plgpu.copy_gmem_to_smem(ref.at[pl.ds(start, len(target))], target, here)
-            plgpu.barrier_wait(here)
+                own.append((given["scales"], lax.axis_index("tokens") * of_scales, of_scales))
+            sources = [ref.at[pl.ds(start, count)] for ref, start, count in own]
+            if bulk:
+                targets = [*angles_smem, k_stored, v_stored, *([] if codec is None else [scales_own])]
+                for source_ref, target in zip(sources, targets, strict=True):
+                    plgpu.copy_gmem_to_smem(source_ref, target, here[0])
+                plgpu.barrier_wait(here[0])
+            else:
+                *angles_smem, k_stored, v_stored = sources[:4]
+                scales_own = sources[4] if codec is not None else None
 
-            def turn(i: Any) -> None:
+            def turn(i: Any, write: Callable[[Any, jax.Array, jax.Array], None]) -> None:
                 for column in range(0, half, width):
-                    c, s = (load_angles(ref, i, pl.ds(column, width)) for ref in (cos_smem, sin_smem))
+                    c, s = (load_angles(ref, i, pl.ds(column, width)) for ref in angles_smem)
                     a, b = decoded(k_stored, 0, i, column)
                     turned = a * c - b * s, b * c + a * s
                     for high, value in enumerate(decoded(v_stored, 1, i, column)):
-                        part = pl.ds(i * rows, rows), pl.ds(high * half + column, width)
                         finite = jnp.abs(value) < limit  # see `carry_flaws`
-                        k_smem[part] = jnp.where(finite, turned[high], jnp.nan).astype(dtype)
-                        v_smem[part] = jnp.where(finite, value, 0.0).astype(dtype)
+                        key = jnp.where(finite, turned[high], jnp.nan).astype(dtype)
+                        part = pl.ds(high * half + column, width)
+                        write(part, key, jnp.where(finite, value, 0.0).astype(dtype))
 
+            def to_shared(i: Any) -> None:
+                def write(part: Any, key: jax.Array, value: jax.Array) -> None:
+                    k_smem[pl.ds(i * rows, rows), part], v_smem[pl.ds(i * rows, rows), part] = key, value
+
+                turn(i, write)
+
+            def to_slot(i: Any) -> None:
+                place = slot_ref[first + i]
+
+                def write(part: Any, key: jax.Array, value: jax.Array) -> None:
+                    k_out[place, :, part], v_out[place, :, part] = key, value
+
+                pl.when((place >= 0) & (place < S))(lambda: turn(i, write))
+
+            one = to_shared if bulk else to_slot
             turns = TOKENS * K // rows
-            if codec is None:
+            if codec is None and bulk:
                 for i in range(turns):
-                    turn(i)
+                    one(i)
             else:  # unrolled, it would compile for half a minute
-                lax.fori_loop(0, turns, lambda i, _: turn(i), None)
+                lax.fori_loop(0, turns, lambda i, _: one(i), None)
+            if not bulk:
+                return
             plgpu.commit_smem()
             for i in range(TOKENS):
                 place = slot_ref[first + i]
@@ -204,6 +245,9 @@ def _link(
                 pl.when((place >= 0) & (place < S))(copy)
             plgpu.wait_smem_to_gmem(0)
 
+        if not bulk:
+            program(None, None, [], [])
+            return
         coded_smem: list[Any] = []
         if codec is not None:
             coded_smem = [plgpu.SMEM((TOKENS * K, stored), jnp.uint8)] * 2
@@ -211,8 +255,8 @@ def _link(
         pl.run_scoped(
             program,
             *[plgpu.SMEM((TOKENS * K, D), dtype)] * 2,
-            *[plgpu.SMEM((TOKENS * (1 if rows == K else K), half), cos.dtype)] * 2,
-            plgpu.Barrier(num_arrivals=4 if codec is None else 5),
+            [plgpu.SMEM((TOKENS * (1 if rows == K else K), half), cos.dtype)] * 2,
+            [plgpu.Barrier(num_arrivals=4 if codec is None else 5)],
             *coded_smem,
         )
 

@@ -41,7 +41,7 @@ def float8_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array, *, implemen
 
     (outputs, inputs), groups = weight.shape, scale.shape[1]
     case = f"{len(x)} rows, {x.dtype} {inputs} in {groups} groups x {outputs} in 8 bits"
-    choice = dispatch.choose("float8_matmul", case, implementation, check)
+    choice = dispatch.choose("float8_matmul", case, implementation, {dispatch.HOPPERS: check})
     if choice.implementation == "xla":
         return xla.float8_matmul(x, weight, scale)
     from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu

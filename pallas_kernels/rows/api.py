@@ -48,7 +48,7 @@ def norm_residual(
         mosaic_gpu.check_norm(x)
 
     case = f"{x.dtype} {list(x.shape)}{'' if delta is None else ', added'}"
-    choice = dispatch.choose("norm_residual", case, implementation, check)
+    choice = dispatch.choose("norm_residual", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
     if choice.implementation == "xla":
         return xla.norm_residual(x, delta, scale, eps=eps)
     from vlcache_jax.pallas_kernels.rows import mosaic_gpu
@@ -131,15 +131,17 @@ def rotate_write(
         mosaic_gpu.check_rotate(parts[0], places)
 
     case = f"{dtype} {[rows, K, width, D]}{', captured' if capture else ''}"
-    choice = dispatch.choose("rotate_write", case, implementation, check)
+    choice = dispatch.choose("rotate_write", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
     arrays = parts, cos, sin, slot, k_pool, v_pool, bias, q_norm, k_norm, places
     if choice.implementation == "xla":
         q, k_pool, v_pool, captured = xla.rotate_write(*arrays, eps=eps, keep=keep)
         return q, k_pool, v_pool, captured if capture else None
     from vlcache_jax.pallas_kernels.rows import mosaic_gpu
 
-    interpret = dispatch.interpreter(choice)
-    return mosaic_gpu.rotate_write(*arrays, eps=eps, keep=keep, capture=capture, interpret=interpret)
+    return mosaic_gpu.rotate_write(
+        *arrays, eps=eps, keep=keep, capture=capture, bulk=dispatch.has_bulk_copies(choice),
+        interpret=dispatch.interpreter(choice),
+    )  # fmt: skip
 
 
 def _check_parts(parts: Sequence[jax.Array], keep: int | None, k_pool: jax.Array) -> int:

@@ -1,11 +1,11 @@
-"""What is done to rows as two Mosaic GPU kernels for Hopper.
+"""What is done to rows as two Mosaic GPU kernels, for every NVIDIA GPU since Ampere.
 
 Of the norm a program has one row, which stays in registers between the sum of its squares and what is made of it.
 
 Of rotation a program has the queries of four rows and one key-value head, or their key and value: each warp turns the
 heads of a row of its own, so that a head's norm is a sum within a warp, whatever the numbers of heads are. Heads come
-and go by bulk copies of a row each, as rows lie anywhere: in the step, among packed queries, in the pool. There is no
-copy for a row that is not there.
+and go by copies of a row each, as rows lie anywhere: in the step, among packed queries, in the pool. There is no copy
+for a row that is not there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from vlcache_jax.pallas_kernels.copies import Copies
 from vlcache_jax.pallas_kernels.link.codec import overflow
 
 WARPS, LANES = 4, 32
@@ -106,17 +107,18 @@ def rotate_write(
     eps: float,
     keep: int,
     capture: bool,
+    bulk: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
     """The contract of `vlcache_jax.pallas_kernels.rotate_write`, for arguments that it and `check_rotate` have
-    checked."""
+    checked. `bulk`: TMA copies rows, which it does from Hopper on."""
     angles = jnp.concatenate([cos[:, 0], sin[:, 0]], -1)
     found, captured, first = [], [], 0
     for part in parts:
         own_bias = None if bias is None else bias[:, -part.shape[2] :]
         k_pool, v_pool, queries, raw = _rotate_write(
             part, angles, slot, k_pool, v_pool, own_bias, q_norm, k_norm, places,
-            first=first, keep=keep, eps=eps, capture=capture, interpret=interpret,
+            first=first, keep=keep, eps=eps, capture=capture, bulk=bulk, interpret=interpret,
         )  # fmt: skip
         found += queries
         captured.append(raw)
@@ -128,7 +130,7 @@ def rotate_write(
     return found[0], k_pool, v_pool, (raw_k, raw_v)
 
 
-@functools.partial(jax.jit, static_argnames=("first", "keep", "eps", "capture", "interpret"))
+@functools.partial(jax.jit, static_argnames=("first", "keep", "eps", "capture", "bulk", "interpret"))
 def _rotate_write(
     qkv: jax.Array,
     angles: jax.Array,
@@ -144,6 +146,7 @@ def _rotate_write(
     keep: int,
     eps: float,
     capture: bool,
+    bulk: bool,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
     """Of a part, whose rows begin at `first` in the step: (k_pool, v_pool, queries, if there are any, and what is
@@ -156,6 +159,7 @@ def _rotate_write(
         plgpu.Tiling(((WARPS, half), (half // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
     limit = overflow(dtype)
+    copies = Copies(bulk=bulk)
     optional = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "places": places if G else None}
     present = {name: array for name, array in optional.items() if array is not None}
 
@@ -201,14 +205,12 @@ def _rotate_write(
 
         def fetch(rows: list[Any], at: Any, heads: Any, angle: Any, here: Any) -> None:
             """Copies these heads of rows, and their angles."""
-            for i, row in enumerate(rows):
-                plgpu.copy_gmem_to_smem(qkv_ref.at[row, at], heads.at[i], here)
-                plgpu.copy_gmem_to_smem(angle_ref.at[first + row], angle.at[i], here)
-            plgpu.barrier_wait(here)
+            pairs = [(qkv_ref.at[row, at], heads.at[i]) for i, row in enumerate(rows)]
+            copies.fetch([*pairs, *((angle_ref.at[first + row], angle.at[i]) for i, row in enumerate(rows))], here)
 
         def scoped(program: Callable[..., None], *counts: int) -> None:
             heads = [plgpu.SMEM((ROWS, count, D), dtype) for count in counts]
-            pl.run_scoped(program, plgpu.SMEM((ROWS, D), dtype), plgpu.Barrier(num_arrivals=2 * ROWS), *heads)
+            pl.run_scoped(program, plgpu.SMEM((ROWS, D), dtype), copies.barrier(2 * ROWS), *heads)
 
         def queries() -> None:
             begin = block * ROWS
@@ -223,11 +225,11 @@ def _rotate_write(
                     found = [normed(halves, given["q_norm"]) for halves in found]
                 for g, halves in enumerate(found):
                     write(heads, g, turned(halves, angle))
-                plgpu.commit_smem()
+                copies.commit()
                 for i, is_there in enumerate(there):
                     target = out_refs[0].at[begin + i, pl.ds(head * G, G)]
-                    pl.when(is_there)(functools.partial(plgpu.copy_smem_to_gmem, heads.at[i], target))
-                plgpu.wait_smem_to_gmem(0)
+                    pl.when(is_there)(functools.partial(copies.put, heads.at[i], target))
+                copies.finish()
 
             pl.when(functools.reduce(operator.or_, there))(lambda: scoped(program, G))
 
@@ -246,20 +248,20 @@ def _rotate_write(
                 write(heads, 1, [jnp.where(*x, 0.0) for x in zip(finite, value, strict=True)])
                 for i, halves in enumerate((key, value) if raw else ()):
                     write(raw[0], i, halves)
-                plgpu.commit_smem()
+                copies.commit()
                 for i, row in enumerate(rows):
                     place = slot_ref[first + own[i]]
 
                     def copy_to(targets: Sequence[Any], source: Any, at: Any, i: int = i) -> None:
                         for j, ref in enumerate(targets):
-                            plgpu.copy_smem_to_gmem(source.at[i, j], ref.at[at, head])
+                            copies.put(source.at[i, j], ref.at[at, head])
 
                     is_there = row < N
                     stays = is_there & (place >= 0) & (place < S)
                     pl.when(stays)(functools.partial(copy_to, (k_out, v_out), heads, place))
                     if raw:
                         pl.when(is_there)(functools.partial(copy_to, out_refs[-2:], raw[0], row))
-                plgpu.wait_smem_to_gmem(0)
+                copies.finish()
 
             scoped(program, 2, *([2] if capture else []))
 

@@ -66,7 +66,7 @@ def attention_statistics(
         raise ValueError(f"p must be one number, got shape {list(p.shape)}")
 
     case = f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}, {len(table)} pages"
-    choice = choose("statistics", case, implementation, q)
+    choice = choose("statistics", case, implementation, q, (dispatch.HOPPERS,))
     if choice.implementation == "xla":
         return xla.attention_statistics(q, k, table, place, p, scale=scale)
     from vlcache_jax.pallas_kernels.statistics import mosaic_gpu

@@ -19,6 +19,7 @@ from vlcache_jax.first_contact import verdicts as kept
 from vlcache_jax.first_contact.chip import Chip
 from vlcache_jax.first_contact.toolchain import Ptxas
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+from vlcache_jax.pallas_kernels.checks import PORTABLE
 
 CHIP = Chip("NVIDIA H200", "9.0", "580.65.06", "")
 PASSED = {
@@ -73,7 +74,7 @@ def test_without_a_gpu_all_is_well(run):
     assert f"jax {jax.__version__}" in result.found["versions"]
     assert result.found["jax uses"] == "cpu"
     assert result.found["GPU"] == "none: XLA runs on the CPU. With an NVIDIA GPU, install with `--extra cuda13`"
-    assert result.found["attention"] == result.found["link"] == "xla (no Hopper GPU that jax uses)"
+    assert result.found["attention"] == result.found["link"] == "xla (no NVIDIA GPU since Ampere that jax uses)"
     assert "to do" not in result.stdout
 
 
@@ -91,18 +92,42 @@ def test_a_chip_on_which_all_passes(run, on_a_chip, tmp_path):
 
 
 def test_what_is_wrong_or_unknown_is_a_problem(run, on_a_chip):
-    on_a_chip(PASSED | {"attention": Verdict(False, "windows: error 0.3")})
+    wrong = {name: Verdict(False, "windows: error 0.3") for name in ("attention", "attention_mma")}
+    on_a_chip(PASSED | wrong)
     result = run()
     assert result.exit_code == 1
-    assert result.found["attention"] == "xla (failed: windows: error 0.3)"
-    assert result.stdout.count("to do: ") == 1
+    assert result.found["attention"] == "xla (failed: windows: error 0.3; failed: windows: error 0.3)"
+    assert result.stdout.count("to do: ") == 2
     assert "to do: attention is wrong on this GPU" in result.stdout
     on_a_chip(PASSED | {"link": Verdict(None, "the device could not be had (busy)")})
-    assert run().found["attention"] == "xla (failed: windows: error 0.3)"  # as kept
+    assert run().found["attention"].startswith("xla (failed: windows: error 0.3; ")  # as kept
     result = run("--again")
     assert result.exit_code == 1
     assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
     assert "to do: link could not be checked: see with `nvidia-smi` who uses the device" in result.stdout
+
+
+def test_a_portable_form_in_place_of_what_is_wrong(run, on_a_chip):
+    wrong = {"attention": Verdict(False, "windows: error 0.3"), "attention_mma": Verdict(True, "24 cases")}
+    on_a_chip(PASSED | wrong)
+    result = run()
+    assert result.exit_code == 1
+    assert result.found["attention"] == "mosaic_gpu_mma (failed: windows: error 0.3; passed: 24 cases)"
+    assert result.stdout.count("to do: ") == 1
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "12.0"])
+def test_the_portable_forms_on_other_gpus(run, on_a_chip, monkeypatch, capability):
+    on_a_chip({PORTABLE[kernel]: verdict for kernel, verdict in PASSED.items() if kernel in PORTABLE})
+    chip = dataclasses.replace(CHIP, name="another", capability=capability)
+    for module, name in ((doctor, "find_chip"), (contact, "chip_of_jax")):
+        monkeypatch.setattr(module, name, lambda: chip)
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert result.found["GPU"] == f"another, compute capability {capability}, driver 580.65.06"
+    assert result.found["attention"] == "mosaic_gpu_mma (passed: 24 cases)"
+    assert result.found["statistics"] == "xla (it has no kernel for this GPU)"
+    assert "to do" not in result.stdout
 
 
 def test_a_refused_toolchain_is_no_wrong_kernel(run, on_a_chip, monkeypatch, tmp_path):

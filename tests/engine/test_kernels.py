@@ -19,7 +19,7 @@ from vlcache_jax.first_contact import contact
 from vlcache_jax.first_contact.chip import Chip
 from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import dispatch
-from vlcache_jax.pallas_kernels.checks import CHECKS
+from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
 from vlcache_jax.testing import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -90,7 +90,8 @@ def by_xla(directory):
 
 
 @pytest.mark.interpreted
-def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla):
+@pytest.mark.parametrize("implementation", ["mosaic_gpu_interpreted", "mosaic_gpu_mma_interpreted"])
+def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla, implementation):
     tokens, matches, logits, kernels = by_xla
     assert matches == ["miss", "approximate"]
     of_layers = ("paged_attention", "norm_residual", "rotate_write")
@@ -98,11 +99,11 @@ def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla):
     programs |= {(program, kernel) for program in ("layer", "window") for kernel in of_layers}
     assert kernels == {(*program, "xla", "asked for") for program in programs}
 
-    new_tokens, new_matches, new_logits, new_kernels = run(directory, "mosaic_gpu_interpreted")
+    new_tokens, new_matches, new_logits, new_kernels = run(directory, implementation)
     assert (new_tokens, new_matches) == (tokens, matches)
     # The CPU multiplies in float32 what the kernel rounds to bfloat16.
     np.testing.assert_allclose(new_logits, logits, atol=0.03 * np.abs(logits).max(), rtol=0)
-    assert new_kernels == {(*program, "mosaic_gpu_interpreted", "asked for") for program in programs}
+    assert new_kernels == {(*program, implementation, "asked for") for program in programs}
 
 
 STAND_INS = """
@@ -146,7 +147,9 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     tokens, matches, logits, kernels = run(directory, None)
     checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
     checked += ["norm_residual", "rotate_write", "experts"]
-    assert processes == [checked[first:] for first in range(len(checked))]
+    # Each that has failed ends its process. Then so do their portable forms, which find a CPU there.
+    portable = [PORTABLE[kernel] for kernel in checked if kernel in PORTABLE]
+    assert processes == [names[first:] for names in (checked, portable) for first in range(len(names))]
     assert (tokens, matches) == by_xla[:2]
     np.testing.assert_array_equal(logits, by_xla[2])
     whys = {kernel: why for _, kernel, _, why in kernels}
@@ -162,7 +165,7 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "_known", None)
     with open_llm(directory):
         assert contact.verdict_on("attention").passed is False
-    assert len(processes) == len(checked)
+    assert len(processes) == len(checked) + len(portable)
 
 
 def test_without_a_gpu_no_process_is_started(directory, monkeypatch):
@@ -181,7 +184,8 @@ def test_on_a_cpu_the_choice_is_xla_and_says_why(checkpoints, capsys):
         choices = {choice for choices in llm.kernels.values() for choice in choices}
         llm.warmup()
     assert "attention: xla in" in capsys.readouterr().err
-    assert {(choice.implementation, choice.why) for choice in choices} == {("xla", "no Hopper GPU, but cpu")}
+    assert {choice.implementation for choice in choices} == {"xla"}
+    assert {choice.why for choice in choices} == {"no NVIDIA GPU since Ampere, but cpu"}
 
 
 @dataclasses.dataclass
@@ -196,6 +200,8 @@ def test_an_implementation_that_cannot_run_is_refused_before_weights_are_loaded(
         open_llm(directory, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="bfloat16 and float16, got q in float32"):
         open_llm(directory, implementation="mosaic_gpu_interpreted", dtype="float32")
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU since Ampere, got cpu"):
+        open_llm(directory, implementation="mosaic_gpu_mma")
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got NVIDIA A100"):
         open_llm(directory, implementation="mosaic_gpu")

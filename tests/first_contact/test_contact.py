@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from vlcache_jax.first_contact import Verdict, contact, meet, verdict_on, verdicts
-from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.first_contact.chip import SINCE_AMPERE, Chip
 from vlcache_jax.first_contact.toolchain import Ptxas
 
 HOPPER = Chip("NVIDIA H200", "9.0", "580.65.06", "")
@@ -55,6 +55,8 @@ def is_busy():
 
 def does_not_come():
     time.sleep(100)
+
+right_mma, wrong_mma = right, wrong
 """
 
 
@@ -261,11 +263,52 @@ def test_what_cannot_be_kept_holds_for_this_process(home, checked, capsys, monke
     assert checked == [["a"], ["a"]]
 
 
-@pytest.mark.parametrize("chip", [None, dataclasses.replace(HOPPER, capability="8.0")])
-def test_without_a_hopper_gpu_no_process_is_started(home, monkeypatch, chip):
+PORTABLE = {"right": "right_mma", "wrong": "right_mma", "raises": "wrong_mma"}  # not of `exits`
+
+
+@pytest.mark.parametrize("capability", [capability for capability in SINCE_AMPERE if capability != "9.0"])
+def test_on_other_gpus_the_portable_forms_are_checked(home, checked, monkeypatch, capsys, capability):
+    monkeypatch.setattr(contact, "chip_of_jax", lambda: Chip(f"GPU of {capability}", capability, "580", ""))
+    assert meet(["a", "b", "c"], {"a": "a_mma", "c": "c_mma"}) == {
+        "a_mma": Verdict(True, "found 1"),
+        "c_mma": Verdict(True, "found 1"),
+    }
+    assert checked == [["a_mma", "c_mma"]]
+    assert capsys.readouterr().err == f"checking kernels on GPU of {capability}, once\n"
+    assert verdict_on("a_mma").passed
+    assert verdict_on("a") == Verdict(None, "never checked")
+    [path] = home.iterdir()
+    assert json.loads(path.read_text())["identity"]["compute capability"] == capability
+
+
+def test_on_hopper_they_are_checked_in_place_of_what_fails(home, started, capsys):
+    found = meet(["right", "wrong", "exits"], PORTABLE)
+    assert started == [["right", "wrong", "exits"], ["exits"], ["right_mma"]]
+    assert {name: verdict.passed for name, verdict in found.items()} == {
+        "right": True,
+        "wrong": False,
+        "exits": False,
+        "right_mma": True,
+    }
+    said = capsys.readouterr().err
+    assert "wrong runs in its portable form; check on NVIDIA H200 failed: packed: error 0.3" in said
+    assert "exits runs on XLA; check on NVIDIA H200 failed: ended with status 3" in said
+    assert meet(["right", "wrong", "exits"], PORTABLE, show=False) == found
+    assert len(started) == 3
+
+
+def test_a_portable_form_that_is_wrong_too(home, started, capsys):
+    found = meet(["raises"], PORTABLE)
+    assert started == [["raises"], ["wrong_mma"]]
+    assert not found["wrong_mma"].passed
+    assert "raises runs on XLA; check on NVIDIA H200 failed: INTERNAL: ptxas gave up" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("chip", [None, *(dataclasses.replace(HOPPER, capability=other) for other in ("7.5", "13.0"))])
+def test_without_a_gpu_since_ampere_no_process_is_started(home, monkeypatch, chip):
     monkeypatch.setattr(contact, "chip_of_jax", lambda: chip)
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    assert meet(["a"]) == {}
+    assert meet(["a"], {"a": "a_mma"}) == {}
     assert verdict_on("a").passed is None
     assert not home.exists()
 

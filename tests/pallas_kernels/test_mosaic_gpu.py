@@ -28,6 +28,7 @@ from vlcache_jax.pallas_kernels import (
     rotate_write,
 )
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu, mosaic_gpu_merge
+from vlcache_jax.pallas_kernels.attention.items import items_of_tiles
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import merge
 from vlcache_jax.pallas_kernels.attention.work import BOX0, BOXES, FROM, HEAD, INNER_FROM, INNER_TO, PARTIAL, TO
@@ -140,7 +141,7 @@ def test_items_of_the_plain_contract(group: int, intervals) -> None:
     start, end = (np.clip(x, 0, 2500) for x in intervals(np.random.default_rng(0), 70, 2500))
     start, end = (np.repeat(np.pad(x, (0, 2)).reshape(-1, 1, 8), group, 1).ravel() for x in (start, end))
     start, end = (np.pad(x, (0, -len(x) % (length * 8))).reshape(-1, length * 8) for x in (start, end))
-    cut = jax.jit(mosaic_gpu._items, static_argnums=(2, 3, 4, 5))
+    cut = jax.jit(items_of_tiles, static_argnums=(2, 3, 4, 5))
     ctas, items = map(np.asarray, cut(*(x.astype(np.int32) for x in (start, end)), heads, boxes, length, programs))
     assert ctas[0] == 0
     assert ctas[-1] == len(items) == heads * len(start)
@@ -417,7 +418,7 @@ def test_the_choice_is_recorded_with_its_reason(monkeypatch: pytest.MonkeyPatch)
         return [(choice.implementation, choice.why) for choice in made]
 
     assert choices(x, "xla") == [("xla", "asked for")]
-    assert choices(x, None) == [("xla", "no Hopper GPU, but cpu")]
+    assert choices(x, None) == [("xla", "no NVIDIA GPU since Ampere, but cpu")]
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
     for passed, chosen, why in (
         (True, "mosaic_gpu", "check on NVIDIA H200 passed: 3 cases"),

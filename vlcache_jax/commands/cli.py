@@ -83,8 +83,8 @@ def doctor_command(
 ) -> None:
     """Says what runs on this machine and why: versions, device, kernels, caches, and what to do about each problem.
 
-    On a Hopper GPU it checks the kernels that have not been checked yet. The exit status is 1 if there is a problem;
-    having no GPU is not one.
+    On an NVIDIA GPU since Ampere it checks the kernels that have not been checked yet. The exit status is 1 if there
+    is a problem; having no GPU is not one.
 
     Example: vlcache doctor --again
     """

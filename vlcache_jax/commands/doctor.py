@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+from collections.abc import Mapping
 
 import jax
 
@@ -18,7 +19,7 @@ from vlcache_jax.first_contact.toolchain import find_ptxas, old_driver, refusal
 from vlcache_jax.first_contact.verdicts import identity, place, versions
 from vlcache_jax.intake import costs
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
-from vlcache_jax.pallas_kernels.checks import CHECKS
+from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
 from vlcache_jax.progress import Progress
 from vlcache_jax.study.report import environment
 
@@ -41,7 +42,7 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
         except OSError as error:
             chip = None
             problems.append(f"{error}: see that `nvidia-smi` works.")
-        verdicts = meet(CHECKS, again=again, show=False)  # before jax holds the device
+        verdicts = meet(CHECKS, PORTABLE, again=again, show=False)  # before jax holds the device
         try:
             devices = jax.devices()
             platform, runs = devices[0].platform, devices[0].device_kind
@@ -73,12 +74,11 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             "Install with `--extra cuda13`, which brings a newer CUDA."
         )
     for kernel in CHECKS:
-        found = "xla (no Hopper GPU that jax uses)"
+        found = "xla (no NVIDIA GPU since Ampere that jax uses)"
         if refused is not None:
             found = "xla (the toolchain is refused)"
-        elif kernel in verdicts:
-            found = f"{'mosaic_gpu' if verdicts[kernel].passed else 'xla'} ({verdicts[kernel]})"
-            problems += _problems(kernel, verdicts[kernel])
+        elif verdicts:
+            found = _runs(kernel, verdicts, problems)
         findings.append((kernel, found))
     # Where that is kept, and what else is.
     if chip is not None and verdicts and refused is None:
@@ -119,13 +119,25 @@ def _of_chip(chip: Chip) -> Findings:
     ]
 
 
-def _problems(kernel: str, verdict: Verdict) -> list[str]:
-    if verdict.passed:
-        return []
+def _runs(kernel: str, verdicts: Mapping[str, Verdict], problems: list[str]) -> str:
+    """Which form of a kernel runs on a GPU, and what was found of those before it."""
+    found = []
+    for implementation, name in (("mosaic_gpu", kernel), ("mosaic_gpu_mma", PORTABLE.get(kernel))):
+        verdict = verdicts.get(name or "")
+        if verdict is None:
+            continue
+        found.append(str(verdict))
+        if verdict.passed:
+            return f"{implementation} ({'; '.join(found)})"
+        problems += _problems(name or kernel, verdict)
+    return f"xla ({'; '.join(found) or 'it has no kernel for this GPU'})"
+
+
+def _problems(name: str, verdict: Verdict) -> list[str]:
     if verdict.passed is None:
-        return [f"{kernel} could not be checked: see with `nvidia-smi` who uses the device, and run this again."]
+        return [f"{name} could not be checked: see with `nvidia-smi` who uses the device, and run this again."]
     return [
-        f"{kernel} is wrong on this GPU, and XLA, which is slower, runs in its place: please report the text above. "
+        f"{name} is wrong on this GPU, and what is slower runs in its place: please report the text above. "
         "Another driver or version is checked by itself, these with `vlcache doctor --again`."
     ]
 

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+# Compute capabilities of NVIDIA GPUs since Ampere, for which the portable kernels are made.
+SINCE_AMPERE = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
+
 _NO_DEVICE = 100
 _MAJOR, _MINOR = 75, 76  # attributes of a device: its compute capability
 
@@ -35,6 +38,11 @@ class Chip:
     def is_hopper(self) -> bool:
         """Whether kernels for compute capability 9.0 run on it."""
         return self.capability.startswith("9.")
+
+    @property
+    def is_since_ampere(self) -> bool:
+        """Whether the portable kernels run on it."""
+        return self.capability in SINCE_AMPERE
 
 
 class _Memory(ctypes.Structure):

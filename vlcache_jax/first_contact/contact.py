@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.checks import shorten
@@ -31,46 +31,78 @@ _lock = threading.Lock()
 _known: dict[str, Verdict] | None = None  # of this process's chip
 
 
-def meet(kernels: Iterable[str], *, again: bool = False, show: bool = True, limit: float = LIMIT) -> dict[str, Verdict]:
-    """Makes sure that there is a verdict on each kernel, if jax is going to use a Hopper GPU. Call it before jax does.
+def meet(
+    kernels: Iterable[str],
+    portable: Mapping[str, str] | None = None,
+    *,
+    again: bool = False,
+    show: bool = True,
+    limit: float = LIMIT,
+) -> dict[str, Verdict]:
+    """Makes sure that there is a verdict on each kernel that jax may run on its GPU. Call it before jax uses that.
+
+    On Hopper these are the kernels, and in place of each that fails its portable form; on other GPUs since Ampere the
+    portable forms alone.
 
     Args:
-      kernels: by name.
+      kernels: by name, in their form for Hopper.
+      portable: the name of each one's portable form, where it has one.
       again: check also those that have a verdict.
       show: say on stderr what is done.
       limit: seconds for a child process. A kernel that does not end within has failed, the others get a new process.
 
     Returns:
-      By kernel; nothing where there is no such GPU. Then no process is started, as where the toolchain is refused.
+      By name; nothing where there is no such GPU. Then no process is started, as where the toolchain is refused.
     """
     global _known
     chip = chip_of_jax()
-    if chip is None or not chip.is_hopper:
+    kernels, portable = list(kernels), portable or {}
+    if chip is None or not (chip.is_hopper or chip.is_since_ampere):
         return {}
+    own = kernels if chip.is_hopper else [portable[kernel] for kernel in kernels if kernel in portable]
     with _lock:
         refused = refusal()
         if refused is not None:
             if show:
                 say(f"the kernels run on XLA: {refused}")
-            _known = {kernel: Verdict(None, refused) for kernel in kernels}
+            _known = {name: Verdict(None, refused) for name in own}
             return _known
         identity = verdicts.identity(chip)
         known = {} if again else verdicts.read(identity)
-        missing = [kernel for kernel in kernels if kernel not in known]
-        if missing:
-            with Progress(f"checking kernels on {chip.name}, once", show=show):
-                known |= _check(missing, limit)
-            try:
-                verdicts.keep(identity, known)
-            except OSError as error:
-                if show:
-                    say(f"verdicts on the kernels cannot be kept, and are found anew at each start: {error}")
+        known |= _missing(own, known, chip, identity, show, limit)
+        failed = [kernel for kernel in kernels if chip.is_hopper and known[kernel].passed is False]
+        second = [portable[kernel] for kernel in failed if kernel in portable]
+        known |= _missing(second, known, chip, identity, show, limit)
         _known = known
     if show:
-        for kernel, verdict in known.items():
-            if not verdict.passed:
-                say(f"{kernel} runs on XLA; check on {chip.name} {verdict}")
+        for name in own:
+            if not known[name].passed:
+                other = known.get(portable.get(name, ""))
+                runs = "in its portable form" if other is not None and other.passed else "on XLA"
+                say(f"{name} runs {runs}; check on {chip.name} {known[name]}")
     return known
+
+
+def _missing(
+    names: Sequence[str],
+    known: Mapping[str, Verdict],
+    chip: Chip,
+    identity: verdicts.Identity,
+    show: bool,
+    limit: float,
+) -> dict[str, Verdict]:
+    """Finds the verdicts that are not known yet, and keeps them with the others."""
+    missing = [name for name in names if name not in known]
+    if not missing:
+        return {}
+    with Progress(f"checking kernels on {chip.name}, once", show=show):
+        found = _check(missing, limit)
+    try:
+        verdicts.keep(identity, {**known, **found})
+    except OSError as error:
+        if show:
+            say(f"verdicts on the kernels cannot be kept, and are found anew at each start: {error}")
+    return found
 
 
 def verdict_on(kernel: str) -> Verdict:
