@@ -99,8 +99,8 @@ def mix_packed(
 ) -> jax.Array:
     """The mixture by `multiply(packed rows, matrices, tiles, gated=)`, for tiles of `length` octets at most; other
     arguments as in `mix_experts`."""
-    (N, k), E = expert.shape, len(gate_up)
-    tiles = make_tiles(expert.reshape(-1), E, length)
+    k = expert.shape[1]
+    tiles = make_tiles(expert.reshape(-1), len(gate_up), length)
     packed = x.at[tiles.source // k].get(mode="clip")
     hidden = multiply(packed, gate_up, tiles, gated=True)
     made = multiply(hidden, down, tiles, gated=False)
