@@ -363,7 +363,7 @@ def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:
     steps = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
     yield ["image tokens", "", "first token, s", *(f"{step.replace('_', ' ')}, ms" for step in steps), "over cold"]
     for row in rows:
-        cells = [f"{row[f'{step} ms']:.3g}" for step in steps]
+        cells = [_three(row[f"{step} ms"]) for step in steps]
         first = f"{row['TTFT ms'] / 1000:.3g}"
         yield [str(row["image tokens"]), row["configuration"], first, *cells, _times(row["over cold"])]
 
