@@ -26,6 +26,10 @@ from vlcache_jax.files import PICTURES, check_writable
 from vlcache_jax.study.report import publish
 
 
+INDEX_BYTES = 4600
+"""Of a record in a disk tier's index, as counted with 600 records of 3 layers."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A request of a trace.

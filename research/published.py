@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.benchmarks.policies import OWN
-from vlcache_jax.benchmarks.scale import Costs, zipf_hits
+from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, zipf_hits
 from vlcache_jax.benchmarks.serving import spread
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
 from vlcache_jax.reuse.parse import APPROXIMATE
@@ -382,7 +382,7 @@ def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 def scale_needs() -> Iterator[list[str]]:
     """What more engines need, by the simulator's figures."""
-    yield ["engines", "pictures held", "found, %", "records computed/s", "GB/s between machines", "index of an engine"]
+    yield ["engines", "pictures held", "found, %", "pictures computed/s", "GB/s between machines", "records", "their indexes, MB"]
     costs, rate, tokens = Costs(), 8, 1024
     size = tokens * costs.token_bytes
     for engines in (1, 10, 1000):
@@ -390,7 +390,11 @@ def scale_needs() -> Iterator[list[str]]:
         found = zipf_hits(min(held, 10**7), 10**7, 1.1)
         moved = 0.03 * engines * rate * size / 1e9 if engines > 1 else 0.0
         computed = (1 - found) * engines * rate
-        yield [f"{engines:,}", f"{held:,}", f"{100 * found:.0f}", f"{computed:,.0f}", f"{moved:.2g}", "2048 records"]
+        records = 2 * held  # encoder rows; K and V
+        yield [
+            f"{engines:,}", f"{held:,}", f"{100 * found:.0f}", f"{computed:,.0f}", f"{moved:.2g}", f"{records:,}",
+            f"{records * INDEX_BYTES / 1e6:,.0f}",
+        ]  # fmt: skip
 
 
 def _with_spread(row: Row, column: str, unit: float) -> str:

@@ -5,6 +5,8 @@ Batches: `generate` answers the rows of a `ray.data.Dataset`, `vlcache run IN OU
 of it is decoded on the way. No other wing imports ray.
 """
 
+from typing import TYPE_CHECKING, Any
+
 try:
     import ray as _ray  # noqa: F401
 except ImportError as error:
@@ -12,7 +14,21 @@ except ImportError as error:
         f'vlcache_jax.ray needs {error.name}, which is not installed: pip install "vlcache-jax[ray]"', name=error.name
     ) from error
 
-from vlcache_jax.ray.batch import generate, shard_by_image
-from vlcache_jax.ray.engines import EngineOrder, Engines
+if TYPE_CHECKING:
+    from vlcache_jax.ray.batch import generate as generate
+    from vlcache_jax.ray.batch import shard_by_image as shard_by_image
 
-__all__ = ["EngineOrder", "Engines", "generate", "shard_by_image"]
+__all__ = ["generate", "shard_by_image"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use: actors that hold no model need not wait for JAX.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vlcache_jax.ray import batch
+
+    return getattr(batch, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -48,6 +48,17 @@ type Worker = Callable[[Any], Any]
 """What lives in an actor, an open model: it answers an item, and is called from several threads."""
 
 
+class Packed:
+    """A function that opens a model, unpacked where it is called: who hands it on need not import what it needs."""
+
+    def __init__(self, make: Callable[[], Worker]):
+        self._content: bytes = ray.cloudpickle.dumps(make)
+
+    def __call__(self) -> Worker:
+        made: Worker = ray.cloudpickle.loads(self._content)()
+        return made
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOrder:
     """How many engines there are, and what each takes of a cluster.

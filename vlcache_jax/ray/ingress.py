@@ -46,12 +46,26 @@ _DEAD = (ray.exceptions.RayActorError, ray.serve.exceptions.DeploymentUnavailabl
 
 
 class Ingress:
-    """What a service listens with.
+    """What a service listens with, as Ray Serve takes it.
 
     Args:
       engines: handle of the replicas.
       server: of the routes.
       secret: see `EngineReplica`.
+    """
+
+    def __init__(self, engines: DeploymentHandle[Any], server: ServerConfig, secret: bytes):
+        self._front = Front(engines, server, secret)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._front
+
+
+class Front:
+    """The entrance of a service (an ASGI application).
+
+    Args:
+      engines, server, secret: see `Ingress`.
     """
 
     def __init__(self, engines: DeploymentHandle[Any], server: ServerConfig, secret: bytes):
@@ -62,11 +76,7 @@ class Ingress:
         self._keys = Keys(_nothing, server, register)
         self._entrance = Entrance(server)
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self.app
-
-    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":

@@ -48,6 +48,7 @@ def app(
     and engines. A request goes to the engine that holds its images, a conversation to the one that answered before, a
     text to the one that has least to do. With `disk`, an engine takes records of images from the one that holds them
     where that is quicker than computing; replicas tell each other a token that is made of a secret on that disk.
+    Run again with other arguments, Ray replaces engines one after the other; `autoscaling` leaves those that run.
 
     Args:
       config: of each engine, or its model.
