@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.benchmarks.policies import OWN
+from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, zipf_hits
 from vlcache_jax.benchmarks.serving import spread
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
 from vlcache_jax.reuse.parse import APPROXIMATE
@@ -365,6 +366,35 @@ def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:
         cells = [_three(row[f"{step} ms"]) for step in steps]
         first = f"{row['TTFT ms'] / 1000:.3g}"
         yield [str(row["image tokens"]), row["configuration"], first, *cells, _times(row["over cold"])]
+
+
+def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """How 16 simulated engines are given requests (`vlcache_jax.benchmarks.scale`), at two rates."""
+    yield ["requests a second and engine", "rule", "found, %", "from another, %", "computed, %", "first token p50, ms",
+           "p99, ms", "most over mean"]  # fmt: skip
+    for rate, found in ((8, rows), (12, _rows("scale_busy.json"))):
+        for row in (row for row in found if row["engines"] == 16):
+            computed = 1 - row["found"] - row["from others"]
+            shares = [f"{100 * share:.0f}" for share in (row["found"], row["from others"], computed)]
+            times = [f"{row[name]:,.0f}" for name in ("p50 ms", "p99 ms")]
+            yield [str(rate), f"`{row['rule']}`", *shares, *times, f"{row['most over mean']:.2f}"]
+
+
+def scale_needs() -> Iterator[list[str]]:
+    """What more engines need, by the simulator's figures."""
+    yield ["engines", "pictures held", "found, %", "pictures computed/s", "GB/s between machines", "records", "their indexes, MB"]
+    costs, rate, tokens = Costs(), 8, 1024
+    size = tokens * costs.token_bytes
+    for engines in (1, 10, 1000):
+        held = engines * 1024
+        found = zipf_hits(min(held, 10**7), 10**7, 1.1)
+        moved = 0.03 * engines * rate * size / 1e9 if engines > 1 else 0.0
+        computed = (1 - found) * engines * rate
+        records = 2 * held  # encoder rows; K and V
+        yield [
+            f"{engines:,}", f"{held:,}", f"{100 * found:.0f}", f"{computed:,.0f}", f"{moved:.2g}", f"{records:,}",
+            f"{records * INDEX_BYTES / 1e6:,.0f}",
+        ]  # fmt: skip
 
 
 def _with_spread(row: Row, column: str, unit: float) -> str:
@@ -717,6 +747,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     ),
     "mpic online": functools.partial(_of, policies, "mpic_online_cpu.json"),
     "ttft long": functools.partial(_of, ttft_steps, "ttft_long_cpu.json"),
+    "scale": functools.partial(_of, scale, "scale.json"),
+    "scale needs": scale_needs,
     "server cost": functools.partial(_of, server_cost, "server_cpu.json"),
     "compression": functools.partial(_of, compressed_decoding, "compression_cpu.json"),
     "compression requests": functools.partial(_of, compressed_requests, "compression_cpu.json", "requests"),

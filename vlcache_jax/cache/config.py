@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.tier import Tier
 from vlcache_jax.cache.tiers.disk import DiskTier
+from vlcache_jax.cache.tiers.neighbours import NeighbourTier
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
 from vlcache_jax.cache.tiers.remote import check_remote, masked, open_remote
 from vlcache_jax.checks import check_flags, check_whole, is_a, parse_bytes
@@ -40,6 +41,7 @@ class CacheConfig:
         What is computed is written there, too, and what neither host memory nor disk have comes from there.
       peers: URLs of other machines' `vlcache cache serve`, which are asked after the disk and before `remote`.
       peer_token: that they ask for.
+      neighbours: gives the URLs of peers that come and go, whenever one is to be asked; see `Holders`.
       admit: what is written to disk and remote: "always" is everything, "second" an image that is asked for again.
       ttl: seconds after which what is kept of an image is not used any more, pages of the KV pool included; None: it
         always is. They count from when it was computed; in `remote`, from when it was written there.
@@ -68,6 +70,7 @@ class CacheConfig:
     remote: str | None = field(default=None, repr=False)  # it may have a password
     peers: Sequence[str] = ()
     peer_token: str | None = field(default=None, repr=False)
+    neighbours: Callable[[], Collection[str]] | None = field(default=None, repr=False)
     admit: str = "always"
     ttl: float | None = None
     salt_bytes: int | str | None = None
@@ -95,6 +98,8 @@ class CacheConfig:
             raise ValueError(f"peers must be a list of URLs, got {type(self.peers).__name__}")
         object.__setattr__(self, "peers", tuple(self.peers))
         check_peers(self.peers, self.peer_token)
+        if not (self.neighbours is None or callable(self.neighbours)):
+            raise ValueError(f"neighbours must be a function or None, got {type(self.neighbours).__name__}")
         if self.remote is not None:
             check_remote(self.remote)
         # By which rules.
@@ -117,7 +122,8 @@ class CacheConfig:
     @functools.cached_property
     def passes_on(self) -> bool:
         """Whether records only pass through host memory, on their way from and to where they are kept."""
-        return not self.host_bytes and (self.disk is not None or self.remote is not None or bool(self.peers))
+        outside = self.disk, self.remote, self.neighbours
+        return not self.host_bytes and (bool(self.peers) or any(one is not None for one in outside))
 
     @property
     def memory_bytes(self) -> int:
@@ -146,11 +152,13 @@ def open_tiers(config: CacheConfig, shares: Shares, *, fingerprint: Callable[[],
     timeout = _TIMEOUT if config.timeout is None else config.timeout
     if config.disk is not None:
         tiers.append(DiskTier(config.disk, int(config.disk_bytes), shares=shares, ttl=config.ttl))
-    if config.peers:
-        tiers += [
-            PeerTier(url, token=config.peer_token, timeout=timeout, model=fingerprint, codec=codec)
-            for url in config.peers
-        ]
+
+    def connect(url: str) -> PeerTier:
+        return PeerTier(url, token=config.peer_token, timeout=timeout, model=fingerprint, codec=codec)
+
+    tiers += map(connect, config.peers)
+    if config.neighbours is not None:
+        tiers.append(NeighbourTier(config.neighbours, connect))
     if config.remote is not None:
         tiers.append(open_remote(config.remote, timeout=timeout, namespace=lambda: fingerprint()[:16]))
     return tiers

@@ -177,7 +177,7 @@ def calibrate_command(
         run(chosen, dtype, codec, tensor_parallel_size)
 
 
-@app.command("run")
+@app.command("run", cls=opt.WithRay)
 def run_command(
     source: Annotated[pathlib.Path, typer.Argument(metavar="IN", help="File of rows (JSON lines).")],
     out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="File of answers to write (JSON lines).")],
@@ -222,6 +222,20 @@ def run_command(
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Also answer the rows again that had an error.")
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="[ADDRESS]",
+            show_default=False,
+            help="Answer by Ray: the cluster at an address such as auto or host:6379, or one that runs here, or a new "
+            "one of this machine.",
+        ),
+    ] = None,
+    engines: Annotated[
+        int | None,
+        typer.Option(min=1, help="By Ray: models that are opened.", show_default="as many as there are GPUs for"),
+    ] = None,
 ) -> None:
     """Answers the rows of a file, each once: stopped, the same command goes on where it was.
 
@@ -257,7 +271,17 @@ def run_command(
             "cache": cache,
         }
         recipe = Recipe(source, model, reuse, compress, system, defaults, options, trust_request_chat_template)
-        run(recipe, out, overwrite=overwrite, retry=retry_errors)
+        if ray is None and engines is not None:
+            raise ValueError(f"engines must be left out without --ray, got {engines}")
+        if ray is None:
+            run(recipe, out, overwrite=overwrite, retry=retry_errors)
+            return
+        try:
+            from vlcache_jax.commands.run_ray import answer
+        except ImportError as error:
+            raise ValueError(f"--ray needs what is not installed: {error}") from error
+        by_ray = functools.partial(answer, address=ray or None, engines=engines)
+        run(recipe, out, overwrite=overwrite, retry=retry_errors, answer=by_ray)
 
 
 @app.command("ask")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from vlcache_jax.checks import parse_bytes
 from vlcache_jax.commands.shipped import SHIPPED
@@ -82,6 +84,16 @@ Data = Annotated[
 ]
 Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
 Picture = Annotated[pathlib.Path | None, typer.Option(help="Picture to draw (png, svg or pdf).", show_default=False)]
+
+
+class WithRay(TyperCommand):
+    """A command whose `--ray` may stand without an address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        found: list[str] = []
+        for word, behind in itertools.zip_longest(args, args[1:], fillvalue="--"):
+            found += [word, ""] if word == "--ray" and behind.startswith("-") else [word]
+        return super().parse_args(ctx, found)
 
 
 def one_model(argument: str | None, option: str | None) -> str | None:

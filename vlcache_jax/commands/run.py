@@ -15,7 +15,7 @@ import operator
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from vlcache_jax.config import EngineOptions
+    from vlcache_jax.outputs import RequestOutput
 
 _TOLD = 3  # wrong rows that are named
 # Options that no answer depends on, but for the cache's codec.
@@ -85,13 +86,21 @@ class Recipe:
         return row if self.system is None else row.behind(self.system)
 
 
-def run(recipe: Recipe, out: pathlib.Path, *, overwrite: bool, retry: bool) -> None:
+def run(
+    recipe: Recipe,
+    out: pathlib.Path,
+    *,
+    overwrite: bool,
+    retry: bool,
+    answer: Callable[[Recipe, Sheet, bool], None] | None = None,
+) -> None:
     """Answers every row of a file that has no answer yet.
 
     Args:
       out: file of answers.
       overwrite: begin anew, whatever it holds.
       retry: also answer the rows again that were wrong.
+      answer: does so for the rows of a sheet, which it may have to begin anew; None: an engine in this process.
 
     Raises:
       ValueError: a file cannot be read or written, `out` holds something else than answers of this job, the rows change
@@ -116,8 +125,10 @@ def run(recipe: Recipe, out: pathlib.Path, *, overwrite: bool, retry: bool) -> N
         done = set() if overwrite else _answered(file, out, digests, retry)
         say(f"{len(done)} of {len(digests)} rows are answered" if done else f"{len(digests)} rows")
         if len(done) < len(digests) or overwrite:
+            sheet = Sheet(recipe, file, digests, done)
             try:
-                _answer(recipe, file, digests, done, overwrite)
+                if not _refuse_all(recipe, sheet, overwrite):
+                    (answer or _answer)(recipe, sheet, overwrite)
             except BaseException:
                 again = "the same command without --overwrite" if overwrite else "the same command"
                 say(f"stopped with {len(done)} of {len(digests)} rows answered; {again} goes on from there")
@@ -128,69 +139,89 @@ def run(recipe: Recipe, out: pathlib.Path, *, overwrite: bool, retry: bool) -> N
         raise ValueError(f"IN must hold a row that can be answered: see {out}, and --help for what a row is")
 
 
-def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: set[int], overwrite: bool) -> None:
-    """Appends the answers to all rows but those that are done, which grow."""
-    # What is shown, and which rows are under way, by the number that `chat_iter` gives them.
-    bar = Progress("answering", len(digests))
-    running: dict[int, Row] = {}
-    count = itertools.count()
-    told = 0
-    warned = recipe.model is not None
-    chats: ChatFormat | None = None  # of the model, once it is loaded
+class Sheet:
+    """The file of answers while it is written.
 
-    def write(row: Row, line: bytes, tokens: int = 0) -> None:
-        file.write(line)
-        file.flush()
-        done.add(row.number)
-        bar.update(tokens=tokens)
+    Args:
+      recipe: what is answered.
+      file: of answers.
+      digests: of all rows, by number.
+      done: numbers of the rows that are answered; it grows.
+    """
 
-    def fail(row: Row, error: str) -> None:
-        nonlocal told
-        told += 1
-        if told <= _TOLD:
-            say(error)
-        write(row, row.failed(error))
+    def __init__(self, recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: set[int]):
+        self._recipe, self._file, self._digests, self._done = recipe, file, digests, done
+        self._told = 0
+        self.bar = Progress("answering", len(digests))
 
-    def rows() -> Iterator[Row]:
+    def rows(self) -> Iterator[tuple[int, str, str]]:
+        """Those that are not answered: numbers, digests and lines.
+
+        Raises:
+          ValueError: the file of rows has changed.
+        """
         seen = 0
-        for number, digest, line in recipe.rows():
-            if digests.get(number) != digest:
+        for number, digest, line in self._recipe.rows():
+            if self._digests.get(number) != digest:
                 raise ValueError(f"IN must stay as it is while its rows are answered, but line {number} is another one")
             seen += 1
-            if number not in done:
-                yield recipe.parse(number, digest, line, chats)
-        if seen < len(digests):
-            raise ValueError(f"IN must stay as it is while its rows are answered, but {len(digests) - seen} are gone")
+            if number not in self._done:
+                yield number, digest, line
+        if seen < len(self._digests):
+            left = len(self._digests) - seen
+            raise ValueError(f"IN must stay as it is while its rows are answered, but {left} are gone")
+
+    def begin(self, overwrite: bool) -> None:
+        """What was there goes, or counts."""
+        if overwrite:
+            self._file.truncate(0)
+        self.bar.update(len(self._done))
+
+    def write(self, number: int, line: bytes, tokens: int = 0) -> None:
+        """Appends the answer to a row."""
+        self._file.write(line)
+        self._file.flush()
+        self._done.add(number)
+        self.bar.update(tokens=tokens)
+
+    def fail(self, number: int, line: bytes, error: str) -> None:
+        """Appends what says that a row is wrong; the first ones are named on stderr, too."""
+        self._told += 1
+        if self._told <= _TOLD:
+            say(error)
+        self.write(number, line)
+
+
+def _answer(recipe: Recipe, sheet: Sheet, overwrite: bool) -> None:
+    """Appends the answers to all rows but those that are done."""
+    # Which rows are under way, by the number that `chat_iter` gives them.
+    running: dict[int, Row] = {}
+    count = itertools.count()
+    warned = recipe.model is not None
+    chats: ChatFormat | None = None  # of the model, once it is loaded
 
     def good() -> Iterator[tuple[Any, SamplingParams, str | None]]:
         """The rows that can run: conversation, sampling parameters, compression. The others are answered at once."""
         nonlocal warned
-        for row in rows():
+        for given in sheet.rows():
+            row = recipe.parse(*given, chats)
             if row.params is None:
-                fail(row, row.error or "")
+                error = row.error or ""
+                sheet.fail(row.number, row.failed(error), error)
                 continue
             warned = warned or warn_of_others(row.conversation)
             running[next(count)] = row
             yield row.conversation, row.params, recipe.compress if row.compress is None else row.compress
 
-    if not any(row.params is not None for row in rows()):  # nothing to load a model for
-        if overwrite:
-            file.truncate(0)
-        with bar:
-            bar.update(len(done))
-            assert not list(good())
-        return
     say("importing JAX")
     with interruptible():
         from vlcache_jax import LLM
 
         # From here on JAX holds the device.
         llm = LLM(recipe.name, **recipe.options)
-    with llm, bar:
+    with llm, sheet.bar:
         llm.service.compressor_of(recipe.compress)  # what is wrong for all rows is no row's error
-        if overwrite:
-            file.truncate(0)
-        bar.update(len(done))
+        sheet.begin(overwrite)
         chats = ChatFormat(llm.service.renderer)
         # Rows are read while others are answered; answers are written as they come.
         conversations, params, compress = (
@@ -201,10 +232,28 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
         ):
             row = running.pop(index)
             if output.error is not None:
-                fail(row, row.named(output.error, index))
+                error = row.named(output.error, index)
+                sheet.fail(row.number, row.failed(error), error)
             else:
-                tokens = sum(len(answer.token_ids) for answer in output.outputs)
-                write(row, row.answered(output, recipe.name, chats), tokens)
+                sheet.write(row.number, row.answered(output, recipe.name, chats), tokens_of(output))
+
+
+def tokens_of(output: RequestOutput) -> int:
+    """Of all its answers."""
+    return sum(len(answer.token_ids) for answer in output.outputs)
+
+
+def _refuse_all(recipe: Recipe, sheet: Sheet, overwrite: bool) -> bool:
+    """Answers the rows where all that are left are wrong, for which no model need be loaded; whether it is so."""
+    if any(recipe.parse(*given, None).params is not None for given in sheet.rows()):
+        return False
+    with sheet.bar:
+        sheet.begin(overwrite)
+        for given in sheet.rows():
+            row = recipe.parse(*given, None)
+            error = row.error or ""
+            sheet.fail(row.number, row.failed(error), error)
+    return True
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def configs(model: str, given: Mapping[str, Any]) -> tuple[EngineConfig, ServerC
 
 def _own(owner: type) -> list[Field[Any]]:
     """The fields that are options."""
-    return [own for own in fields(owner) if own.init and own.name not in ("model", "cache")]
+    return [own for own in fields(owner) if own.init and own.name not in ("model", "cache", "neighbours")]
 
 
 def _told(owner: type) -> dict[str, str]:

@@ -42,6 +42,7 @@ from vlcache_jax.server.inference import (
     template_of,
 )
 from vlcache_jax.server.metrics import ServerMetrics
+from vlcache_jax.server.names import Names
 from vlcache_jax.server.openapi import document, page
 from vlcache_jax.server.responses import answer_json, refuse, until_gone
 from vlcache_jax.server.retrieval import Retrieval
@@ -63,6 +64,8 @@ class Server:
       engine: answers.
       config: how.
       embedder: finds pictures for `file_search`: an `LLM`, or a function of inputs; None: the engine's model does.
+      secret: of tenants' salts, where several servers share what they keep; None: see `server_secret`.
+      tag: tells its ids from those of other servers; see `Names`.
 
     Attributes:
       app: an ASGI application.
@@ -73,7 +76,15 @@ class Server:
       ValueError: an option does not fit the model.
     """
 
-    def __init__(self, engine: AsyncLLM, config: ServerConfig, *, embedder: Embedder | None = None):
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        config: ServerConfig,
+        *,
+        embedder: Embedder | None = None,
+        secret: bytes | None = None,
+        tag: str = "",
+    ):
         self.engine, self.config = engine, config
         for reuse in config.allow_reuse:
             check_allowed("allow_reuse", engine.service.policy_of, reuse)
@@ -84,13 +95,14 @@ class Server:
         self.entrance = Entrance(config)
         self.register: Register | None = None
         if config.api_keys is not None:
-            secret = server_secret(engine.service.config.cache.disk)
+            secret = server_secret(engine.service.config.cache.disk) if secret is None else secret
             self.register = Register(config.api_keys, config.admin_key, secret, self._suit)
         self._metrics = ServerMetrics(self.models[0], engine)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
-        given = engine, config, self.models, self.entrance, self._metrics, self.register
+        names = Names(tag)
+        given = engine, config, self.models, self.entrance, self._metrics, self.register, names
         self._doubt = Doubt(engine, self.entrance, self._metrics)
-        retrieval, files = Retrieval(*given), Files(engine, config, self.entrance, self.register)
+        retrieval, files = Retrieval(*given), Files(engine, config, self.entrance, self.register, names)
         self._stored = StoredResponses()
         responses = Responses(
             *given, self._doubt, stored=self._stored, searching=Searching(engine, self.register, embedder)

@@ -29,7 +29,8 @@ _OF_ALL = ("/metrics", "/load")
 TENANT = "vlcache.tenant"
 """Name in the scope of a request; who has no tenant has the admin key, or there are none."""
 _SILENCE = 30.0  # seconds from one piece of a body to the next at most
-_FIELD_BYTES = 1 << 17  # of an upload, beside its file
+FIELD_BYTES = 1 << 17
+"""Of an upload, beside its file."""
 _MOST_NAME = 255  # characters of a file's name
 _AGAIN = 1  # seconds after which who found no room may come again
 
@@ -137,12 +138,13 @@ class Keys:
         self._admin = None if config.admin_key is None else _digest(config.admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._error(scope)) is not None:
+        if scope["type"] == "http" and (error := self.error(scope)) is not None:
             await refuse(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _error(self, scope: Scope) -> ApiError | None:
+    def error(self, scope: Scope) -> ApiError | None:
+        """Why a request is refused; None: it is not, and its scope tells whose it is."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as routes are looked for
         if path in OPEN:
             return None
@@ -193,8 +195,16 @@ async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> byt
         raise ApiError(f"Content-Type must be application/json, got {kind or 'none'}", status=415)
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError("Content-Encoding must be left out: a body is read as it comes", status=415)
-    most = int(config.max_body_bytes)
-    length = headers.get("content-length", "")
+    return await read_whole(scope, receive, config, int(config.max_body_bytes))
+
+
+async def read_whole(scope: Scope, receive: Receive, config: ServerConfig, most: int) -> bytes:
+    """A body of so many bytes at most.
+
+    Raises:
+      ApiError, GoneError: as `read_body`, but for its type.
+    """
+    length = Headers(scope=scope).get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise _too_large(most)
     try:
@@ -235,7 +245,7 @@ async def read_form(request: Request, config: ServerConfig, known: Sequence[str]
     _check_origin(request, config)
     most = int(config.max_file_bytes)
     size = request.headers.get("content-length", "")
-    if size.isdecimal() and int(size) > most + _FIELD_BYTES:
+    if size.isdecimal() and int(size) > most + FIELD_BYTES:
         raise _too_large(most)
     seen = 0
 
@@ -243,11 +253,11 @@ async def read_form(request: Request, config: ServerConfig, known: Sequence[str]
         nonlocal seen
         async for chunk in request.stream():
             seen += len(chunk)
-            if seen > most + _FIELD_BYTES:
+            if seen > most + FIELD_BYTES:
                 raise _too_large(most)
             yield chunk
 
-    parser = MultiPartParser(request.headers, counted(), max_files=1, max_fields=len(known), max_part_size=_FIELD_BYTES)
+    parser = MultiPartParser(request.headers, counted(), max_files=1, max_fields=len(known), max_part_size=FIELD_BYTES)
     try:
         async with asyncio.timeout(config.body_timeout):
             form = await parser.parse()

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import json
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
@@ -26,6 +25,7 @@ from vlcache_jax.library import Library
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, Form, GoneError, read_form
+from vlcache_jax.server.names import Names
 from vlcache_jax.server.responses import answer_json
 from vlcache_jax.server.tenants import Register, Tenant, owner_of
 
@@ -42,10 +42,14 @@ class Files:
       config: of the server.
       entrance: has room for uploads.
       register: of the tenants; None: there are none.
+      names: of files.
     """
 
-    def __init__(self, engine: AsyncLLM, config: ServerConfig, entrance: Entrance, register: Register | None):
+    def __init__(
+        self, engine: AsyncLLM, config: ServerConfig, entrance: Entrance, register: Register | None, names: Names
+    ):
         self._engine, self._config, self._entrance, self._register = engine, config, entrance, register
+        self._names = names
         # Who uploads waits for the engine, and for each other; nobody else should.
         self._threads, self._uploads = (ThreadPoolExecutor(2, f"vlcache-{name}") for name in ("files", "uploads"))
 
@@ -131,7 +135,7 @@ class Files:
                 f"files must be at most {self._config.max_files}; delete some, or let them expire", status=429
             )
         said = {"filename": form.filename, "bytes": len(form.content)}
-        name = f"file-{uuid.uuid4().hex[:24]}"
+        name = self._names.new("file-", 24)
         return _described(library.add(form.content, name, said, _seconds(seconds, "expires_after", _LEAST, _MOST)))
 
     def _put(self, request: Request, form: Form) -> Mapping[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -28,6 +27,7 @@ from vlcache_jax.server.doubt import Doubt
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.metrics import ServerMetrics
+from vlcache_jax.server.names import Names
 from vlcache_jax.server.responses import answer_json, merged, until_gone
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
 from vlcache_jax.serving import NotFiniteError
@@ -51,6 +51,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
       entrance: has room for them.
       metrics: are told of them.
       register: of the tenants, if there are any.
+      names: of answers.
       doubt: hears of errors.
     """
 
@@ -66,9 +67,10 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         entrance: Entrance,
         metrics: ServerMetrics,
         register: Register | None,
+        names: Names,
         doubt: Doubt,
     ):
-        self.engine, self.config, self._doubt = engine, config, doubt
+        self.engine, self.config, self._names, self._doubt = engine, config, names, doubt
         self._models, self._entrance, self._metrics, self._register = models, entrance, metrics, register
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +104,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         self._check(request.options, count, tenant)
         told = request.options
         salt = request_salt(self._register, tenant, told.cache_salt)
-        answer = self._begin(request, f"{self.prefix}{uuid.uuid4().hex}", self._models[0])
+        answer = self._begin(request, self._names.new(self.prefix), self._models[0])
         sender.failed = answer.failed
         fields = [f"{self.field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [self.field]
         streams = [self._deltas(prompt, request, salt, field) for prompt, field in zip(prompts, fields, strict=True)]

@@ -28,7 +28,8 @@ FAILED = 1
 """Exit code where the engine failed."""
 _LOOK = 0.1  # seconds from one look at the engine, or at requests that are to end, to the next
 _AGAIN = 1.0  # seconds after which a second signal ends at once; one that comes sooner is the same once more
-_SMALL: Any = {"kv_cache_bytes": "1GiB"}  # of an embedder: queries, and pictures of items
+SMALL: Any = {"kv_cache_bytes": "1GiB"}
+"""Of an embedder: queries, and pictures of items."""
 _LAST = 10.0  # seconds that requests may take to tell their clients that they were ended
 
 
@@ -47,8 +48,19 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
         if config.embedder is None:
             return asyncio.run(_Process(Server(engine, config), place).run())
-        with LLM(config.embedder, use_tqdm=False, **_SMALL) as embedder:
+        with LLM(config.embedder, use_tqdm=False, **SMALL) as embedder:
             return asyncio.run(_Process(Server(engine, config, embedder=embedder), place, embedder).run())
+
+
+async def warm_up(server: Server, embedder: LLM | None = None) -> None:
+    """Compiles everything, if the server is to; then it is ready."""
+    if server.config.warmup:
+        reading = asyncio.wrap_future(server.engine.service.intake.sequences.grammars.prepare())
+        await server.engine.warmup()
+        if embedder is not None:
+            await asyncio.to_thread(embedder.warmup)
+        await asyncio.gather(reading, return_exceptions=True)  # what is wrong, requests that need it are told
+    server.entrance.is_warm = True
 
 
 def http_config(server: Server) -> uvicorn.Config:
@@ -130,18 +142,11 @@ class _Process:
         os._exit(FAILED)  # threads of an engine that has failed may never end
 
     async def _warm_up(self) -> None:
-        if self._config.warmup:
-            engine = self._server.engine
-            reading = asyncio.wrap_future(engine.service.intake.sequences.grammars.prepare())
-            try:
-                await engine.warmup()
-                if self._embedder is not None:
-                    await asyncio.to_thread(self._embedder.warmup)
-            except Exception as error:
-                self._server.entrance.failure = f"it could not be compiled: {error}"
-                return
-            await asyncio.gather(reading, return_exceptions=True)  # what is wrong, requests that need it are told
-        self._server.entrance.is_warm = True
+        try:
+            await warm_up(self._server, self._embedder)
+        except Exception as error:
+            self._server.entrance.failure = f"it could not be compiled: {error}"
+            return
         place = self._config.uds or _url(self._config, self._place)
         say(f"ready: {' '.join(self._server.models)} at {place} (try {_try(self._config, self._place)})")
 

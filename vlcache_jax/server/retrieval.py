@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from vlcache_jax.server.entrance import Entrance
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.inference import check_model, check_reuse, parse_object
 from vlcache_jax.server.metrics import ServerMetrics
+from vlcache_jax.server.names import Names
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
 from vlcache_jax.serving import NotFiniteError
 from vlcache_jax.under_way import together
@@ -29,7 +29,7 @@ class Retrieval:
     """Embeds and ranks.
 
     Args:
-      engine, config, models, entrance, metrics, register: see `Inference`.
+      engine, config, models, entrance, metrics, register, names: see `Inference`.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class Retrieval:
         entrance: Entrance,
         metrics: ServerMetrics,
         register: Register | None,
+        names: Names,
     ):
-        self._engine, self._config, self._models = engine, config, models
+        self._engine, self._config, self._models, self._names = engine, config, models, names
         self._entrance, self._metrics, self._register = entrance, metrics, register
 
     async def embeddings(self, body: bytes, tenant: Tenant | None) -> Mapping[str, Any]:
@@ -78,7 +79,7 @@ class Retrieval:
             except ValueError as error:
                 raise _error(error, "documents", "documents", RERANK) from error
         self._note(outputs)
-        return request.answer(f"rerank-{uuid.uuid4().hex}", self._models[0], outputs)
+        return request.answer(self._names.new("rerank-"), self._models[0], outputs)
 
     def _settings(self, asked: Asked, tenant: Tenant | None) -> dict[str, Any]:
         check_model(asked.model, self._models)

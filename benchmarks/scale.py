@@ -1,0 +1,323 @@
+"""What more engines bring, by how requests are given to them: `python -m vlcache_jax.benchmarks.scale`.
+
+A trace of requests is played against engines that are simulated; the router is the one that serves. An engine answers
+prompts one after the other: what it holds of a picture is linked, what another engine holds may come from there, all
+else is computed. Answers grow beside that and hold nobody up. So waiting is what prompts cost each other, and is told
+too low where decoding is most of the work.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import pathlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from vlcache_jax.affinity import RULES, Affinity, Rule, Seen, look_at, rule_of
+from vlcache_jax.checks import check_whole, is_a, parse_counts, short
+from vlcache_jax.files import PICTURES, check_writable
+from vlcache_jax.study.report import publish
+
+
+INDEX_BYTES = 4600
+"""Of a record in a disk tier's index, as counted with 600 records of 3 layers."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of a trace.
+
+    Attributes:
+      at: seconds from the beginning.
+      images: names of its pictures, and tokens of each.
+    """
+
+    at: float
+    images: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What engines are taken to need. By default a picture's token takes what Qwen3-VL-8B's shape took on an H200
+    (docs/measured.md: 4096 of them 322 ms cold, 48.5 ms by a schedule); the rest is assumed.
+
+    Attributes:
+      request: seconds of each prompt beside its pictures.
+      compute: seconds of a picture's token, encoder and decoder.
+      link: seconds of a token that is reused.
+      token_bytes: of a picture's token in a record: K and V of all layers, and encoder rows.
+      bandwidth: bytes a second from one engine to another; the default is 100 Gbit/s.
+      answer: seconds from the first token to the last.
+    """
+
+    request: float = 0.010
+    compute: float = 79e-6
+    link: float = 12e-6
+    token_bytes: int = 147456 + 32768
+    bandwidth: float = 12.5e9
+    answer: float = 1.5
+
+
+@dataclass
+class Engine:
+    """A simulated engine.
+
+    Attributes:
+      capacity: tokens of pictures that it can hold.
+      held: pictures, those that were used last at the end.
+      free_at: when it has answered all prompts that it was given.
+      under_way: requests that are not answered to the end.
+      tokens: of the pictures that it holds.
+    """
+
+    capacity: float
+    held: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    tokens: int = 0
+    free_at: float = 0.0
+    under_way: int = 0
+
+    def has(self, image: str) -> bool:
+        """Whether it holds a picture, which is used now if so."""
+        if image not in self.held:
+            return False
+        self.held.move_to_end(image)
+        return True
+
+    def keep(self, image: str, tokens: int) -> None:
+        """Holds a picture; those that were not used for longest leave."""
+        if tokens > self.capacity:
+            return
+        self.held[image] = tokens
+        self.tokens += tokens
+        while self.tokens > self.capacity:
+            self.tokens -= self.held.popitem(last=False)[1]
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of a trace.
+
+    Attributes:
+      images: of all requests, each as often as it came.
+      here: that the engine held.
+      elsewhere: that came from another engine.
+      seconds: from a request's arrival to its first token, of each request.
+      waits: of these, until the engine began with it.
+      moved: bytes between engines.
+      requests: that each engine was given.
+    """
+
+    images: int
+    here: int
+    elsewhere: int
+    seconds: Sequence[float]
+    waits: Sequence[float]
+    moved: int
+    requests: Sequence[int]
+
+    def row(self, engines: int, rule: str) -> dict[str, Any]:
+        """A line of the table.
+
+        Raises:
+          ValueError: nothing was played.
+        """
+        if not self.seconds:
+            raise ValueError("trace must hold a request, got none")
+        p50, p99 = np.percentile(self.seconds, (50, 99))
+        computed = self.images - self.here - self.elsewhere
+        return {
+            "engines": engines, "rule": rule,
+            "found": self.here / max(1, self.images), "from others": self.elsewhere / max(1, self.images),
+            "computed": computed, "mean wait ms": 1e3 * float(np.mean(self.waits)),
+            "p50 ms": 1e3 * float(p50), "p99 ms": 1e3 * float(p99), "moved GB": self.moved / 1e9,
+            "most over mean": max(self.requests) * len(self.requests) / sum(self.requests),
+        }  # fmt: skip
+
+
+def play(
+    trace: Sequence[Request],
+    rule: Rule,
+    engines: int,
+    *,
+    capacity: float = math.inf,
+    costs: Costs | None = None,
+    exchange: bool = True,
+) -> Played:
+    """Plays a trace.
+
+    Args:
+      trace: in the order of arrival.
+      capacity: tokens of pictures that each engine can hold.
+      costs: what engines need; None: the defaults.
+      exchange: an engine takes from the others what they hold, if that is quicker than to compute it. By rules
+        other than `Affinity` nobody knows who holds what.
+    """
+    own = costs or Costs()
+    pool = {f"engine-{i}": Engine(capacity) for i in range(engines)}
+    ends: list[tuple[float, str]] = []
+    here = elsewhere = moved = 0
+    seconds, waits, given = [], [], Counter[str]()
+    for request in trace:
+        while ends and ends[0][0] <= request.at:
+            pool[heapq.heappop(ends)[1]].under_way -= 1
+        seen = Seen({look_at(name.encode())[0]: tokens for name, tokens in request.images})
+        loads = {name: engine.under_way for name, engine in pool.items()}
+        chosen = rule.order(seen, loads)[0]
+        rule.sent(seen, chosen)
+        engine = pool[chosen]
+        holders = [pool[name] for name in rule.holders(seen, pool)] if isinstance(rule, Affinity) else []
+        takes = own.request
+        for image, tokens in request.images:
+            size = tokens * own.token_bytes
+            coming = size / own.bandwidth + tokens * own.link
+            if engine.has(image):
+                here += 1
+                takes += tokens * own.link
+                continue
+            if exchange and coming < tokens * own.compute and any(image in other.held for other in holders):
+                elsewhere += 1
+                moved += size
+                takes += coming
+            else:
+                takes += tokens * own.compute
+            engine.keep(image, tokens)
+        begins = max(request.at, engine.free_at)
+        engine.free_at = begins + takes
+        engine.under_way += 1
+        given[chosen] += 1
+        heapq.heappush(ends, (engine.free_at + own.answer, chosen))
+        waits.append(begins - request.at)
+        seconds.append(engine.free_at - request.at)
+    images = sum(len(request.images) for request in trace)
+    return Played(images, here, elsewhere, seconds, waits, moved, [given[name] for name in pool])
+
+
+def draw(
+    requests: int, rate: float, *, pictures: int, zipf: float, tokens: int = 1024, most: int = 1, seed: int = 0
+) -> list[Request]:
+    """Requests that come at random.
+
+    Args:
+      rate: requests a second (Poisson).
+      pictures: that there are. The k-th comes as often as k^-zipf says.
+      tokens: of each picture.
+      most: pictures of a request; how many is drawn from 1 on.
+    """
+    rng = np.random.default_rng(seed)
+    weights = np.arange(1, pictures + 1) ** -zipf
+    weights /= weights.sum()
+    at = np.cumsum(rng.exponential(1 / rate, requests))
+    counts = rng.integers(1, most, requests, endpoint=True)
+    chosen = iter(rng.choice(pictures, counts.sum(), p=weights))
+    return [
+        Request(float(when), tuple((f"picture-{next(chosen)}", tokens) for _ in range(count)))
+        for when, count in zip(at, counts, strict=True)
+    ]
+
+
+def read(path: pathlib.Path) -> list[Request]:
+    """A trace of a file: on each line {"at": seconds, "images": {name: tokens}}.
+
+    Raises:
+      ValueError: a line is something else, or earlier than the one before.
+    """
+    found: list[Request] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path} line {number}"
+            try:
+                told = json.loads(line)
+                at, images = told["at"], told["images"]
+                fits = is_a(at, int | float) and 0 <= at < math.inf and isinstance(images, dict)
+                fits = fits and all(is_a(tokens, int) and tokens > 0 for tokens in images.values())
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{where} must be an object with at and images, got {short(line)}") from error
+            if not fits:
+                raise ValueError(f"{where} must have seconds as at and tokens as images, got {short(line)}")
+            if found and at < found[-1].at:
+                raise ValueError(f"{where} must not be earlier than the line before, got {at}")
+            found.append(Request(at, tuple(images.items())))
+    if not found:
+        raise ValueError(f"{path} must hold a request, got none")
+    return found
+
+
+def zipf_hits(capacity: int, pictures: int, zipf: float) -> float:
+    """Share of requests whose picture is held, of as many as there is room for, where k^-zipf says how often the k-th
+    comes and those that come most often are held. A cache of those that came last holds less."""
+    weights = np.arange(1, pictures + 1) ** -zipf
+    return float(weights[:capacity].sum() / weights.sum())
+
+
+def compare(
+    trace: Sequence[Request], counts: Sequence[int], rules: Sequence[str] = RULES, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """The table: each rule with each number of engines."""
+    for engines in counts:
+        for rule in rules:
+            yield play(trace, rule_of(rule), engines, **options).row(engines, rule)
+
+
+def main(
+    trace: Annotated[
+        pathlib.Path | None, typer.Argument(metavar="TRACE", help="File of requests, see `read`.", show_default="drawn")
+    ] = None,
+    engines: Annotated[str, typer.Option(help="Numbers of engines, one after the other.")] = "1,2,4,8,16",
+    rate: Annotated[float, typer.Option(min=1e-6, help="Requests a second and engine, where they are drawn.")] = 8.0,
+    requests: Annotated[int, typer.Option(min=1, help="Drawn requests an engine.")] = 2000,
+    pictures: Annotated[int, typer.Option(min=1, help="Drawn pictures.")] = 20000,
+    zipf: Annotated[float, typer.Option(min=0, help="How often the frequent ones come; 0: all alike.")] = 1.1,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each drawn picture.")] = 1024,
+    most: Annotated[int, typer.Option(min=1, help="Pictures of a drawn request at most.")] = 1,
+    capacity: Annotated[int, typer.Option(min=0, help="Tokens of pictures that an engine holds.")] = 2**20,
+    exchange: Annotated[bool, typer.Option(help="Engines take records from each other.")] = True,
+    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    picture: Annotated[pathlib.Path | None, typer.Option(help="Picture to draw.", show_default=False)] = None,
+) -> None:
+    """Simulates engines that are given requests by several rules.
+
+    Drawn requests grow with the engines, so that each has as much to do; those of a file stay as they are.
+    """
+    check_writable("out", out)
+    check_writable("picture", picture, PICTURES)
+    counts = parse_counts(engines, "engines")
+    given = None if trace is None else read(trace)
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        check_whole("engines", count, 1)
+        played = given or draw(requests * count, rate * count, pictures=pictures, zipf=zipf, tokens=tokens, most=most)
+        rows += compare(played, [count], capacity=capacity, exchange=exchange)
+    drawn = {"rate": rate, "requests": requests, "pictures": pictures, "zipf": zipf, "tokens": tokens, "most": most}
+    head = {"trace": trace.name if trace else drawn, "capacity": capacity, "exchange": exchange, "costs": vars(Costs())}
+    publish("requests given to engines, simulated", rows, head, out)
+    if picture is not None:
+        _draw(rows, picture)
+
+
+def _draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
+    """Found pictures and late answers, by engines and rule."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    shown = ("found", "share of pictures that the engine holds"), ("p99 ms", "99 % have a first token within ms")
+    for axes, (column, label) in zip(figure.subplots(1, 2), shown, strict=True):
+        for rule in dict.fromkeys(row["rule"] for row in rows):
+            own = [row for row in rows if row["rule"] == rule]
+            axes.plot([row["engines"] for row in own], [row[column] for row in own], marker="o", label=rule)
+        axes.set(xlabel="engines", ylabel=label, xscale="log")
+        axes.set_xticks(sorted({row["engines"] for row in rows}), sorted({row["engines"] for row in rows}))
+        axes.minorticks_off()
+    axes.set_yscale("log")
+    axes.legend()
+    figure.savefig(picture)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,98 @@
+"""Peers that come and go: whoever is named when a record is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cache.records import key, make, verified_read
+from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.cache.tier import Found, GoneError, TierError
+from vlcache_jax.cache.tiers.neighbours import Holders, NeighbourTier
+
+OLD, NEW = make(context=key(7)), make(context=key(8))
+
+
+class Peer:
+    """A peer that holds records, or cannot be reached."""
+
+    def __init__(self, url, records):
+        self.url, self.records, self.is_closed = url, records, False
+
+    def find(self, entry):
+        if self.records is None:
+            raise TierError(f"{self.url}: refused")
+        return [Found(record.meta, at) for record, at in self.records if record.meta.entry == entry]
+
+    def read(self, meta, parts, place):
+        [record] = [record for record, _ in self.records if record.meta.name == meta.name]
+        for part in parts:
+            yield part, record.parts[part]
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def tier():
+    """(what each address holds) -> the tier, whom it knows, and who they are."""
+    opened = []
+
+    def open_tier(**held):
+        peers = {}
+        holders = Holders()
+
+        def connect(url):
+            peers[url] = Peer(url, held[url])
+            return peers[url]
+
+        opened.append(NeighbourTier(holders, connect))
+        return opened[-1], holders, peers
+
+    yield open_tier
+    for one in opened:
+        one.close()
+
+
+def test_all_that_are_named_are_asked(tier):
+    neighbours, holders, _ = tier(a=[(NEW, 2.0)], b=None, c=[(OLD, 1.0)])
+    assert neighbours.find(OLD.meta.entry) == []  # nobody is named
+    holders.note("abc")
+    found = neighbours.find(OLD.meta.entry)
+    assert [(one.meta, one.written) for one in found] == [(OLD.meta, 1.0), (NEW.meta, 2.0)]  # the newest last
+    for record in (OLD, NEW):
+        verified_read(neighbours, record.meta)
+    assert neighbours.find(key(2)) == []
+
+
+def test_who_is_not_named_any_more_is_left(tier):
+    neighbours, holders, peers = tier(a=[(OLD, 1.0)], **{f"p{i}": [] for i in range(8)})
+    holders.note(["a"])
+    assert neighbours.find(OLD.meta.entry)
+    holders.note([f"p{i}" for i in range(8)])
+    assert "a" not in holders()
+    assert neighbours.find(OLD.meta.entry) == []
+    assert (peers["a"].is_closed, peers["p0"].is_closed) == (True, False)
+    holders.note(["p0", "a"])
+    assert set(holders()) == {"a", "p0", *(f"p{i}" for i in range(2, 8))}
+
+
+def test_where_nobody_answers_it_is_a_fault(tier):
+    neighbours, holders, _ = tier(a=None, b=None)
+    holders.note("ab")
+    with pytest.raises(TierError, match="a: refused"):
+        neighbours.find(OLD.meta.entry)
+    with pytest.raises(GoneError, match="nobody is known to hold it"):
+        list(neighbours.read(OLD.meta, OLD.meta.parts, OLD.parts.__getitem__))
+
+
+def test_it_is_read_only(tier):
+    neighbours, _, _ = tier()
+    assert neighbours.is_read_only
+    assert neighbours.write(OLD.meta, OLD.parts) == "refused"
+    assert list(neighbours.lines()) == []
+
+
+def test_neighbours_must_be_a_function():
+    with pytest.raises(ValueError, match="neighbours must be a function or None, got list"):
+        CacheConfig(neighbours=["http://127.0.0.1:1"])
+    assert CacheConfig(host_bytes=0, neighbours=Holders()).passes_on

@@ -1,0 +1,292 @@
+"""Which of several engines gets a request: the one that holds its images, unless that one has too much to do.
+
+A router sees digests of encoded bytes, never pixels: decoding or tokenising pictures would cost it what reuse saves.
+Each engine's place is a hash of its name and the picture (rendezvous hashing, Thaler and Ravishankar 1998), so that
+engines that come and go move only their share of the pictures. How much more than the others an engine may have under
+way is bounded (consistent hashing with bounded loads, arXiv 1608.01350): a picture that everybody asks for spreads.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vlcache_jax.checks import is_a, short
+
+FACTOR = 1.25
+"""Of the mean, what an engine may have under way."""
+SLACK = 4
+"""Requests that an engine may have under way in any case: so many run together at no loss."""
+RULES = ("bounded", "hash", "least-loaded", "round-robin")
+
+_REMEMBERED = 2**16  # openings of conversations, and pictures
+_HEAD = 256  # characters in which a data URL's payload begins
+_UNKNOWN = 1  # bytes of a picture that is only named
+_FILE = "file-id:"  # begins a URL that names an uploaded file
+_URLS = ("image_url", "video_url")
+_VALUES = ("image", "images", "image_pil", "video", "videos")
+_NAMED = ("url", "path", "base64")  # beside the type of a part
+_TYPES = ("image", "video", "image_url", "video_url", "image_pil", "input_image")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a router sees of a request.
+
+    Attributes:
+      images: digest of each picture or video, and how many bytes it has as it came.
+      opening: digest of what the conversation begins with, up to its first answer; None: it is none.
+      goes_on: it has an answer already.
+      file: id of an uploaded file that it names, if it names one.
+      engine: the one that has what the request names, such as an earlier response; None: any may have it.
+    """
+
+    images: Mapping[bytes, int] = field(default_factory=dict)
+    opening: bytes | None = None
+    goes_on: bool = False
+    file: str | None = None
+    engine: str | None = None
+
+    @property
+    def largest(self) -> bytes | None:
+        """The picture that costs most to compute again."""
+        return max(self.images, key=lambda digest: (self.images[digest], digest), default=None)
+
+
+class Rule(Protocol):
+    """A way to choose an engine."""
+
+    def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
+        """The engines, the best one first.
+
+        Args:
+          loads: requests that each has under way.
+        """
+
+    def sent(self, seen: Seen, engine: str) -> None:
+        """An engine has been given the request."""
+
+
+class Affinity:
+    """Sends a request to the engine that holds its images; of a conversation that goes on, to the one that answered.
+
+    Of several images the engine counts that holds most of their bytes. A text goes to whom has least to do.
+
+    Args:
+      factor: of the mean, what an engine may have under way before the next one is taken; infinite: any number.
+      slack: requests that it may have in any case.
+
+    Raises:
+      ValueError: the factor is below 1, or slack below 0.
+    """
+
+    def __init__(self, factor: float = FACTOR, slack: int = SLACK):
+        if not (is_a(factor, int | float) and factor >= 1):
+            raise ValueError(f"factor must be a number from 1, got {short(factor)}")
+        if not (is_a(slack, int) and slack >= 0):
+            raise ValueError(f"slack must be a whole number from 0, got {short(slack)}")
+        self._factor, self._slack = factor, slack
+        self._openings: OrderedDict[bytes, str] = OrderedDict()
+        self._names: list[str] = []
+        self._seeds = np.zeros(0, np.uint64)
+
+    def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
+        self._meet(loads)
+        by_load = sorted(loads, key=lambda name: loads[name])
+        if seen.engine in loads:  # nobody else can answer
+            return [seen.engine, *(name for name in by_load if name != seen.engine)]
+        limit = self.limit(loads)
+        chosen = [name for name in self._preferred(seen) if loads[name] < limit]
+        return [*chosen, *(name for name in by_load if name not in chosen)]
+
+    def sent(self, seen: Seen, engine: str) -> None:
+        if seen.opening is not None:
+            self._openings[seen.opening] = engine
+            self._openings.move_to_end(seen.opening)
+            if len(self._openings) > _REMEMBERED:
+                self._openings.popitem(last=False)
+
+    def limit(self, loads: Mapping[str, int]) -> float:
+        """Requests under way from which on an engine is passed by."""
+        if math.isinf(self._factor):
+            return math.inf
+        return max(self._slack, math.ceil(self._factor * (sum(loads.values()) + 1) / len(loads)))
+
+    def holders(self, seen: Seen, engines: Collection[str]) -> list[str]:
+        """The engines that may hold the pictures: of each the first one by its hashes, and the second, which held it
+        before the first one came and holds it where that one had too much to do."""
+        self._meet(engines)
+        if not seen.images:
+            return []
+        ranked = np.argsort(_scores(list(seen.images), self._seeds))[:, -2:]
+        return [self._names[i] for i in dict.fromkeys(ranked[:, ::-1].ravel().tolist())]
+
+    def _preferred(self, seen: Seen) -> list[str]:
+        """Those that something speaks for, the best one first."""
+        last = self._openings.get(seen.opening) if seen.goes_on and seen.opening is not None else None
+        first = [last] if last in self._names else []
+        if (largest := seen.largest) is None and not seen.goes_on:
+            return first
+        held = np.zeros(len(self._names))
+        if seen.images:
+            scores = _scores([largest or b"", *seen.images], self._seeds)
+            np.add.at(held, np.argmax(scores[1:], axis=1), list(seen.images.values()))
+        else:
+            scores = _scores([seen.opening or b""], self._seeds)
+        rest = np.lexsort((scores[0], held))[::-1].tolist()
+        return list(dict.fromkeys([*first, *(self._names[i] for i in rest)]))
+
+    def _meet(self, engines: Collection[str]) -> None:
+        """Takes note of the engines that there are now."""
+        if len(engines) != len(self._names) or any(map(operator.ne, engines, self._names)):
+            self._names = list(engines)
+            seeds = [xxhash.xxh3_64_intdigest(name.encode()) for name in self._names]
+            self._seeds = np.array(seeds, np.uint64)
+
+
+class LeastLoaded:
+    """Sends a request to whom has least to do."""
+
+    def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
+        return sorted(loads, key=lambda name: loads[name])
+
+    def sent(self, seen: Seen, engine: str) -> None:
+        """Nothing depends on it."""
+
+
+class RoundRobin:
+    """Sends requests to one engine after the other."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
+        names = list(loads)
+        first = self._turn % len(names)
+        return names[first:] + names[:first]
+
+    def sent(self, seen: Seen, engine: str) -> None:
+        self._turn += 1
+
+
+def rule_of(name: str) -> Rule:
+    """A rule by its name.
+
+    Raises:
+      ValueError: there is no such rule.
+    """
+    if name not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {short(name)}")
+    made: dict[str, Rule] = {
+        "bounded": Affinity(), "hash": Affinity(math.inf), "least-loaded": LeastLoaded(), "round-robin": RoundRobin()
+    }  # fmt: skip
+    return made[name]
+
+
+def look(request: Mapping[str, Any], *, reads_files: bool = False) -> Seen:
+    """Sees what speaks for an engine in a request: a body of the server, or what `LLM.chat` takes as a conversation.
+
+    Args:
+      reads_files: hash the files that paths name, not the paths.
+    """
+    images: dict[bytes, int] = {}
+    opening, has_opening, goes_on = xxhash.xxh3_128(), False, False
+    files: list[str] = []
+    for key, value in request.items():
+        if key not in ("messages", "input") or not isinstance(value, list):
+            images |= {digest: size for digest, size in _leaves({key: value}, reads_files, files) if size}
+            continue
+        for message in value:
+            role = message.get("role") if isinstance(message, Mapping) else None
+            has_opening = has_opening or role is not None
+            goes_on = goes_on or role == "assistant"
+            for digest, size in _leaves(message, reads_files, files):
+                if size:
+                    images[digest] = size
+                if not goes_on:
+                    opening.update(digest)
+    return Seen(images, opening.digest() if has_opening else None, goes_on, files[0] if files else None)
+
+
+def look_at(value: Any, *, reads_files: bool = True) -> tuple[bytes, int]:
+    """The digest of a picture or a video as it came, and its bytes. Nothing is decoded.
+
+    Args:
+      value: bytes, a path, a `data:` or another URL, an array or a PIL image.
+      reads_files: hash the file that a path names, not the path.
+    """
+    if isinstance(value, str) and value.startswith("data:"):
+        encoded = memoryview(value.encode(errors="surrogateescape"))
+        payload = encoded[value.find(",", 0, _HEAD) + 1 :]  # what stands before tells the type
+        return _digest(payload), max(_UNKNOWN, len(payload) * 3 // 4)
+    if isinstance(value, str | os.PathLike):
+        name = os.fspath(value)
+        text = name if isinstance(name, str) else os.fsdecode(name)
+        if reads_files and "://" not in text:
+            try:
+                with open(os.path.expanduser(text), "rb") as file:
+                    return look_at(file.read())
+            except (OSError, ValueError):  # who opens it tells what is wrong
+                pass
+        return _digest(text.encode(errors="surrogateescape")), _UNKNOWN
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _digest(value), max(_UNKNOWN, len(value))
+    if callable(pixels := getattr(value, "tobytes", None)):
+        return look_at(pixels())
+    return _digest(repr(value)[:4096].encode(errors="surrogateescape")), _UNKNOWN
+
+
+def _leaves(value: Any, reads_files: bool, files: list[str]) -> Iterator[tuple[bytes, int]]:
+    """Digests of what a message or a field holds; of pictures and videos with their bytes, of all else with 0. Ids of
+    files go to `files`."""
+    pending = [value]  # not by calls: it may be nested deeper than these may be
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            yield _digest(one.encode(errors="surrogateescape")), 0
+        elif isinstance(one, Mapping):
+            rest = dict(one)
+            for found in _pictures(rest):
+                if isinstance(found, str) and found.startswith(_FILE):
+                    files.append(found.removeprefix(_FILE))
+                yield look_at(found, reads_files=reads_files)
+            pending += reversed(rest.values())
+        elif isinstance(one, list | tuple):
+            pending += reversed(one)
+
+
+def _pictures(part: dict[str, Any]) -> Iterator[Any]:
+    """Takes out of a part what is a picture or a video."""
+    if part.get("library") is not None and part.get("id") is not None:
+        yield f"library:{part.pop('library')}/{part.pop('id')}"
+    if part.get("file_id") is not None:
+        yield f"{_FILE}{part.pop('file_id')}"
+    keys = (*_URLS, *_VALUES, *(_NAMED if part.get("type") in _TYPES else ()))
+    for key in keys:
+        given = part.pop(key, None)
+        for value in given if isinstance(given, list | tuple) else [given]:
+            inside = value.get("url") if isinstance(value, Mapping) else value
+            if inside is not None:
+                yield inside
+
+
+def _digest(content: Any) -> bytes:
+    return xxhash.xxh3_128_digest(content)
+
+
+def _scores(digests: Sequence[bytes], seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """How much speaks for each engine: [digests, engines], as good as drawn for each pair (splitmix64)."""
+    keys = np.array([int.from_bytes(digest[:8], "little") for digest in digests], np.uint64)
+    mixed = keys[:, None] ^ seeds[None]
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,248 @@
+"""The entrance of a service: reads bodies within their limits, sees what they show, and hands them to a replica.
+
+It holds no model, decodes no picture and counts no token. What a client is told comes from the replicas, refusals
+included, but for bodies that do not come and engines that end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any
+
+import ray.exceptions
+import ray.serve.exceptions
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlcache_jax.affinity import Seen, look
+from vlcache_jax.protocol.values import ApiError, read_object, write
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.entrance import FIELD_BYTES, Entrance, GoneError, Keys, read_whole
+from vlcache_jax.server.names import tag_in
+from vlcache_jax.server.responses import answer_json, refuse, until_gone
+from vlcache_jax.server.tenants import Register
+
+_log = logging.getLogger(__name__)
+
+# Of a scope, what a replica is told.
+_KEPT = (
+    "type", "http_version", "method", "path", "raw_path", "query_string", "headers", "root_path", "scheme", "server",
+    "client",
+)  # fmt: skip
+_BY_NAME = re.compile(r"/v1/(?:responses|files)/([^/]+)(?:/.*)?")
+_FOR_ALL = re.compile(r"/cache(/.*)?|/reset_mm_cache|/reset_prefix_cache|/metrics|/load")
+_TRIES = 3  # replicas that are asked before the client is told
+_GONE = ApiError("the engine that answered has ended: ask again", status=503, retry_after=1)
+_DEAD = (ray.exceptions.RayActorError, ray.serve.exceptions.DeploymentUnavailableError)
+
+
+class Ingress:
+    """What a service listens with, as Ray Serve takes it.
+
+    Args:
+      engines: handle of the replicas.
+      server: of the routes.
+      secret: see `EngineReplica`.
+    """
+
+    def __init__(self, engines: DeploymentHandle[Any], server: ServerConfig, secret: bytes):
+        self._front = Front(engines, server, secret)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._front
+
+
+class Front:
+    """The entrance of a service (an ASGI application).
+
+    Args:
+      engines, server, secret: see `Ingress`.
+    """
+
+    def __init__(self, engines: DeploymentHandle[Any], server: ServerConfig, secret: bytes):
+        register = None
+        if server.api_keys is not None:
+            register = Register(server.api_keys, server.admin_key, secret, lambda *_: None)
+        self._engines, self._config = engines, server
+        self._keys = Keys(_nothing, server, register)
+        self._entrance = Entrance(server)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            sender = _Sender(send, scope)
+            try:
+                with self._entrance.enter(scope):
+                    body = await self._body(scope, receive)
+                    await until_gone(receive, self._answer(scope, body, sender))
+            except GoneError:
+                pass
+            except ApiError as error:
+                await sender.fail(error)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """What a request brings. Of one that is refused nothing is read: a replica says why."""
+        if scope["method"] == "OPTIONS" or self._keys.error(dict(scope)) is not None:
+            return b""
+        config = self._config
+        is_form = _header(scope, b"content-type").startswith(b"multipart/")
+        most = int(config.max_file_bytes) + FIELD_BYTES if is_form else int(config.max_body_bytes)
+        return await read_whole(scope, receive, config, most)
+
+    async def _answer(self, scope: Scope, body: bytes, sender: _Sender) -> None:
+        path = scope["path"].removeprefix(self._config.root_path)
+        told = {key: scope[key] for key in _KEPT if key in scope}
+        if _FOR_ALL.fullmatch(path):
+            await sender.send(await self._of_all(path, told, body))
+            return
+        seen = await asyncio.to_thread(see, path, body)
+        for attempt in range(_TRIES):
+            try:
+                async with contextlib.aclosing(self._messages(seen, told, body)) as messages:
+                    async for message in messages:
+                        await sender.send([message])
+                return
+            except _DEAD as error:
+                _log.warning("a replica ended: %s", error)
+                if sender.has_begun or attempt == _TRIES - 1:
+                    raise _GONE from error
+
+    async def _messages(self, seen: Seen, scope: Scope, body: bytes) -> AsyncGenerator[Message]:
+        response = self._engines.options(stream=True).http.remote(seen, scope, body, holders=())
+        try:
+            async for some in response:
+                for message in some:
+                    yield message
+        finally:
+            response.cancel()  # one that has ended does not mind
+
+    async def _of_all(self, path: str, scope: Scope, body: bytes) -> list[Message]:
+        """The answer to a request that all replicas have."""
+        try:
+            answers = await asyncio.to_thread(lambda: self._engines.broadcast("told", scope, body).results())
+        except _DEAD as error:
+            raise _GONE from error
+        if not answers:
+            raise _GONE
+        bad = [messages for _, messages in answers if messages[0]["status"] != 200]
+        if bad or path not in _JOINED or scope["method"] != "GET":
+            return bad[0] if bad else answers[0][1]
+        pages = {tag: b"".join(one.get("body", b"") for one in messages) for tag, messages in sorted(answers)}
+        first = answers[0][1][0]
+        content = _JOINED[path](pages)
+        headers = [(name, value) for name, value in first["headers"] if name.lower() != b"content-length"]
+        headers.append((b"content-length", str(len(content)).encode()))
+        return [{**first, "headers": headers}, {"type": "http.response.body", "body": content}]
+
+
+def see(path: str, body: bytes) -> Seen:
+    """What speaks for a replica in a request. What is wrong with it, the replica tells."""
+    if found := _BY_NAME.fullmatch(path):
+        return Seen(engine=tag_in(found[1]))
+    try:
+        request = read_object(body)
+        seen = look(request)
+    except ValueError:
+        return Seen()
+    earlier = request.get("previous_response_id")
+    named = earlier if isinstance(earlier, str) else seen.file
+    return seen if named is None else dataclasses.replace(seen, engine=tag_in(named))
+
+
+class _Sender:
+    """Sends an answer, and notes how far it came."""
+
+    def __init__(self, send: Send, scope: Scope):
+        self._send, self._is_responses = send, scope["path"].endswith("/v1/responses")
+        self.has_begun = self._is_stream = False
+        self._events = 0
+
+    async def send(self, messages: list[Message]) -> None:
+        for message in messages:
+            if message["type"] == "http.response.start":
+                self.has_begun = True
+                self._is_stream = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+            else:
+                self._events += message.get("body", b"").count(b"\n\ndata: ") + 1
+            await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Says what went wrong; of an answer that has begun, as its last event."""
+        if not self.has_begun:
+            response = refuse(error)
+            await self.send([
+                {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers},
+                {"type": "http.response.body", "body": response.body},
+            ])  # fmt: skip
+            return
+        if not self._is_stream:  # its length was told: the connection is cut
+            raise error
+        told = error.to_dict()
+        if self._is_responses:
+            inside = told["error"]
+            told = {"type": "error", "sequence_number": self._events} | {
+                key: inside[key] for key in ("code", "message", "param")
+            }
+        name = b"event: error\n" if self._is_responses else b""
+        body = name + b"data: " + write(told) + b"\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class _Pages:
+    """Metrics of all replicas, each with its tag."""
+
+    def __init__(self, pages: Mapping[str, bytes]):
+        self._pages = pages
+
+    def collect(self) -> Iterator[Metric]:
+        joined: dict[str, Metric] = {}
+        for tag, page in self._pages.items():
+            for family in text_string_to_metric_families(page.decode()):
+                own = joined.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    own.add_sample(sample.name, {**sample.labels, "engine": tag}, sample.value)
+        yield from joined.values()
+
+
+def _metrics(pages: Mapping[str, bytes]) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(_Pages(pages))
+    return generate_latest(registry)
+
+
+def _load(pages: Mapping[str, bytes]) -> bytes:
+    return answer_json({"server_load": sum(json.loads(page)["server_load"] for page in pages.values())}).body
+
+
+def _stats(pages: Mapping[str, bytes]) -> bytes:
+    return answer_json({"engines": {tag: json.loads(page) for tag, page in pages.items()}}).body
+
+
+_JOINED: Mapping[str, Callable[[Mapping[str, bytes]], bytes]] = {"/metrics": _metrics, "/load": _load, "/cache": _stats}
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """The beginning and the end, of which there is nothing to do."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("keys are only asked here")
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key.lower() == name), b"")
