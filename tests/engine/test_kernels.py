@@ -130,6 +130,7 @@ checks.main()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.ladder
 def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_path, monkeypatch, capsys):
     processes = []

@@ -265,6 +265,7 @@ def test_a_layer_step_with_experts(size: int) -> None:
     assert compiled.operations < 40
 
 
+@pytest.mark.thorough_for("Qwen2.5-VL-3B")
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen3-VL-8B"])
 def test_one_row_passes_matrix_products(name: str) -> None:
     """XLA would take it for a vector, and write what it makes of small matrices value by value."""
@@ -299,6 +300,7 @@ def test_a_window_that_draws_asks_the_host_nothing(choice: Choice, steps: int) -
     assert compiled.predicates == 0
 
 
+@pytest.mark.thorough
 def test_compressing_a_prompt_and_decoding_behind_it() -> None:
     """The compressed pool, which is that of all layers, is updated in place, and no layer of the other is copied."""
     text, slots, pages = CONFIG.text, 2**17, 64
@@ -349,6 +351,7 @@ def test_linking_layers_together(runner, size: int, count: int) -> None:
     assert compiled.operations < count * layers + 8 + 2 * count  # one for a layer of an image, and those of the angles
 
 
+@pytest.mark.thorough_for("int8", "int4")
 @pytest.mark.parametrize("codec", [None, *CODECS])
 def test_linking_from_the_device_and_into_it(codec: str | None) -> None:
     """Nothing of the device tier is copied, and a link that also writes into it does so in place."""
@@ -377,6 +380,7 @@ def test_linking_from_the_device_and_into_it(codec: str | None) -> None:
     assert rows.temp < 2**20
 
 
+@pytest.mark.thorough
 def test_layers_that_are_one_program(runner) -> None:
     one, compiled = compile_for(runner, Layer(512, 512, False)), compile_for(runner, Block(512))
     assert compiled.spills == 0
@@ -385,6 +389,7 @@ def test_layers_that_are_one_program(runner) -> None:
     assert compiled.operations <= BLOCK * one.operations
 
 
+@pytest.mark.thorough
 def test_moving_linked_keys_and_values(runner) -> None:
     text = CONFIG.text
     plain, moving = (compile_for(runner, Layer(512, 512, False, moves)) for moves in (False, True))

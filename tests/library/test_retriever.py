@@ -128,6 +128,7 @@ def test_one_item_that_cannot_be_seen_leaves_the_others(llm, library):
     assert not retriever.missing
 
 
+@pytest.mark.thorough
 @pytest.mark.ladder
 def test_a_planted_item_among_a_thousand(directory):
     with LLM(directory, use_tqdm=False, **SIZES) as llm:

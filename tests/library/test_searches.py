@@ -84,6 +84,7 @@ def test_an_answer_goes_on_with_what_was_found(llm, retriever, told, textured_im
     assert alone.outputs[0].token_ids[:budget] == output.outputs[0].token_ids
 
 
+@pytest.mark.thorough
 @pytest.mark.ladder
 def test_bounds(llm, library, retriever, told):
     for bound, hits in (({"k": 1}, 1), ({"tokens": 4}, 1), ({"tokens": 1}, 0)):
