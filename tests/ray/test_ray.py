@@ -11,6 +11,8 @@ import http.client
 import io
 import itertools
 import json
+import pathlib
+import re
 import socket
 import threading
 import time
@@ -216,6 +218,25 @@ def test_a_file_is_answered_and_gone_on_with(cluster, tmp_path, monkeypatch):
     assert "missing.png" in read("ray.jsonl")[3]["error"]
 
 
+@pytest.mark.thorough
+def test_the_guide_runs(cluster, tmp_path, monkeypatch):
+    from ray import serve
+
+    monkeypatch.chdir(tmp_path)
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "guides" / "scale.md").read_text()
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "docs/guides/scale.md", "exec"), {"__name__": "__main__"})
+    try:
+        answered = Running(None, 8000).json(
+            "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
+        )
+        assert answered[0] == 200
+    finally:
+        serve.shutdown()
+
+
 # --- a service --------------------------------------------------------------------------------------------------------
 
 
@@ -396,8 +417,8 @@ def test_what_one_engine_remembers_is_found(service):
 def test_what_all_engines_say(service):
     tags = service.both()
     page = service.http.ask("GET", "/metrics")[2].decode()
-    lines = [line for line in page.splitlines() if line.startswith("vllm:generation_tokens_total{")]
-    assert {tag for tag in tags if any(f'engine="{tag}"' in line for line in lines)} == tags, page[:2000]
+    lines = [line for line in page.splitlines() if line.startswith("vlcache:generation_tokens_total{")]
+    assert {tag for tag in tags if any(f'engine="{tag}"' in line for line in lines)} == tags
     assert service.http.json("GET", "/load")[1]["server_load"] >= 0
 
 
