@@ -372,7 +372,7 @@ def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
     """How 16 simulated engines are given requests (`vlcache_jax.benchmarks.scale`), at two rates."""
     yield ["requests a second and engine", "rule", "found, %", "from another, %", "computed, %", "first token p50, ms",
            "p99, ms", "most over mean"]  # fmt: skip
-    for rate, found in ((8, rows), (12, _rows("scale_busy.json"))):
+    for rate, found in ((8, rows), (24, _rows("scale_busy.json"))):
         for row in (row for row in found if row["engines"] == 16):
             computed = 1 - row["found"] - row["from others"]
             shares = [f"{100 * share:.0f}" for share in (row["found"], row["from others"], computed)]

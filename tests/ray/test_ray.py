@@ -49,7 +49,7 @@ def cluster():
     """A cluster of this machine alone."""
     from vlcache_jax.ray.engines import connect
 
-    for _ in range(3):  # a node that does not begin within half a minute gives up
+    for _ in range(5):  # a node that does not begin within half a minute gives up
         with contextlib.suppress(ConnectionError):
             connect()
             break
