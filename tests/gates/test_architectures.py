@@ -37,7 +37,7 @@ def test_what_is_kept_holds(architecture: str, case: str) -> None:
     found = architectures.in_child(architecture, case)
     assert isinstance(found, list), found
     assert all(row["spilled bytes"] == 0 for row in found)
-    if jax.__version__ == KEPT["versions"]["jax"]:
+    if jax.__version__ == KEPT["versions"]["jax"] and case in KEPT[architecture]["cases"]:
         assert found == KEPT[architecture]["cases"][case]
 
 
