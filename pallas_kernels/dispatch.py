@@ -153,7 +153,7 @@ def _best(kernel: str, checks: Checks) -> tuple[str, str]:
     kinds = [HOPPERS] * is_hopper(device) + [PORTABLE] * is_since_ampere(device)
     if not kinds:
         return "xla", f"no NVIDIA GPU since Ampere, but {device.device_kind}"
-    whys = []
+    whys: list[str] = []
     for kind in kinds:
         if kind not in checks:
             continue
@@ -161,7 +161,7 @@ def _best(kernel: str, checks: Checks) -> tuple[str, str]:
             checks[kind]()
             check_toolchain()
         except NotImplementedError as error:
-            whys.append(str(error))
+            whys = whys or [str(error)]  # the second choice does no more cases than the first
             continue
         verdict = verdict_on(checked_as(kernel, kind))
         why = f"check on {device.device_kind} {verdict}"
@@ -169,4 +169,4 @@ def _best(kernel: str, checks: Checks) -> tuple[str, str]:
             return kind, "; ".join([why, *whys])
         if not whys or verdict.passed is not None:  # a second choice is checked only where the first one has failed
             whys.append(why)
-    return "xla", "; ".join(dict.fromkeys(whys)) or f"{kinds[0]} has no kernel of {kernel}"
+    return "xla", "; ".join(whys) or f"{kinds[0]} has no kernel of {kernel}"

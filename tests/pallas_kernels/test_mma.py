@@ -105,7 +105,7 @@ def test_emulated_in_float32(emulated, case: Any) -> None:
     spec = jax.ShapeDtypeStruct(q.shape, q.dtype)
     config = work_config(COUNT, 20, 40, spec, KV_HEADS, decode=False, implementation=INTERPRETED)
     out = paged_attention(q, k, v, rows.work(config), implementation=INTERPRETED)
-    np.testing.assert_allclose(out, paged_cases.reference(rows, q, k, v), atol=ATOL["float32"], rtol=0)
+    np.testing.assert_allclose(out, paged_cases.reference(rows, q, k, v), atol=2 * ATOL["float32"], rtol=0)
 
 
 @pytest.mark.ladder
@@ -113,7 +113,7 @@ def test_emulated_in_float32(emulated, case: Any) -> None:
 def test_emulated_intervals_in_float32(emulated, intervals: Any) -> None:
     args = Case("", 90, 300, 6, 2, 24, intervals).inputs(poison=True)
     out = attention(*args, implementation=INTERPRETED)
-    np.testing.assert_allclose(out, reference(*args), atol=ATOL["float32"], rtol=0)
+    np.testing.assert_allclose(out, reference(*args), atol=2 * ATOL["float32"], rtol=0)
 
 
 @pytest.mark.thorough
