@@ -77,5 +77,19 @@ def twin(source: pathlib.Path, destination: pathlib.Path) -> pathlib.Path:
         stands_for = exact(tensors[name], tensors.pop(name + suffix))
         tensors[name] = stands_for.astype(np.float32)
         assert (tensors[name] == stands_for).all()
+    stacked(tensors)
     write(destination / "model.safetensors", {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
     return destination
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> None:
+    """Puts matrices of experts that are stored one by one together, in place, as they are published without 8 bits."""
+    for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
+        folder = first.removesuffix(".0.gate_proj.weight")
+        count = sum(name.startswith(f"{folder}.") and name.endswith(".gate_proj.weight") for name in tensors)
+        gate, up, down = (
+            np.stack([tensors.pop(f"{folder}.{i}.{kind}_proj.weight") for i in range(count)])
+            for kind in ("gate", "up", "down")
+        )
+        tensors[f"{folder}.gate_up_proj"] = np.concatenate([gate, up], axis=1).swapaxes(1, 2)
+        tensors[f"{folder}.down_proj"] = down.swapaxes(1, 2)

@@ -29,7 +29,6 @@ def load(directory, dtype="float32"):
     ("kind", "quantization"),
     [
         ("qwen3_vl", "fp8"),
-        pytest.param("qwen3_vl_moe", "fp8", marks=pytest.mark.ladder),
         pytest.param("qwen2_5_vl", "channel", marks=pytest.mark.ladder),
         pytest.param("qwen3_vl", "block", marks=pytest.mark.ladder),
     ],
