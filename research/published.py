@@ -382,7 +382,8 @@ def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 def scale_needs() -> Iterator[list[str]]:
     """What more engines need, by the simulator's figures."""
-    yield ["engines", "pictures held", "found, %", "pictures computed/s", "GB/s between machines", "records", "their indexes, MB"]
+    yield ["engines", "pictures held", "found, %", "pictures computed/s", "GB/s between machines", "records",
+           "their indexes, MB"]  # fmt: skip
     costs, rate, tokens = Costs(), 8, 1024
     size = tokens * costs.token_bytes
     for engines in (1, 10, 1000):

@@ -102,7 +102,7 @@ class Affinity:
     def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
         self._meet(loads)
         by_load = sorted(loads, key=lambda name: loads[name])
-        if seen.engine in loads:  # nobody else can answer
+        if seen.engine is not None and seen.engine in loads:  # nobody else can answer
             return [seen.engine, *(name for name in by_load if name != seen.engine)]
         limit = self.limit(loads)
         chosen = [name for name in self._preferred(seen) if loads[name] < limit]
@@ -133,7 +133,7 @@ class Affinity:
     def _preferred(self, seen: Seen) -> list[str]:
         """Those that something speaks for, the best one first."""
         last = self._openings.get(seen.opening) if seen.goes_on and seen.opening is not None else None
-        first = [last] if last in self._names else []
+        first = [last] if last is not None and last in self._names else []
         if (largest := seen.largest) is None and not seen.goes_on:
             return first
         held = np.zeros(len(self._names))

@@ -28,7 +28,7 @@ from vlcache_jax.protocol.values import ApiError, read_object, write
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import FIELD_BYTES, Entrance, GoneError, Keys, read_whole
 from vlcache_jax.server.names import tag_in
-from vlcache_jax.server.responses import answer_json, refuse, until_gone
+from vlcache_jax.server.responses import refuse, until_gone
 from vlcache_jax.server.tenants import Register
 
 _log = logging.getLogger(__name__)
@@ -221,11 +221,11 @@ def _metrics(pages: Mapping[str, bytes]) -> bytes:
 
 
 def _load(pages: Mapping[str, bytes]) -> bytes:
-    return answer_json({"server_load": sum(json.loads(page)["server_load"] for page in pages.values())}).body
+    return write({"server_load": sum(json.loads(page)["server_load"] for page in pages.values())})
 
 
 def _stats(pages: Mapping[str, bytes]) -> bytes:
-    return answer_json({"engines": {tag: json.loads(page) for tag, page in pages.items()}}).body
+    return write({"engines": {tag: json.loads(page) for tag, page in pages.items()}})
 
 
 _JOINED: Mapping[str, Callable[[Mapping[str, bytes]], bytes]] = {"/metrics": _metrics, "/load": _load, "/cache": _stats}
