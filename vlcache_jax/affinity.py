@@ -30,6 +30,7 @@ RULES = ("bounded", "hash", "least-loaded", "round-robin")
 
 _REMEMBERED = 2**16  # openings of conversations, and pictures
 _HEAD = 256  # characters in which a data URL's payload begins
+_PIECE = 1 << 20  # bytes of a file that are read at a time
 _UNKNOWN = 1  # bytes of a picture that is only named
 _FILE = "file-id:"  # begins a URL that names an uploaded file
 _URLS = ("image_url", "video_url")
@@ -233,8 +234,7 @@ def look_at(value: Any, *, reads_files: bool = True) -> tuple[bytes, int]:
         text = name if isinstance(name, str) else os.fsdecode(name)
         if reads_files and "://" not in text:
             try:
-                with open(os.path.expanduser(text), "rb") as file:
-                    return look_at(file.read())
+                return _look_at_file(os.path.expanduser(text))
             except (OSError, ValueError):  # who opens it tells what is wrong
                 pass
         return _digest(text.encode(errors="surrogateescape")), _UNKNOWN
@@ -243,6 +243,15 @@ def look_at(value: Any, *, reads_files: bool = True) -> tuple[bytes, int]:
     if callable(pixels := getattr(value, "tobytes", None)):
         return look_at(pixels())
     return _digest(repr(value)[:4096].encode(errors="surrogateescape")), _UNKNOWN
+
+
+def _look_at_file(path: str) -> tuple[bytes, int]:
+    seen, size = xxhash.xxh3_128(), 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            seen.update(piece)
+            size += len(piece)
+    return seen.digest(), max(_UNKNOWN, size)
 
 
 def _leaves(value: Any, reads_files: bool, files: list[str]) -> Iterator[tuple[bytes, int]]:

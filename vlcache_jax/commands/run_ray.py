@@ -10,9 +10,19 @@ from typing import NamedTuple
 from vlcache_jax.affinity import look
 from vlcache_jax.commands.run import Recipe, Sheet, tokens_of
 from vlcache_jax.commands.shipped import warn_of_others
+from vlcache_jax.config import EngineConfig, EngineOptions
 from vlcache_jax.progress import say
 from vlcache_jax.protocol.chats import ChatFormat
-from vlcache_jax.ray.engines import EngineDiedError, EngineOrder, Engines, connect, gpus_of
+from vlcache_jax.ray.engines import (
+    EngineDiedError,
+    EngineOrder,
+    Engines,
+    Packed,
+    connect,
+    gpus_of,
+    placed,
+    warn_of_room,
+)
 
 _AHEAD = 4  # windows of rows that are read before an engine has room for them
 
@@ -41,10 +51,11 @@ def answer(recipe: Recipe, sheet: Sheet, overwrite: bool, *, address: str | None
     devices = recipe.options.get("tensor_parallel_size", 1)
     gpus = gpus_of()
     order = EngineOrder(engines=engines or max(1, gpus // devices), num_gpus=devices if gpus else 0)
-    absolute = dataclasses.replace(
-        recipe, source=recipe.source.resolve(), options={**recipe.options, "use_tqdm": False}
-    )
-    pool = Engines(functools.partial(RowAnswers, absolute), order)
+    warn_of_room(order.engines, order.num_gpus)
+    absolute = dataclasses.replace(recipe, source=recipe.source.resolve())
+    options: EngineOptions = {**recipe.options, "use_tqdm": False}
+    config = placed(EngineConfig.of(recipe.name, **options))
+    pool = Engines(Packed(functools.partial(RowAnswers, absolute, config)), order)
     try:
         say(f"opening {order.engines} engines")
         asyncio.run(_answer(absolute, sheet, overwrite, pool, order))
@@ -57,12 +68,13 @@ class RowAnswers:
 
     Args:
       recipe: what they are answered with.
+      config: of the engine.
     """
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, config: EngineConfig):
         from vlcache_jax import LLM
 
-        self._recipe, self._llm = recipe, LLM(recipe.name, **recipe.options)
+        self._recipe, self._llm = recipe, LLM(config)
         self._llm.service.compressor_of(recipe.compress)  # what is wrong for all rows is no row's error
         self._chats = ChatFormat(self._llm.service.renderer)
 

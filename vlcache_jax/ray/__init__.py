@@ -5,10 +5,12 @@ Batches: `generate` answers the rows of a `ray.data.Dataset`, `vlcache run IN OU
 of it is decoded on the way. No other wing imports ray.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or what `uv run` runs in is copied to all nodes
 try:
-    import ray as _ray  # noqa: F401
+    import ray as _ray  # noqa: F401  (it reads that now)
 except ImportError as error:
     raise ImportError(
         f'vlcache_jax.ray needs {error.name}, which is not installed: pip install "vlcache-jax[ray]"', name=error.name

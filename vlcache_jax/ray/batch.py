@@ -13,7 +13,7 @@ from vlcache_jax.cache.records import CacheStats
 from vlcache_jax.checks import check_text, check_whole, short
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions
 from vlcache_jax.llm import LLM
-from vlcache_jax.ray.engines import WINDOW, EngineOrder, Packed
+from vlcache_jax.ray.engines import WINDOW, EngineOrder, Packed, placed, warn_of_room
 from vlcache_jax.ray.feeding import COLUMNS, Feeder, Sharder
 from vlcache_jax.sampling import SamplingParams
 
@@ -63,7 +63,7 @@ def generate(
       ValueError, TypeError: an argument is wrong. What the model's files tell to be wrong, who reads the dataset hears.
     """
     options.setdefault("use_tqdm", False)
-    config = EngineConfig.of(model, **options)
+    config = placed(EngineConfig.of(model, **options))
     if not isinstance(sampling_params, SamplingParams | None):
         raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
     if sampling_params is not None and sampling_params.n != 1:
@@ -71,6 +71,7 @@ def generate(
     gpus = config.tensor_parallel_size if num_gpus is None else num_gpus
     check_whole("num_engines", num_engines, 1)
     order = EngineOrder(engines=num_engines, num_gpus=gpus, num_cpus=num_cpus, window=window)
+    warn_of_room(num_engines, gpus)
     make = Packed(functools.partial(Answers, config, sampling_params, compress))
     return dataset.map_batches(
         Feeder,

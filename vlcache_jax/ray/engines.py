@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.exceptions
 
 from vlcache_jax.affinity import Affinity, Seen
 from vlcache_jax.checks import check_whole, is_a, short
+from vlcache_jax.progress import say
+
+if TYPE_CHECKING:
+    from vlcache_jax.config import EngineConfig
 
 WINDOW = 32
 """Rows that an engine has at a time: what it needs to fill its steps, and to read pictures ahead."""
@@ -30,7 +35,6 @@ def connect(address: str | None = None) -> None:
     """
     if ray.is_initialized():
         return
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or what `uv run` runs in is copied to all nodes
     own: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
     try:
         ray.init(logging_level="ERROR", log_to_driver=False, **own)
@@ -46,6 +50,29 @@ def gpus_of() -> int:
 
 type Worker = Callable[[Any], Any]
 """What lives in an actor, an open model: it answers an item, and is called from several threads."""
+
+
+def warn_of_room(engines: int, num_gpus: float) -> None:
+    """Says on stderr where engines ask for more GPUs than there are, as they wait for them without a word."""
+    if ray.is_initialized() and engines * num_gpus > gpus_of():
+        say(
+            f"warning: {engines} engines of {num_gpus:g} GPUs each were asked for, and the cluster has {gpus_of()}: "
+            "those that find none wait"
+        )
+
+
+def placed(config: EngineConfig) -> EngineConfig:
+    """The same with paths that do not depend on the folder in which a process runs."""
+    model, disk, media = os.fspath(config.model), config.cache.disk, config.allowed_local_media_path
+    cache = config.cache if disk is None else dataclasses.replace(config.cache, disk=_absolute(disk))
+    return dataclasses.replace(
+        config, model=_absolute(model) if os.path.isdir(model) else model, cache=cache,
+        allowed_local_media_path=_absolute(media) if media else media,
+    )  # fmt: skip
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 class Packed:

@@ -35,6 +35,7 @@ class Feeder:
         given = {meaning: name for meaning, name in self._names.items() if name in table.column_names}
         if taken := [name for name in ANSWERS if name in table.column_names]:
             raise ValueError(f"dataset must not have a column {taken[0]}, which is for answers")
+        await self._engines.ready()  # what is wrong with the model is no row's error
         rows = table.select(list(dict.fromkeys(given.values()))).to_pylist()
         answers = await asyncio.gather(*(self._answer(row, given) for row in rows))
         for name, kind in ANSWERS.items():
@@ -63,7 +64,8 @@ class Sharder:
             raise ValueError(f"column must be one of {', '.join(table.column_names)}, got {short(self._column)}")
         numbers = []
         for value in table.column(self._column).to_pylist():
-            listed = value if isinstance(value, list) and value and isinstance(value[0], str | bytes) else [value]
+            is_list = isinstance(value, list) and value and not isinstance(value[0], list | int | float)
+            listed = value if is_list else [value]
             seen = Seen(dict(look_at(one) for one in listed if one is not None))
             numbers.append(self._numbers[self._shards.of(seen)])
         return table.append_column(self._output, pa.array(numbers, pa.int64()))
@@ -85,7 +87,8 @@ def _messages(row: Mapping[str, Any]) -> list[Any]:
             raise ValueError(f"messages must be a list or its JSON, got {short(messages)}")
         return [_without_none(message) for message in messages]
     check_text(row.get("question"), "question")
-    parts = [{"type": "image", "image": image} for image in (row.get("image"), *(row.get("images") or ()))]
+    images = row.get("images")
+    parts = [{"type": "image", "image": one} for one in (row.get("image"), *(() if images is None else images))]
     parts.append({"type": "video", "video": row.get("video")})
     shown = [part for part in parts if part[part["type"]] is not None]
     system = row.get("system")

@@ -21,12 +21,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlcache_jax.affinity import Seen, look
 from vlcache_jax.protocol.values import ApiError, read_object, write
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.entrance import FIELD_BYTES, Entrance, GoneError, Keys, read_whole
+from vlcache_jax.server.entrance import FIELD_BYTES, OPEN, Entrance, GoneError, Keys, read_whole
 from vlcache_jax.server.names import tag_in
 from vlcache_jax.server.responses import refuse, until_gone
 from vlcache_jax.server.tenants import Register
@@ -38,10 +39,12 @@ _KEPT = (
     "type", "http_version", "method", "path", "raw_path", "query_string", "headers", "root_path", "scheme", "server",
     "client",
 )  # fmt: skip
+_PATIENCE = 5.0  # seconds in which a replica must say that it is ready
 _BY_NAME = re.compile(r"/v1/(?:responses|files)/([^/]+)(?:/.*)?")
-_FOR_ALL = re.compile(r"/cache(/.*)?|/reset_mm_cache|/reset_prefix_cache|/metrics|/load")
+_FOR_ALL = re.compile(r"/cache(/(?!precompute).*)?|/reset_mm_cache|/reset_prefix_cache|/metrics|/load")
+_EVENT = re.compile(rb"^event: ", re.MULTILINE)
+_BRING = ("POST", "PUT", "PATCH")  # methods whose requests have bodies
 _TRIES = 3  # replicas that are asked before the client is told
-_GONE = ApiError("the engine that answered has ended: ask again", status=503, retry_after=1)
 _DEAD = (ray.exceptions.RayActorError, ray.serve.exceptions.DeploymentUnavailableError)
 
 
@@ -80,42 +83,52 @@ class Front:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
-            sender = _Sender(send, scope)
+            reply = _Reply(send, scope)
+            path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix(self._config.root_path)
             try:
-                with self._entrance.enter(scope):
-                    body = await self._body(scope, receive)
-                    await until_gone(receive, self._answer(scope, body, sender))
+                await self._take(path, scope, receive, reply)
             except GoneError:
                 pass
             except ApiError as error:
-                await sender.fail(error)
+                await reply.fail(error)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """What a request brings. Of one that is refused nothing is read: a replica says why."""
-        if scope["method"] == "OPTIONS" or self._keys.error(dict(scope)) is not None:
-            return b""
-        config = self._config
-        is_form = _header(scope, b"content-type").startswith(b"multipart/")
-        most = int(config.max_file_bytes) + FIELD_BYTES if is_form else int(config.max_body_bytes)
-        return await read_whole(scope, receive, config, most)
+    async def _take(self, path: str, scope: Scope, receive: Receive, reply: _Reply) -> None:
+        """Reads what a request brings, and answers it. Of one that is refused nothing is read: a replica says why."""
+        brings = scope["method"] in _BRING and path not in OPEN and self._keys.error(dict(scope)) is None
+        if brings:
+            with self._entrance.enter(scope):
+                config = self._config
+                is_form = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/")
+                most = int(config.max_file_bytes) + FIELD_BYTES if is_form else int(config.max_body_bytes)
+                body = await read_whole(scope, receive, config, most)
+                await until_gone(receive, self._answer(path, scope, body, reply))
+            return
+        answering = self._answer(path, scope, b"", reply)
+        if path not in OPEN:
+            await answering
+            return
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await answering
+        except TimeoutError:
+            raise ApiError("no engine is ready", status=503, retry_after=1) from None
 
-    async def _answer(self, scope: Scope, body: bytes, sender: _Sender) -> None:
-        path = scope["path"].removeprefix(self._config.root_path)
+    async def _answer(self, path: str, scope: Scope, body: bytes, reply: _Reply) -> None:
         told = {key: scope[key] for key in _KEPT if key in scope}
         if _FOR_ALL.fullmatch(path):
-            await sender.send(await self._of_all(path, told, body))
+            await reply.send(await self._of_all(path, told, body))
             return
         seen = await asyncio.to_thread(see, path, body)
         for attempt in range(_TRIES):
             try:
                 async with contextlib.aclosing(self._messages(seen, told, body)) as messages:
                     async for message in messages:
-                        await sender.send([message])
+                        await reply.send([message])
                 return
             except _DEAD as error:
                 _log.warning("a replica ended: %s", error)
-                if sender.has_begun or attempt == _TRIES - 1:
-                    raise _GONE from error
+                if reply.has_begun or attempt == _TRIES - 1:
+                    raise _gone() from None
 
     async def _messages(self, seen: Seen, scope: Scope, body: bytes) -> AsyncGenerator[Message]:
         response = self._engines.options(stream=True).http.remote(seen, scope, body, holders=())
@@ -129,17 +142,17 @@ class Front:
     async def _of_all(self, path: str, scope: Scope, body: bytes) -> list[Message]:
         """The answer to a request that all replicas have."""
         try:
-            answers = await asyncio.to_thread(lambda: self._engines.broadcast("told", scope, body).results())
-        except _DEAD as error:
-            raise _GONE from error
+            answers = await self._engines.broadcast("told", scope, body).results_async()
+        except _DEAD:
+            raise _gone() from None
         if not answers:
-            raise _GONE
+            raise _gone()
         bad = [messages for _, messages in answers if messages[0]["status"] != 200]
-        if bad or path not in _JOINED or scope["method"] != "GET":
-            return bad[0] if bad else answers[0][1]
+        if bad:
+            return bad[0]
         pages = {tag: b"".join(one.get("body", b"") for one in messages) for tag, messages in sorted(answers)}
         first = answers[0][1][0]
-        content = _JOINED[path](pages)
+        content = _JOINED.get(path, _together)(pages)
         headers = [(name, value) for name, value in first["headers"] if name.lower() != b"content-length"]
         headers.append((b"content-length", str(len(content)).encode()))
         return [{**first, "headers": headers}, {"type": "http.response.body", "body": content}]
@@ -159,7 +172,7 @@ def see(path: str, body: bytes) -> Seen:
     return seen if named is None else dataclasses.replace(seen, engine=tag_in(named))
 
 
-class _Sender:
+class _Reply:
     """Sends an answer, and notes how far it came."""
 
     def __init__(self, send: Send, scope: Scope):
@@ -173,7 +186,7 @@ class _Sender:
                 self.has_begun = True
                 self._is_stream = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
             else:
-                self._events += message.get("body", b"").count(b"\n\ndata: ") + 1
+                self._events += len(_EVENT.findall(message.get("body", b"")))
             await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
@@ -220,6 +233,20 @@ def _metrics(pages: Mapping[str, bytes]) -> bytes:
     return generate_latest(registry)
 
 
+def _together(pages: Mapping[str, bytes]) -> bytes:
+    """What several have changed: numbers are added up, lists joined, and what is true of one is told."""
+    joined: dict[str, Any] = {}
+    for page in filter(None, pages.values()):
+        for key, value in json.loads(page).items():
+            if isinstance(value, list):
+                joined[key] = list(dict.fromkeys([*joined.get(key, []), *value]))
+            elif isinstance(value, bool):
+                joined[key] = joined.get(key, False) or value
+            else:
+                joined[key] = joined.get(key, 0) + value
+    return write(joined) if joined else b""
+
+
 def _load(pages: Mapping[str, bytes]) -> bytes:
     return write({"server_load": sum(json.loads(page)["server_load"] for page in pages.values())})
 
@@ -244,5 +271,6 @@ async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError("keys are only asked here")
 
 
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key.lower() == name), b"")
+def _gone() -> ApiError:
+    """Made anew each time: one that is raised keeps the request that met it."""
+    return ApiError("the engine that answered has ended: ask again", status=503, retry_after=1)

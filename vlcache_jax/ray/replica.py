@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import os
 import threading
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any
 
 import ray.util
@@ -24,8 +26,11 @@ from vlcache_jax.llm import LLM
 from vlcache_jax.ray.routing import PEER, tag_of
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.lifecycle import SMALL, warm_up
+from vlcache_jax.server.lifecycle import FAILED, SMALL, warm_up
 
+_log = logging.getLogger(__name__)
+
+_LOOK = 0.2  # seconds from one look at the engine to the next
 _AHEAD = 16  # messages that are read before whoever waits for them takes them
 
 
@@ -55,9 +60,18 @@ class EngineReplica:
         self._tag = tag
         self._peers = _serve_records(self._engine, token)
         await warm_up(self._server, self._embedder)
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        """Ends the process when its engine has failed: what refuses at once would be given all that comes."""
+        while self._server.entrance.failure is None:
+            await asyncio.sleep(_LOOK)
+            await self._server.check_health()
+        _log.error("the engine failed: %s", self._server.entrance.failure)
+        os._exit(FAILED)  # its threads may never end
 
     async def http(
-        self, seen: Seen, scope: Scope, body: bytes, *, holders: Iterable[str] = ()
+        self, seen: Seen, scope: Scope, body: bytes, *, holders: Collection[str] = ()
     ) -> AsyncGenerator[Sequence[Message]]:
         """Answers a request; yields the messages that ASGI sends, as many as there are.
 
@@ -90,6 +104,7 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Requests have ended by now."""
+        self._watching.cancel()
         if self._peers is not None:
             self._peers.close()
         await asyncio.to_thread(self._engine.cache.flush)  # also to the disk
@@ -117,8 +132,9 @@ async def respond(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[Seq
     async def work() -> None:
         try:
             await app(scope, receive, sent.put)
-        finally:
-            await sent.put(None)
+        except Exception:  # what it answered says so
+            _log.exception("a request failed")
+        await sent.put(None)
 
     working = asyncio.ensure_future(work())
     try:
@@ -129,7 +145,6 @@ async def respond(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[Seq
             if messages := [one for one in some if one is not None]:
                 yield messages
             if None in some:
-                await working
                 return
     finally:
         gone.set()

@@ -15,7 +15,7 @@ from ray.serve.config import RequestRouterConfig
 from vlcache_jax.affinity import FACTOR, SLACK, Affinity
 from vlcache_jax.checks import check_whole
 from vlcache_jax.config import EngineConfig
-from vlcache_jax.ray.engines import EngineOrder
+from vlcache_jax.ray.engines import EngineOrder, placed, warn_of_room
 from vlcache_jax.ray.ingress import Ingress
 from vlcache_jax.ray.replica import EngineReplica
 from vlcache_jax.ray.routing import ImageRouter
@@ -65,7 +65,7 @@ def app(
       ValueError: an option is wrong.
     """
     own = config if isinstance(config, EngineConfig) else EngineConfig(config)
-    own = dataclasses.replace(own, use_tqdm=False)
+    own = dataclasses.replace(placed(own), use_tqdm=False)
     served = server or ServerConfig()
     for name in _RAYS:
         if getattr(served, name) != getattr(ServerConfig, name):
@@ -79,6 +79,7 @@ def app(
         num_gpus=own.tensor_parallel_size if num_gpus is None else num_gpus,
         num_cpus=num_cpus,
     )
+    warn_of_room(order.engines, order.num_gpus)
     shares = own.cache.disk is not None or served.api_keys is not None
     secret = server_secret(own.cache.disk) if shares else b""  # another one would end all replicas when it is run again
     token = hashlib.sha256(b"records " + secret).hexdigest()

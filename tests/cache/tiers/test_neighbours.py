@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from tests.cache.records import key, make, verified_read
@@ -54,26 +56,38 @@ def tier():
 
 
 def test_all_that_are_named_are_asked(tier):
-    neighbours, holders, _ = tier(a=[(NEW, 2.0)], b=None, c=[(OLD, 1.0)])
+    neighbours, holders, _ = tier(a=[], b=None, c=[(OLD, 1.0), (NEW, 2.0)])
     assert neighbours.find(OLD.meta.entry) == []  # nobody is named
     holders.note("abc")
     found = neighbours.find(OLD.meta.entry)
-    assert [(one.meta, one.written) for one in found] == [(OLD.meta, 1.0), (NEW.meta, 2.0)]  # the newest last
+    assert [(one.meta, one.written) for one in found] == [(OLD.meta, 1.0), (NEW.meta, 2.0)]
     for record in (OLD, NEW):
         verified_read(neighbours, record.meta)
     assert neighbours.find(key(2)) == []
 
 
 def test_who_is_not_named_any_more_is_left(tier):
-    neighbours, holders, peers = tier(a=[(OLD, 1.0)], **{f"p{i}": [] for i in range(8)})
+    neighbours, holders, peers = tier(a=[(OLD, 1.0)], **{f"p{i}": [] for i in range(16)})
     holders.note(["a"])
     assert neighbours.find(OLD.meta.entry)
-    holders.note([f"p{i}" for i in range(8)])
+    holders.note([f"p{i}" for i in range(16)])
     assert "a" not in holders()
     assert neighbours.find(OLD.meta.entry) == []
     assert (peers["a"].is_closed, peers["p0"].is_closed) == (True, False)
     holders.note(["p0", "a"])
-    assert set(holders()) == {"a", "p0", *(f"p{i}" for i in range(2, 8))}
+    assert set(holders()) == {"a", *(f"p{i}" for i in range(15))}  # the least likely one left
+
+
+def test_who_is_named_counts_for_a_minute():
+    now = 0.0
+    holders = Holders(lambda: now)
+    holders.note(["a", "b"])
+    now = 50.0
+    holders.note(["b"])
+    assert set(holders()) == {"a", "b"}
+    now = 100.0
+    assert list(holders()) == ["b"]
+    assert list(pickle.loads(pickle.dumps(holders))()) == []
 
 
 def test_where_nobody_answers_it_is_a_fault(tier):

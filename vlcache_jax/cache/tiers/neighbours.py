@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 from vlcache_jax.cache.record import Meta, Part, Planes
 from vlcache_jax.cache.remembered import REMEMBERED, Bounded
 from vlcache_jax.cache.tier import Found, GoneError, Line, Outcome, Place, Tier, TierError
 from vlcache_jax.cache.tiers.peer import PeerTier
 
-_MOST = 8  # peers that are asked for a record
+_MOST = 16  # peers that are asked for a record
+_SECONDS = 60.0  # for which one that was named counts: who is gone is not named again
 _THREADS = 8
 
 
 class Holders:
-    """Addresses of those that may hold what is asked for next; the last ones that were named count.
+    """Addresses of those that may hold what is asked for next; the last ones that were named count, for a minute.
 
     It may be called from any thread.
+
+    Args:
+      clock: seconds that only grow.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._urls: OrderedDict[str, None] = OrderedDict()
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._lock, self._clock = threading.Lock(), clock
+        self._urls: OrderedDict[str, float] = OrderedDict()
 
-    def note(self, urls: Iterable[str]) -> None:
-        """They may hold what comes next."""
+    def note(self, urls: Collection[str]) -> None:
+        """They may hold what comes next, the first ones most likely."""
         with self._lock:
-            for url in urls:
-                self._urls[url] = None
+            for url in reversed(list(urls)):
+                self._urls[url] = self._clock()
                 self._urls.move_to_end(url)
             while len(self._urls) > _MOST:
                 self._urls.popitem(last=False)
 
     def __call__(self) -> Collection[str]:
+        oldest = self._clock() - _SECONDS
         with self._lock:
-            return tuple(self._urls)
+            return [url for url, named in self._urls.items() if named >= oldest]
+
+    def __reduce__(self) -> tuple[type[Holders], tuple[()]]:
+        """Elsewhere nobody has been named."""
+        return Holders, ()
 
 
 class NeighbourTier(Tier):
@@ -59,21 +69,21 @@ class NeighbourTier(Tier):
         self._threads = ThreadPoolExecutor(_THREADS, "vlcache-neighbours")
 
     def find(self, entry: str) -> list[Found]:
-        asked = [(peer, self._threads.submit(peer.find, entry)) for peer in self._current()]
-        found: dict[str, Found] = {}
+        asked = {self._threads.submit(peer.find, entry): peer for peer in self._current()}
         errors = []
-        for peer, answer in asked:
+        for answer in as_completed(asked):
             try:
-                records = _result(answer)
+                found = _result(answer)
             except TierError as error:  # it may have gone; the others answer
                 errors.append(error)
                 continue
-            for one in records:
-                found[one.meta.name] = one
-                self._where.put(one.meta.name, peer)
+            if found:  # the first one that has it: others may be slow, or gone
+                for one in found:
+                    self._where.put(one.meta.name, asked[answer])
+                return found
         if errors and len(errors) == len(asked):
             raise errors[0]
-        return sorted(found.values(), key=lambda one: one.written)
+        return []
 
     def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
         if (peer := self._where.get(meta.name)) is None:
