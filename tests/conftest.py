@@ -386,9 +386,10 @@ def load_oracle() -> Callable[..., Any]:
     @functools.cache
     def load(directory: pathlib.Path, dtype: str = "float32") -> Any:
         # Eager attention rounds where the published models were evaluated; the dtype argument keeps the rotary
-        # frequencies in float32, which a later cast would not.
+        # frequencies in float32, which a later cast would not. Grouped products of experts know no float64.
+        experts = {"experts_implementation": "eager"} if dtype == "float64" else {}
         return AutoModelForImageTextToText.from_pretrained(
-            directory, dtype=getattr(torch, dtype), attn_implementation="eager"
+            directory, dtype=getattr(torch, dtype), attn_implementation="eager", **experts
         ).eval()
 
     return load

@@ -206,7 +206,7 @@ def test_factors_of_single_experts_are_looked_at(spoiled):
     def change(tensors):
         tensors[f"{name}.weight_scale"][3] = np.inf
 
-    with pytest.raises(PlanError, match=rf"{re.escape(name)}.weight_scale: 1 of 40, such as inf"):
+    with pytest.raises(PlanError, match=rf"{re.escape(name)}.weight_scale: 1 of 48, such as inf"):
         plan_of(spoiled(change, "qwen3_vl_moe", "channel"))
 
 
@@ -215,7 +215,7 @@ def test_experts_that_lack_something_are_named(spoiled):
 
     def change(tensors):
         del tensors[f"{folder}.3.gate_proj.weight_scale_inv"]
-        tensors[f"{folder}.2.down_proj.weight"] = np.ones((80, 40), np.float32)
+        tensors[f"{folder}.2.down_proj.weight"] = np.ones((80, 48), np.float32)
 
     with pytest.raises(PlanError) as error:
         plan_of(spoiled(change, "qwen3_vl_moe"))

@@ -16,7 +16,7 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 BLOCK = 32
 # Blocks fall neither on heads nor on the ends of matrices.
 TEXT = {"hidden_size": 80, "intermediate_size": 100, "num_hidden_layers": 3}
-EXPERTS = {"num_experts": 6, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
+EXPERTS = {"num_experts": 6, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
 _DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": FLOAT8}
 
 
@@ -91,5 +91,7 @@ def stacked(tensors: dict[str, np.ndarray]) -> None:
             np.stack([tensors.pop(f"{folder}.{i}.{kind}_proj.weight") for i in range(count)])
             for kind in ("gate", "up", "down")
         )
-        tensors[f"{folder}.gate_up_proj"] = np.concatenate([gate, up], axis=1).swapaxes(1, 2)
-        tensors[f"{folder}.down_proj"] = down.swapaxes(1, 2)
+        for name, stack in (("gate_up_proj", np.concatenate([gate, up], axis=1)), ("down_proj", down)):
+            # The library tells published stacks from its own by their shapes, and would not turn a square one.
+            assert stack.shape[1] != stack.shape[2]
+            tensors[f"{folder}.{name}"] = stack.swapaxes(1, 2)

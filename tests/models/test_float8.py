@@ -15,6 +15,8 @@ from vlcache_jax.models.model import layer_graphs
 
 SLOTS, ROWS = 80, 72
 TOLERANCE = 2e-5  # at a scale of 4, as of models without 8 bits
+# Layers that are all alike compile once.
+ALIKE = {"text": float8.TEXT | float8.EXPERTS | {"num_hidden_layers": 2, "mlp_only_layers": []}}
 
 
 def load(directory, dtype="float32"):
@@ -29,13 +31,15 @@ def load(directory, dtype="float32"):
     ("kind", "quantization"),
     [
         ("qwen3_vl", "fp8"),
+        pytest.param("qwen3_vl_moe", "fp8", marks=pytest.mark.ladder),
         pytest.param("qwen2_5_vl", "channel", marks=pytest.mark.ladder),
         pytest.param("qwen3_vl", "block", marks=pytest.mark.ladder),
     ],
 )
 def test_logits_are_those_of_a_float64_product(tmp_path, load_oracle, textured_image, kind, quantization):
     """Keys, values and logits are those of the library's model in float64, with the matrices that 8 bits stand for."""
-    source = float8.make(tmp_path / "source", kind, quantization, dtype="bfloat16")
+    options = ALIKE if kind == "qwen3_vl_moe" else {}
+    source = float8.make(tmp_path / "source", kind, quantization, dtype="bfloat16", **options)
     oracle = load_oracle(float8.twin(source, tmp_path / "twin"), "float64")
     reference = parity.reference(oracle, tmp_path / "twin", textured_image)
     model = load(source)
