@@ -292,8 +292,9 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 }  # fmt: skip
 
 
+_HOPPERS_ALONE = ("statistics", "float8_matmul", "experts_in_8_bits")
 # The name of each kernel's portable form, which has the same checks.
-PORTABLE = {kernel: dispatch.checked_as(kernel, dispatch.PORTABLE) for kernel in CHECKS if kernel != "statistics"}
+PORTABLE = {kernel: dispatch.checked_as(kernel, dispatch.PORTABLE) for kernel in CHECKS if kernel not in _HOPPERS_ALONE}
 _FORMS = {name: (kernel, dispatch.PORTABLE) for kernel, name in PORTABLE.items()}
 
 

@@ -41,7 +41,11 @@ def parsed(*words):
 
 def test_every_option_of_the_engine_is_one_of_the_command():
     names = {own.name for owner in OWNERS for own in dataclasses.fields(owner) if own.init}
-    assert names - {"cache", "model"} == {one.name for one in command().params} - {"model", "same_model", "help"}
+    assert names - {"cache", "model", "neighbours"} == {one.name for one in command().params} - {
+        "model",
+        "same_model",
+        "help",
+    }
     assert sum(len([own for own in dataclasses.fields(owner) if own.init]) for owner in OWNERS) == len(names)
     engine, server = parsed()
     assert engine == EngineConfig("tiny-vqa", allowed_local_media_path=None)

@@ -226,10 +226,10 @@ def run_command(
         str | None,
         typer.Option(
             "--ray",
-            metavar="[ADDRESS]",
+            metavar="<address>",
             show_default=False,
-            help="Answer by Ray: the cluster at an address such as auto or host:6379, or one that runs here, or a new "
-            "one of this machine.",
+            help="Answer by Ray: by the cluster at an address such as host:6379, or without one by that of this machine, "
+            "or a new one.",
         ),
     ] = None,
     engines: Annotated[
