@@ -228,7 +228,7 @@ def run_command(
             "--ray",
             metavar="<address>",
             show_default=False,
-            help="Answer by Ray: by the cluster at an address such as host:6379, or without one by that of this machine, "
+            help="Answer by Ray: by the cluster at an address such as host:6379, without one by that of this machine, "
             "or a new one.",
         ),
     ] = None,
