@@ -55,6 +55,8 @@ INTERPRETED = "mosaic_gpu_mma_interpreted"
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
 QUICK = ("packed", "requests, 8/2 heads of 64", "two_levels, decoding, 3/3 heads of 64", "one row")
 
+SLOW = pytest.mark.interpreted, pytest.mark.thorough
+
 
 def portable_checks() -> list[Any]:
     """What a first contact checks. One of each kernel is quick, or several of attention."""
@@ -63,7 +65,7 @@ def portable_checks() -> list[Any]:
         of_kernel = [check for check in CHECKS[kernel] if check.first]
         quick = [check for check in of_kernel if check.name in QUICK] or of_kernel[:1]
         found += [
-            pytest.param(check, id=f"{kernel}: {check.name}", marks=() if check in quick else pytest.mark.interpreted)
+            pytest.param(check, id=f"{kernel}: {check.name}", marks=() if check in quick else SLOW)
             for check in of_kernel
         ]
     return found
