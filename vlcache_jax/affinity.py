@@ -67,7 +67,7 @@ class Rule(Protocol):
     """A way to choose an engine."""
 
     def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
-        """The engines, the best one first.
+        """The engines, the best one first; those that cannot answer are left out.
 
         Args:
           loads: requests that each has under way.
@@ -102,9 +102,9 @@ class Affinity:
 
     def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
         self._meet(loads)
-        by_load = sorted(loads, key=lambda name: loads[name])
         if seen.engine is not None and seen.engine in loads:  # nobody else can answer
-            return [seen.engine, *(name for name in by_load if name != seen.engine)]
+            return [seen.engine]
+        by_load = sorted(loads, key=lambda name: loads[name])
         limit = self.limit(loads)
         chosen = [name for name in self._preferred(seen) if loads[name] < limit]
         return [*chosen, *(name for name in by_load if name not in chosen)]

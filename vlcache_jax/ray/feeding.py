@@ -29,13 +29,15 @@ class Feeder:
     """Gives rows to engines, and their answers back (an actor of a dataset, which owns the engines)."""
 
     def __init__(self, make: Callable[[], Worker], order: EngineOrder, names: Mapping[str, str]):
-        self._engines, self._names = Engines(make, order), names
+        self._engines, self._names, self._is_open = Engines(make, order), names, False
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         given = {meaning: name for meaning, name in self._names.items() if name in table.column_names}
         if taken := [name for name in ANSWERS if name in table.column_names]:
             raise ValueError(f"dataset must not have a column {taken[0]}, which is for answers")
-        await self._engines.ready()  # what is wrong with the model is no row's error
+        if not self._is_open:  # what is wrong with the model is no row's error
+            await self._engines.ready()
+            self._is_open = True
         rows = table.select(list(dict.fromkeys(given.values()))).to_pylist()
         answers = await asyncio.gather(*(self._answer(row, given) for row in rows))
         for name, kind in ANSWERS.items():

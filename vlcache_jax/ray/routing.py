@@ -40,8 +40,6 @@ class ImageRouter(RequestRouter):
         assert pending_request is not None
         pending_request.routing_context.should_backoff = True  # where all are full
         replicas = {tag_of(replica.replica_id.unique_id): replica for replica in candidate_replicas}
-        if seen.engine in replicas:  # nobody else can answer
-            return [[replicas[seen.engine]]]
         lengths = self.replica_queue_len_cache
         # Of whom nothing has been heard for seconds counts as idle; Ray asks it before it gives it anything.
         loads = {tag: lengths.get(replica.replica_id) or 0 for tag, replica in replicas.items()}
