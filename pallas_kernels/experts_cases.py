@@ -75,7 +75,7 @@ CASES = (
     ExpertsCase("one row", 1, 8, 16, 64, 192, routed),
     ExpertsCase("some rows are not needed", 40, 2, 5, 192, 128, some),
     ExpertsCase("nothing is needed", 9, 2, 4, 64, 64, nothing),
-    ExpertsCase("some of the experts", 24, 3, 4, 128, 64, routed, first=3, among=10),
+    ExpertsCase("some of the experts", 25, 3, 4, 128, 64, routed, first=3, among=10),
     ExpertsCase("many rows", 600, 2, 3, 128, 128, routed),
 )
 # Of Qwen3-VL-30B-A3B and 235B-A22B, with fewer experts.

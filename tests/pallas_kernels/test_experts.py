@@ -18,6 +18,7 @@ from vlcache_jax.pallas_kernels import dispatch, mix_experts
 from vlcache_jax.pallas_kernels.cases import array
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.pallas_kernels.experts_cases import CASES, GROUPS, REAL, ExpertsCase, groups, reference, routed
+from vlcache_jax.pallas_kernels.float8_cases import EXPERTS
 from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
 from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, make_tiles
 
@@ -38,6 +39,14 @@ def test_the_contract(case: ExpertsCase) -> None:
     found = jax.jit(functools.partial(mix_experts, first=case.first, implementation="xla"))(*args)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, reference(*args, first=case.first), atol=2e-5)
+
+
+@pytest.mark.parametrize("case", [*CASES, *EXPERTS], ids=lambda case: f"{case.name}, {case.F}")
+def test_cases_compute_what_they_say(case: ExpertsCase) -> None:
+    own = np.asarray(case.inputs()[2]) - case.first
+    is_own = (own >= 0) & (own < case.E)
+    assert is_own.any() == (case.name != "nothing is needed")
+    assert is_own.all() == (case.name not in ("nothing is needed", "some rows are not needed", "some of the experts"))
 
 
 @pytest.mark.parametrize(
