@@ -177,6 +177,8 @@ def _float8_experts(case: experts_cases.ExpertsCase, implementation: str, *, dty
 
 def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:
     """The error of the first run; they must be equal to the last bit."""
+    if not np.isfinite(want).any():
+        raise ValueError("a case must have finite results: NaN equals whatever NaN there is")
     first, *others = (np.asarray(run, np.float64) for run in runs)
     error = relative_error(first, want)
     if error > tolerance:

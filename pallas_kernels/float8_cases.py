@@ -13,6 +13,7 @@ from vlcache_jax.pallas_kernels.cases import array
 from vlcache_jax.pallas_kernels.experts_cases import ExpertsCase, groups, routed, some
 
 GROUP = 128  # inputs that share a factor
+MOST = np.float32(jnp.finfo(jnp.float8_e4m3fn).max)  # what is larger is NaN
 
 Kept = tuple[np.ndarray, np.ndarray, np.ndarray]  # 8 bits, factors, and what they stand for in float64
 
@@ -48,7 +49,8 @@ class Float8Case:
 def rounded(rng: np.random.Generator, matrix: np.ndarray) -> Kept:
     """A matrix, or a stack of them, [..., O, K], with factors that differ from output to output and group to group."""
     *outputs, inputs = matrix.shape
-    scale = rng.uniform(0.5, 2, (*outputs, inputs // GROUP)).astype(np.float32) / 1000
+    largest = np.abs(matrix).reshape(*outputs, inputs // GROUP, GROUP).max(-1)
+    scale = np.fmax(largest, 1e-3) / MOST * rng.uniform(1, 2, largest.shape).astype(np.float32)  # also of NaN
     spread = np.repeat(scale, GROUP, axis=-1)
     weight = (matrix / spread).astype(jnp.float8_e4m3fn)
     return weight, scale, weight.astype(np.float64) * spread
