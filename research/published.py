@@ -380,6 +380,15 @@ def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
             yield [str(rate), f"`{row['rule']}`", *shares, *times, f"{row['most over mean']:.2f}"]
 
 
+def routing(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What a router does with a request (`vlcache_jax.benchmarks.routing`)."""
+    yield ["engines", "JSON, ms", "hashing, ms", "beside hashing, ms", "choosing, ms", "choosing p99, ms"]
+    for row in rows:
+        alone = row["hash alone ms"]
+        times = (row["read JSON ms"], alone, row["hash ms"] - alone, row["choose ms"], row["choose p99 ms"])
+        yield [f"{row['engines']:,}", *(f"{ms:.2g}" for ms in times)]
+
+
 def scale_needs() -> Iterator[list[str]]:
     """What more engines need, by the simulator's figures."""
     yield ["engines", "pictures held", "found, %", "pictures computed/s", "GB/s between machines", "records",
@@ -750,6 +759,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "ttft long": functools.partial(_of, ttft_steps, "ttft_long_cpu.json"),
     "scale": functools.partial(_of, scale, "scale.json"),
     "scale needs": scale_needs,
+    "routing": functools.partial(_of, routing, "routing.json"),
     "server cost": functools.partial(_of, server_cost, "server_cpu.json"),
     "compression": functools.partial(_of, compressed_decoding, "compression_cpu.json"),
     "compression requests": functools.partial(_of, compressed_requests, "compression_cpu.json", "requests"),

@@ -37,6 +37,7 @@ _URLS = ("image_url", "video_url")
 _VALUES = ("image", "images", "image_pil", "video", "videos")
 _NAMED = ("url", "path", "base64")  # beside the type of a part
 _TYPES = ("image", "video", "image_url", "video_url", "image_pil", "input_image")
+_MAPPINGS, _LISTS = (dict, Mapping), (list, tuple)  # the frequent one first: others are asked for more slowly
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,16 @@ class Affinity:
         self._openings: OrderedDict[bytes, str] = OrderedDict()
         self._names: list[str] = []
         self._seeds = np.zeros(0, np.uint64)
+        self._last: tuple[Mapping[bytes, int], npt.NDArray[np.uint64]] | None = None  # pictures, and their scores
 
     def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
         self._meet(loads)
         if seen.engine is not None and seen.engine in loads:  # nobody else can answer
             return [seen.engine]
-        by_load = sorted(loads, key=lambda name: loads[name])
         limit = self.limit(loads)
         chosen = [name for name in self._preferred(seen) if loads[name] < limit]
-        return [*chosen, *(name for name in by_load if name not in chosen)]
+        taken = set(chosen)
+        return [*chosen, *sorted((name for name in loads if name not in taken), key=loads.__getitem__)]
 
     def sent(self, seen: Seen, engine: str) -> None:
         if seen.opening is not None:
@@ -128,8 +130,12 @@ class Affinity:
         self._meet(engines)
         if not seen.images:
             return []
-        ranked = np.argsort(_scores(list(seen.images), self._seeds))[:, -2:]
-        return [self._names[i] for i in dict.fromkeys(ranked[:, ::-1].ravel().tolist())]
+        scores = self._scores_of(seen.images)
+        first = np.argmax(scores, axis=1)
+        rest = scores.copy()
+        rest[np.arange(len(rest)), first] = 0
+        both = np.stack([first, np.argmax(rest, axis=1)], axis=1)
+        return [self._names[i] for i in dict.fromkeys(both.ravel().tolist())]
 
     def _preferred(self, seen: Seen) -> list[str]:
         """Those that something speaks for, the best one first."""
@@ -137,14 +143,21 @@ class Affinity:
         first = [last] if last is not None and last in self._names else []
         if (largest := seen.largest) is None and not seen.goes_on:
             return first
-        held = np.zeros(len(self._names))
-        if seen.images:
-            scores = _scores([largest or b"", *seen.images], self._seeds)
-            np.add.at(held, np.argmax(scores[1:], axis=1), list(seen.images.values()))
+        if largest is not None:
+            scores = self._scores_of(seen.images)
+            own = scores[list(seen.images).index(largest)]
+            held = np.bincount(np.argmax(scores, axis=1), list(seen.images.values()), len(self._names))
         else:
-            scores = _scores([seen.opening or b""], self._seeds)
-        rest = np.lexsort((scores[0], held))[::-1].tolist()
+            [own] = _scores([seen.opening or b""], self._seeds)
+            held = np.zeros(len(self._names))
+        rest = np.lexsort((own, held))[::-1].tolist()
         return list(dict.fromkeys([*first, *(self._names[i] for i in rest)]))
+
+    def _scores_of(self, images: Mapping[bytes, int]) -> npt.NDArray[np.uint64]:
+        """See `_scores`; who is asked for an order is asked for holders next."""
+        if self._last is None or self._last[0] is not images:
+            self._last = images, _scores(list(images), self._seeds)
+        return self._last[1]
 
     def _meet(self, engines: Collection[str]) -> None:
         """Takes note of the engines that there are now."""
@@ -152,6 +165,7 @@ class Affinity:
             self._names = list(engines)
             seeds = [xxhash.xxh3_64_intdigest(name.encode()) for name in self._names]
             self._seeds = np.array(seeds, np.uint64)
+            self._last = None
 
 
 class LeastLoaded:
@@ -262,14 +276,14 @@ def _leaves(value: Any, reads_files: bool, files: list[str]) -> Iterator[tuple[b
         one = pending.pop()
         if isinstance(one, str):
             yield _digest(one.encode(errors="surrogateescape")), 0
-        elif isinstance(one, Mapping):
+        elif isinstance(one, _MAPPINGS):
             rest = dict(one)
             for found in _pictures(rest):
                 if isinstance(found, str) and found.startswith(_FILE):
                     files.append(found.removeprefix(_FILE))
                 yield look_at(found, reads_files=reads_files)
             pending += reversed(rest.values())
-        elif isinstance(one, list | tuple):
+        elif isinstance(one, _LISTS):
             pending += reversed(one)
 
 
@@ -279,11 +293,12 @@ def _pictures(part: dict[str, Any]) -> Iterator[Any]:
         yield f"library:{part.pop('library')}/{part.pop('id')}"
     if part.get("file_id") is not None:
         yield f"{_FILE}{part.pop('file_id')}"
-    keys = (*_URLS, *_VALUES, *(_NAMED if part.get("type") in _TYPES else ()))
+    keys = (*_URLS, *_VALUES, *_NAMED) if part.get("type") in _TYPES else (*_URLS, *_VALUES)
     for key in keys:
-        given = part.pop(key, None)
-        for value in given if isinstance(given, list | tuple) else [given]:
-            inside = value.get("url") if isinstance(value, Mapping) else value
+        if (given := part.pop(key, None)) is None:
+            continue
+        for value in given if isinstance(given, _LISTS) else [given]:
+            inside = value.get("url") if isinstance(value, _MAPPINGS) else value
             if inside is not None:
                 yield inside
 

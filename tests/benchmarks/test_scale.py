@@ -8,8 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.cache.records import key, make, write
 from vlcache_jax.affinity import RULES, Affinity, rule_of
-from vlcache_jax.benchmarks.scale import Costs, Request, draw, main, play, read, zipf_hits
+from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, Request, draw, main, play, read, zipf_hits
+from vlcache_jax.cache.tiers.disk import DiskTier
 
 ONE = Costs(request=1.0, compute=0.01, link=0.001, token_bytes=10, bandwidth=1e4, answer=5.0)
 
@@ -109,3 +111,12 @@ def test_an_empty_trace_is_no_result():
     with pytest.raises(ValueError, match="trace must hold a request, got none"):
         play([], Affinity(), 2).row(2, "bounded")
     assert math.isinf(Affinity(math.inf).limit({"a": 1}))
+
+
+def test_bytes_of_an_index(tmp_path):
+    tier = DiskTier(tmp_path, 10**9)
+    for i in range(150):
+        write(tier, make(i, layers=4), make(i, context=key(7), layers=36))
+    tier.close()
+    [index] = tmp_path.rglob("*.sqlite")
+    assert index.stat().st_size / 300 == pytest.approx(INDEX_BYTES, rel=0.1)
