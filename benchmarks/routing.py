@@ -1,0 +1,90 @@
+"""What a router takes for a request of many pictures: `python -m vlcache_jax.benchmarks.routing`.
+
+A body as a client sends it is read, its pictures are hashed, and an engine is chosen, each timed by itself. What is
+hashed stands beside a hash of the same bytes alone: the rest is the router's own. Every request shows new pictures, and
+engines have some requests under way.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+import xxhash
+
+from vlcache_jax.affinity import SLACK, Affinity, look
+from vlcache_jax.checks import parse_counts
+from vlcache_jax.files import check_writable
+from vlcache_jax.protocol.values import read_object
+from vlcache_jax.study.report import environment, publish
+
+
+def body_of(rng: np.random.Generator, pictures: int, size: int) -> bytes:
+    """A request to /v1/chat/completions with pictures of `size` bytes each, of which nothing can be decoded."""
+    urls = [f"data:image/jpeg;base64,{base64.b64encode(rng.bytes(size)).decode()}" for _ in range(pictures)]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*parts, {"type": "text", "text": "What do these have in common?"}]
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+
+
+def measure(engines: int, *, pictures: int, size: int, requests: int, seed: int = 0) -> dict[str, Any]:
+    """A line of the table: milliseconds of each step, as the median and (of choosing) what 99 % stay below."""
+    rng = np.random.default_rng(seed)
+    rule = Affinity()
+    names = [f"engine-{i}" for i in range(engines)]
+    steps: dict[str, list[float]] = {"read JSON": [], "hash": [], "hash alone": [], "choose": []}
+
+    def timed(step: str, do: Callable[[], Any]) -> Any:
+        begun = time.perf_counter()
+        found = do()
+        steps[step].append(1e3 * (time.perf_counter() - begun))
+        return found
+
+    for _ in range(requests):
+        body = body_of(rng, pictures, size)
+        loads = dict(zip(names, rng.integers(0, SLACK, engines).tolist(), strict=True))
+        request = timed("read JSON", lambda body=body: read_object(body))
+        payloads = [
+            part["image_url"]["url"].partition(",")[2].encode() for part in request["messages"][0]["content"][:-1]
+        ]
+        timed("hash alone", lambda some=payloads: [xxhash.xxh3_128_digest(one) for one in some])
+        seen = timed("hash", lambda request=request: look(request))
+        if len(seen.images) != pictures:
+            raise ValueError(f"a request must show {pictures} pictures, got {len(seen.images)}")
+
+        def choose(seen: Any = seen, loads: dict[str, int] = loads) -> str:
+            chosen = rule.order(seen, loads)[0]
+            rule.holders(seen, loads)
+            rule.sent(seen, chosen)
+            return chosen
+
+        timed("choose", choose)
+    medians = {f"{step} ms": statistics.median(found) for step, found in steps.items()}
+    return {"engines": engines, **medians, "choose p99 ms": float(np.percentile(steps["choose"], 99))}
+
+
+def main(
+    engines: Annotated[str, typer.Option(help="Numbers of engines, one after the other.")] = "2,16,128,1000",
+    pictures: Annotated[int, typer.Option(min=1, help="Of a request.")] = 20,
+    size: Annotated[int, typer.Option(min=1, help="Bytes of a picture.")] = 250_000,
+    requests: Annotated[int, typer.Option(min=1, help="For each number of engines.")] = 200,
+    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+) -> None:
+    """Times what a router does with a request."""
+    check_writable("out", out)
+    counts = parse_counts(engines, "engines")
+    measure(counts[0], pictures=pictures, size=size, requests=3)  # what the first ones take is not the router's
+    rows = [measure(count, pictures=pictures, size=size, requests=requests) for count in counts]
+    head = {"pictures": pictures, "size": size, "requests": requests, **environment("numpy", "xxhash")}
+    publish("a request at the router", rows, head, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
