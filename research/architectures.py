@@ -30,6 +30,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -159,8 +160,8 @@ def compile_case(target: Target, case: Callable[[Callable[..., None]], None]) ->
     from jax.experimental.mosaic.gpu import utils
 
     # Lowering asks the default device, which is none here, for its architecture.
-    major, minor = map(int, target.chip.capability.split("."))
-    utils._infer_arch = lambda: (major, minor)
+    architecture = tuple(map(int, target.chip.capability.split(".")))
+    mock.patch.object(utils, "_infer_arch", return_value=architecture).start()
     [device] = topologies.get_topology_desc(platform="cuda", target_config=_config(target), topology="1x1x1").devices
     sharding = jax.sharding.SingleDeviceSharding(device)
 

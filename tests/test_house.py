@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 from tests import house
 
@@ -66,3 +67,8 @@ def test_the_package_is_read(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "largest function" in shown
     assert "Wings" in shown
+    table = dict(re.split(r" {2,}", line)[:2] for line in shown[shown.index("The house") :].splitlines()[3:])
+    assert (
+        table["files over 600 lines"] == table["functions * over 80 lines"] == table["private to others, read"] == "0"
+    )
+    assert int(table["largest class, lines"]) <= 300

@@ -197,45 +197,21 @@ def run_command(
     compressed_kv_bytes: opt.CompressedKvBytes = "0",
     tensor_parallel_size: opt.TensorParallelSize = 1,
     host_bytes: opt.HostBytes = "4GiB",
-    device_bytes: Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")] = "0",
+    device_bytes: opt.DeviceBytes = "0",
     disk: opt.Disk = None,
-    disk_bytes: Annotated[str, typer.Option(help="Of that directory.")] = "64GiB",
-    remote: Annotated[
-        str | None, typer.Option(envvar="VLCACHE_REMOTE", help="URL of a store that machines share: s3://, redis://...")
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="<str>", help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN counts."
-        ),
-    ] = None,
+    disk_bytes: opt.DiskBytes = "64GiB",
+    remote: opt.Remote = None,
+    peer: opt.Peers = None,
     codec: opt.Codec = "auto",
     images_from: Annotated[str, typer.Option(help="Folder in which images on disk must lie.")] = "/",
-    allow_remote_images: Annotated[
-        bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")
-    ] = False,
-    trust_request_chat_template: Annotated[
-        bool,
-        typer.Option("--trust-request-chat-template", help="Take chat templates of rows, which can run without end."),
-    ] = False,
+    allow_remote_images: opt.AllowRemoteImages = False,
+    trust_request_chat_template: opt.TrustTemplates = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Also answer the rows again that had an error.")
     ] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="<address>",
-            show_default=False,
-            help="Answer by Ray: by the cluster at an address such as host:6379, without one by that of this machine, "
-            "or a new one.",
-        ),
-    ] = None,
-    engines: Annotated[
-        int | None,
-        typer.Option(min=1, help="By Ray: models that are opened.", show_default="as many as there are GPUs for"),
-    ] = None,
+    ray: opt.Ray = None,
+    engines: opt.Engines = None,
 ) -> None:
     """Answers the rows of a file, each once: stopped, the same command goes on where it was.
 

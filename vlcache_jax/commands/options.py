@@ -72,6 +72,37 @@ Disk = Annotated[
     pathlib.Path | None,
     typer.Option(help="Directory for what is kept, beyond the process.", show_default=False),
 ]
+DiskBytes = Annotated[str, typer.Option(help="Of that directory.")]
+DeviceBytes = Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")]
+Remote = Annotated[
+    str | None, typer.Option(envvar="VLCACHE_REMOTE", help="URL of a store that machines share: s3://, redis://...")
+]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option(metavar="<str>", help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN counts."),
+]
+
+# What rows may ask for.
+AllowRemoteImages = Annotated[bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")]
+TrustTemplates = Annotated[
+    bool, typer.Option("--trust-request-chat-template", help="Take chat templates of rows, which can run without end.")
+]
+
+# Many engines.
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="<address>",
+        show_default=False,
+        help="Answer by Ray: by the cluster at an address such as host:6379, without one by that of this machine, "
+        "or a new one.",
+    ),
+]
+Engines = Annotated[
+    int | None,
+    typer.Option(min=1, help="By Ray: models that are opened.", show_default="as many as there are GPUs for"),
+]
 
 # Studies.
 Data = Annotated[
