@@ -11,6 +11,7 @@ import http.client
 import io
 import itertools
 import json
+import os
 import pathlib
 import re
 import socket
@@ -181,6 +182,33 @@ def test_each_picture_is_encoded_once_over_both_and_an_engine_may_end(cluster, a
         engines.close()
 
 
+def test_a_row_that_ends_engines_takes_no_other_along(cluster):
+    from vlcache_jax.ray.engines import EngineDiedError, EngineOrder, Engines, Packed
+
+    def make():
+        def answer(number):
+            if number == 5:
+                os._exit(1)
+            return number
+
+        return answer
+
+    async def work():
+        asked = (engines.answer(look({"messages": [str(i)]}), i) for i in range(12))
+        *others, last = await asyncio.gather(*asked, engines.answer(look({}), 12), return_exceptions=True)
+        assert last == 12
+        died = others.pop(5)
+        assert isinstance(died, EngineDiedError)
+        assert "the engine ended 3 times" in str(died)
+        assert others == [i for i in range(12) if i != 5]
+
+    engines = Engines(Packed(make), EngineOrder(engines=1, num_gpus=0, window=8))
+    try:
+        asyncio.run(work())
+    finally:
+        engines.close()
+
+
 @pytest.mark.thorough
 def test_a_file_is_answered_and_gone_on_with(cluster, tmp_path, monkeypatch):
     from vlcache_jax.commands import run
@@ -329,6 +357,12 @@ def service(cluster, tmp_path_factory):
     serve.shutdown()
 
 
+def replicas():
+    """Names of the actors that are engines, which are not asked."""
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    return [name for name in names if name.startswith("SERVE_REPLICA::vlcache#engines#")]
+
+
 def text(answer):
     return answer.choices[0].message.content
 
@@ -372,13 +406,12 @@ def test_an_engine_comes_and_each_picture_meets_one(service, alone):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         going = [threads.submit(go_on, first) for first in (0, 10)]
         try:
-            assert eventually(lambda: len(service.engines()) == 2)
+            assert eventually(lambda: len(service.engines()) == 2 and len(answers) > 4)
         finally:
             ends.set()
         for one in going:
             one.result()
     assert not failed
-    assert len(answers) > 2
     assert all(answer == alone[i] for i, answer in answers)
     # New pictures: computed by one, and found there.
     service.admin("POST", "/reset_mm_cache")
@@ -447,12 +480,7 @@ def test_the_simulator_finds_what_two_engines_find(service):
 
 
 def test_an_engine_ends_under_load(service):
-    from ray.util import list_named_actors
-
-    before = service.both()
-    names = [one["name"] for one in list_named_actors(all_namespaces=True)]
-    replicas = [name for name in names if name.startswith("SERVE_REPLICA::vlcache#engines#")]
-    assert len(replicas) == 2
+    before, [first, _] = service.both(), replicas()
     begun, outcomes = [], collections.Counter()
 
     def ask(i):
@@ -471,7 +499,7 @@ def test_an_engine_ends_under_load(service):
     with concurrent.futures.ThreadPoolExecutor(6) as threads:
         asked = [threads.submit(ask, i) for i in range(24)]
         assert eventually(lambda: len(begun) > 4)
-        ray.kill(ray.get_actor(replicas[0], namespace="serve"))
+        ray.kill(ray.get_actor(first, namespace="serve"))
         for one in asked:
             outcomes[one.result()] += 1
     assert outcomes.keys() <= {"answered", "told"}, outcomes
@@ -481,12 +509,17 @@ def test_an_engine_ends_under_load(service):
 
 
 def test_an_engine_goes_without_a_failed_request(service, alone):
-    """Nobody asks for a while, but one."""
+    """Nobody asks for a while, but one who waits much longer than an answer takes."""
     service.both()
-    until, answers = time.monotonic() + WITHIN, 0
-    while len(service.engines()) > 1:
+    until = time.monotonic() + 2 * WITHIN
+    for i in itertools.count():
+        begun = time.monotonic()
+        assert text(service.ask(*ROWS[i % 20])) == alone[i % 20]
+        again = time.monotonic() + 10 * (time.monotonic() - begun)
+        while len(replicas()) == 2 and time.monotonic() < again:
+            time.sleep(0.5)
+        if len(replicas()) == 1:
+            break
         assert time.monotonic() < until
-        time.sleep(5)
-        assert text(service.ask(*ROWS[answers % 20])) == alone[answers % 20]
-        answers += 1
+    assert len(service.engines()) == 1
     assert text(service.ask(*ROWS[0])) == alone[0]

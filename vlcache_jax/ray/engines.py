@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WINDOW = 32
 """Rows that an engine has at a time: what it needs to fill its steps, and to read pictures ahead."""
-_DEATHS = 2  # of an engine that one row may outlive
+_DEATHS = 2  # of an engine that a row may see before it is answered alone
 
 
 def connect(address: str | None = None) -> None:
@@ -115,7 +115,7 @@ class EngineOrder:
 
 
 class EngineDiedError(Exception):
-    """An engine ended each time it answered a row."""
+    """An engine ended each time it answered a row, the last time nothing but this row."""
 
 
 class Engines:
@@ -123,7 +123,8 @@ class Engines:
 
     An engine that has many more rows than the others passes what comes on to the next one; of rows that wait for it,
     an idle engine takes some if there are more than it has at a time. One that ends is opened again, and what it had is
-    answered again: each row comes back once. Only one event loop may use it.
+    answered again: each row comes back once. A row that has seen an engine end twice goes alone, so that one that ends
+    engines takes no other row along. Only one event loop may use it.
 
     Args:
       make: opens a model, in the actor.
@@ -144,7 +145,8 @@ class Engines:
         }  # fmt: skip
         self._shards = Shards(list(self._actors), slack=2 * order.window)
         self._waiting: dict[str, deque[_Row]] = {name: deque() for name in self._actors}
-        self._running = dict.fromkeys(self._actors, 0)
+        self._suspects: dict[str, deque[_Row]] = {name: deque() for name in self._actors}
+        self._taken = dict.fromkeys(self._actors, 0)  # of an engine's window; by a suspect all of it
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -163,7 +165,7 @@ class Engines:
         """What the engine that holds the pictures makes of an item.
 
         Raises:
-          EngineDiedError: the engine ended each time it had it.
+          EngineDiedError: the engine ended each time it had it, or could not be opened again.
           Exception: what the worker raised.
         """
         row = _Row(item, asyncio.get_running_loop().create_future())
@@ -188,41 +190,69 @@ class Engines:
 
     def _start(self) -> None:
         """Gives rows to engines that have room."""
-        for name, waiting in self._waiting.items():
-            while self._running[name] < self._window and (row := self._next(name, waiting)):
-                self._running[name] += 1
-                task = asyncio.ensure_future(self._run(name, row))
+        for name in self._actors:
+            while self._taken[name] < self._window and (row := self._next(name)):
+                takes = self._window if row.is_suspect else 1
+                self._taken[name] += takes
+                task = asyncio.ensure_future(self._run(name, row, takes))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    def _next(self, name: str, waiting: deque[_Row]) -> _Row | None:
-        if waiting:
+    def _next(self, name: str) -> _Row | None:
+        if suspects := self._suspects[name]:
+            return None if self._taken[name] else suspects.popleft()
+        if waiting := self._waiting[name]:
             return waiting.popleft()
         longest = max(self._waiting.values(), key=len)
         # For fewer it would compute pictures that the other engine holds.
-        return longest.pop() if not self._running[name] and len(longest) > self._window else None
+        return longest.pop() if not self._taken[name] and len(longest) > self._window else None
 
-    async def _run(self, name: str, row: _Row) -> None:
+    async def _run(self, name: str, row: _Row, takes: int) -> None:
         try:
-            found = await _told(self._actors[name].answer.remote(row.item))
+            if (found := await self._answer_of(name, row)) is not None:
+                row.end(*found)
         except asyncio.CancelledError:
             row.answer.cancel()
             raise
-        except Exception as error:
-            if not row.answer.done():
-                row.answer.set_exception(error)
-        else:
-            if not row.answer.done():
-                row.answer.set_result(found)
         finally:
-            self._running[name] -= 1
+            self._taken[name] -= takes
         self._start()
+
+    async def _answer_of(self, name: str, row: _Row) -> tuple[Any, Exception | None] | None:
+        """A row's answer, or what was raised; None: its engine has ended and was opened again, and the row waits."""
+        try:
+            return await _told(self._actors[name].answer.remote(row.item)), None
+        except EngineDiedError as error:
+            if row.is_suspect:
+                return None, EngineDiedError(f"the engine ended {row.deaths + 1} times: {error}")
+        except Exception as error:
+            return None, error
+        row.deaths += 1
+        try:
+            await _told(self._actors[name].ready.remote())
+        except Exception as error:
+            return None, error
+        (self._suspects if row.is_suspect else self._waiting)[name].append(row)
+        return None
 
 
 @dataclass(eq=False)
 class _Row:
     item: Any
     answer: asyncio.Future[Any]
+    deaths: int = 0  # of engines that had it
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.deaths >= _DEATHS
+
+    def end(self, found: Any, error: Exception | None) -> None:
+        if self.answer.done():  # nobody waits for it any more
+            return
+        if error is None:
+            self.answer.set_result(found)
+        else:
+            self.answer.set_exception(error)
 
 
 class Shards:
@@ -265,6 +295,7 @@ class _Actor:
             if self._made is None:
                 self._made = self._make()
 
+    @ray.method(max_task_retries=0)  # whoever gives rows must know when an engine has ended
     def answer(self, item: Any) -> Any:
         self.ready()
         assert self._made is not None
@@ -287,4 +318,4 @@ async def _told(reference: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except ray.exceptions.RayActorError as error:
-        raise EngineDiedError(f"the engine ended {_DEATHS + 1} times: {error}") from error
+        raise EngineDiedError(str(error)) from error
