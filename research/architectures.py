@@ -168,7 +168,7 @@ CASES: dict[str, Callable[[Callable[..., None]], None]] = {
 }
 
 
-def compile_case(target: Target, case: Callable[[Callable[..., None]], None]) -> list[dict[str, Any]]:
+def compile_case(target: Target, case: Callable[[Callable[..., Any]], None]) -> list[dict[str, Any]]:
     """Compiles in this process, which may end here; what is known of each kernel."""
     from jax.experimental import topologies
     from jax.experimental.mosaic.gpu import utils
@@ -179,9 +179,9 @@ def compile_case(target: Target, case: Callable[[Callable[..., None]], None]) ->
     [device] = topologies.get_topology_desc(platform="cuda", target_config=_config(target), topology="1x1x1").devices
     sharding = jax.sharding.SingleDeviceSharding(device)
 
-    def run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-        jax.jit(function).lower(*specs).compile()
+        return jax.jit(function).lower(*specs).compile()
 
     with compiling_for(target.chip):
         return [describe(target, kernel) for kernel in sass.kernels(lambda: case(run))]

@@ -113,6 +113,7 @@ from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.attention.xla import attention
 from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu as mixing
 from vlcache_jax.pallas_kernels.link import mosaic_gpu as linking
+from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 from vlcache_jax.pallas_kernels.rows import mosaic_gpu as rows
 from vlcache_jax.pallas_kernels.statistics import mosaic_gpu as observing
 
@@ -124,6 +125,7 @@ def fails(*_, **__):
 
 mosaic_gpu.attention, mosaic_gpu.paged_attention, linking.link = wrong, fails, fails
 observing.attention_statistics = rows.norm_residual = rows.rotate_write = mixing.mix_experts = fails
+quantized.float8_matmul = mixing.mix_experts_in_8_bits = fails
 dispatch.is_hopper = lambda device: True
 checks.CHECKS["attention"] = [check for check in checks.CHECKS["attention"] if check.name == "windows"]
 checks.main()
@@ -147,7 +149,7 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
     checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
-    checked += ["norm_residual", "rotate_write", "experts"]
+    checked += ["norm_residual", "rotate_write", "experts", "float8_matmul", "experts_in_8_bits"]
     # Each that has failed ends its process. Then so do their portable forms, which find a CPU there.
     portable = [PORTABLE[kernel] for kernel in checked if kernel in PORTABLE]
     assert processes == [names[first:] for names in (checked, portable) for first in range(len(names))]
