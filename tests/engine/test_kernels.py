@@ -150,9 +150,9 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     tokens, matches, logits, kernels = run(directory, None)
     checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
     checked += ["norm_residual", "rotate_write", "experts", "float8_matmul", "experts_in_8_bits"]
-    # Each that has failed ends its process. Then so do their portable forms, which find a CPU there.
+    # Each that has failed ends its process. Then their portable forms find a CPU there, no device.
     portable = [PORTABLE[kernel] for kernel in checked if kernel in PORTABLE]
-    assert processes == [names[first:] for names in (checked, portable) for first in range(len(names))]
+    assert processes == [*(checked[first:] for first in range(len(checked))), portable]
     assert (tokens, matches) == by_xla[:2]
     np.testing.assert_array_equal(logits, by_xla[2])
     whys = {kernel: why for _, kernel, _, why in kernels}
@@ -164,11 +164,11 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     assert re.fullmatch(r"check on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])
     assert "attention runs on XLA; check on NVIDIA H200 failed: windows: error " in capsys.readouterr().err
 
-    # The next process knows.
+    # The next process knows, but for what had no device.
     monkeypatch.setattr(contact, "_known", None)
     with open_llm(directory):
         assert contact.verdict_on("attention").passed is False
-    assert len(processes) == len(checked) + len(portable)
+    assert processes[len(checked) :] == [portable, portable]
 
 
 def test_without_a_gpu_no_process_is_started(directory, monkeypatch):
