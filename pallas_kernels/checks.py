@@ -295,7 +295,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 }  # fmt: skip
 
 
-_HOPPERS_ALONE = ("statistics", "float8_matmul", "experts_in_8_bits")
+_HOPPERS_ALONE = ("statistics",)
 # The name of each kernel's portable form, which has the same checks.
 PORTABLE = {kernel: dispatch.checked_as(kernel, dispatch.PORTABLE) for kernel in CHECKS if kernel not in _HOPPERS_ALONE}
 _FORMS = {name: (kernel, dispatch.PORTABLE) for kernel, name in PORTABLE.items()}

@@ -40,6 +40,12 @@ class Chip:
         return int(self.capability.split(".")[0]) >= 9
 
     @property
+    def converts_8_bits(self) -> bool:
+        """Whether it has an instruction that makes float16 of float8_e4m3fn."""
+        major, minor = map(int, self.capability.split("."))
+        return (major, minor) >= (8, 9)
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of a multiprocessor."""
         return _SHARED_MEMORY[self.capability]

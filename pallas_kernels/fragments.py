@@ -109,11 +109,11 @@ def load_boxes(
         layout = mgpu.MMALayouts(dtype).lhs
         shape = layout.registers_shape((M, width))
         two = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
-        rows, column = _held(layout, (M, width))
+        rows, column = held(layout, (M, width))
         places = [_place(row, first, heads, group, last) for row in rows]
         registers = np.empty(math.prod(shape), dtype=object)
         for i in range(len(registers)):
-            own = arith.addi(column, _index(columns_before(i)))
+            own = arith.addi(column, index(columns_before(i)))
             registers[i] = vector.load(two, source, [*places[i % 2], own])
         return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
 
@@ -140,13 +140,13 @@ def store_boxes(
     @plgpu.inline_mgpu(arg_types=(sums(dtype), plgpu.RefType(), _NUMBER, _NUMBER, _NUMBER))
     def store(ctx: Any, own: Any, target: Any, first: Any, count: Any, heads: Any) -> None:
         rounded = own.astype(mgpu.utils.dtype_to_ir_type(dtype))
-        rows, column = _held(own.layout, own.shape)
+        rows, column = held(own.layout, own.shape)
         for half, row in enumerate(rows):  # each is of a box of its own
-            here = arith.cmpi(arith.CmpIPredicate.ult, arith.divui(row, _index(BOX)), _scalar(count))
+            here = arith.cmpi(arith.CmpIPredicate.ult, arith.divui(row, index(BOX)), scalar(count))
             with mgpu.utils.when(here):
                 place = _place(row, first, heads, group, None)
                 for i, register in list(enumerate(rounded.registers.flat))[half::2]:
-                    vector.store(register, target, [*place, arith.addi(column, _index(columns_before(i)))])
+                    vector.store(register, target, [*place, arith.addi(column, index(columns_before(i)))])
 
     store(x, ref, box0, boxes, head)
 
@@ -157,7 +157,7 @@ def columns_before(register: int) -> int:
     return 8 * (register // 2)
 
 
-def _held(layout: Any, shape: tuple[int, ...]) -> tuple[list[Any], Any]:
+def held(layout: Any, shape: tuple[int, ...]) -> tuple[list[Any], Any]:
     """A thread's two rows, and its first column: all that addresses are made of, which take registers."""
     (row, column), (below, _) = itertools.islice(layout.thread_idxs(shape), 2)
     return [row, below], column
@@ -170,18 +170,18 @@ def _box(box: Any, head: Any, group: int) -> tuple[Any, Any]:
 
 def _place(row: Any, box0: Any, head: Any, group: int, last: int | None) -> tuple[Any, Any]:
     """Where a row of eight boxes lies in [R, H]."""
-    box = arith.addi(_scalar(box0), arith.divui(row, _index(BOX)))
-    octet, of_group = arith.divui(box, _index(group)), arith.remui(box, _index(group))
+    box = arith.addi(scalar(box0), arith.divui(row, index(BOX)))
+    octet, of_group = arith.divui(box, index(group)), arith.remui(box, index(group))
     if last is not None:
-        octet = arith.minui(octet, _index(last))
-    place = arith.addi(arith.muli(octet, _index(BOX)), arith.remui(row, _index(BOX)))
-    return place, arith.addi(arith.muli(_scalar(head), _index(group)), of_group)
+        octet = arith.minui(octet, index(last))
+    place = arith.addi(arith.muli(octet, index(BOX)), arith.remui(row, index(BOX)))
+    return place, arith.addi(arith.muli(scalar(head), index(group)), of_group)
 
 
-def _index(number: int) -> Any:
+def index(number: int) -> Any:
     return mgpu.utils.c(number, ir.IndexType.get())
 
 
-def _scalar(number: Any) -> Any:
+def scalar(number: Any) -> Any:
     """A scalar argument, none negative, as an index."""
     return arith.index_castui(ir.IndexType.get(), number.registers.item())

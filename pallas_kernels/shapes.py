@@ -395,6 +395,13 @@ class ExpertsShape:
         x, weight, gate_up, down = (jax.ShapeDtypeStruct(s, dtype) for s in shapes)
         return x, weight, jax.ShapeDtypeStruct(weight.shape, jnp.int32), gate_up, down
 
+    def specs_in_8_bits(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The same with matrices in 8 bits, of which 128 inputs share a factor."""
+        *given, _, _ = self.specs(dtype)
+        shapes = (self.E, 2 * self.F, self.M), (self.E, self.M, self.F)
+        factors = [jax.ShapeDtypeStruct((E, outputs, inputs // 128), jnp.float32) for E, outputs, inputs in shapes]
+        return *given, *(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in shapes), *factors
+
     def sizes(self, seed: int = 0) -> np.ndarray:
         """Rows of each expert where all are as likely, [E]."""
         rng = np.random.default_rng(seed)

@@ -39,6 +39,7 @@ from research import sass
 from vlcache_jax.files import write_whole
 from vlcache_jax.pallas_kernels import (
     attention,
+    float8_matmul,
     link,
     mix_experts,
     norm_residual,
@@ -127,6 +128,18 @@ def _experts(rows: int, run: Callable[..., None]) -> None:
     run(functools.partial(mix_experts, implementation=IMPLEMENTATION), shape.specs())
 
 
+def _float8(rows: int, run: Callable[..., None]) -> None:
+    x, matrix = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), (12288, 4096)  # of 8B's gate or up
+    weight = jax.ShapeDtypeStruct(matrix, jnp.float8_e4m3fn)
+    scale = jax.ShapeDtypeStruct((matrix[0], matrix[1] // 128), jnp.float32)
+    run(functools.partial(float8_matmul, implementation=IMPLEMENTATION), (x, weight, scale))
+
+
+def _float8_experts(rows: int, run: Callable[..., None]) -> None:
+    shape = next(shape for shape in EXPERTS["Qwen3-VL-30B-A3B"] if rows == shape.N)
+    run(functools.partial(mix_experts, implementation=IMPLEMENTATION), shape.specs_in_8_bits())
+
+
 def _of_8b(name: str) -> AttentionShape:
     return next(shape for shape in ATTENTION["Qwen3-VL-8B"] if shape.name == name)
 
@@ -151,10 +164,12 @@ CASES: dict[str, Callable[[Callable[..., None]], None]] = {
     "norm with residual": functools.partial(_norm, 64),
     "rotation and writing": functools.partial(_rotate, 64),
     "experts of 30B-A3B": functools.partial(_experts, 8192),
+    "8 bits, decode of 8B": functools.partial(_float8, 16),
+    "8 bits, experts of 30B-A3B": functools.partial(_float8_experts, 8192),
 }
 
 
-def compile_case(target: Target, case: Callable[[Callable[..., None]], None]) -> list[dict[str, Any]]:
+def compile_case(target: Target, case: Callable[[Callable[..., Any]], None]) -> list[dict[str, Any]]:
     """Compiles in this process, which may end here; what is known of each kernel."""
     from jax.experimental import topologies
     from jax.experimental.mosaic.gpu import utils
@@ -165,9 +180,9 @@ def compile_case(target: Target, case: Callable[[Callable[..., None]], None]) ->
     [device] = topologies.get_topology_desc(platform="cuda", target_config=_config(target), topology="1x1x1").devices
     sharding = jax.sharding.SingleDeviceSharding(device)
 
-    def run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-        jax.jit(function).lower(*specs).compile()
+        return jax.jit(function).lower(*specs).compile()
 
     with compiling_for(target.chip):
         return [describe(target, kernel) for kernel in sass.kernels(lambda: case(run))]
@@ -207,31 +222,43 @@ def describe(target: Target, kernel: sass.Kernel) -> dict[str, Any]:
     if kernel.compute:
         [loop] = kernel.compute
         turns = list(loop.values())
-        # The experts' rows, too, come from shared memory, of which a warp loads its own; attention's are in registers.
-        row |= bounds(target, turns[0], programs, rows_loaded=4 if kernel.name.startswith("experts") else 0)
+        row |= bounds(target, turns[0], programs, *loads_of(kernel.name, turns[0]))
         if len(turns) > 1:
             row["instructions of a masked turn"] = turns[-1].instructions
     return row
 
 
-def bounds(target: Target, turn: sass.LoopTurn, programs: int, *, rows_loaded: int = 0) -> dict[str, Any]:
+def loads_of(kernel: str, turn: sass.LoopTurn) -> tuple[int, int, int]:
+    """How often a warp loads from shared memory what all warps load alike, and what is its own; and how much of what
+    lies there are keys and values, or matrices, that is read once from the device's memory, in loads."""
+    loads = turn.names["LDSM"]
+    if kernel.startswith("float8"):
+        # Weights are a warp's own, 16 a thread and load, of which each is widened. Of rows it loads those of 8, with
+        # all inputs of the turn, for as many products as there are of them with each 64 outputs.
+        own = turn.names["HADD2"] // 16
+        return turn.names["HMMA"] // (2 * (own // 4)), own, SCHEDULERS * own
+    # The experts' rows, too, come from shared memory, of which a warp loads its own; attention's are in registers.
+    own = 4 if kernel.startswith("experts") else 0
+    return loads - own, own, loads - own
+
+
+def bounds(target: Target, turn: sass.LoopTurn, programs: int, alike: int, own: int, read: int) -> dict[str, Any]:
     """What a turn takes at least, in cycles of a multiprocessor that its programs share.
 
     Args:
-      rows_loaded: loads of a warp from shared memory that are of its own rows; all warps load the others alike.
+      alike, own, read: see `loads_of`.
     """
     products = turn.names["HMMA"] * PRODUCTS * SCHEDULERS  # of a program
-    loads = turn.names["LDSM"]
-    loaded = (loads - rows_loaded) * LOADED  # what stands in shared memory once, and is read by each warp
+    loads = alike + own
+    stored = alike + SCHEDULERS * own
     cycles = {
         "products": products / target.products,
         "instructions": turn.instructions,
-        "shared memory": (SCHEDULERS * (loads + rows_loaded) * LOADED + loaded) / BANDWIDTH,
+        "shared memory": (SCHEDULERS * loads + stored) * LOADED / BANDWIDTH,
         "stalls": turn.stall / programs,
     }
     limit = max(cycles, key=lambda name: cycles[name])
-    # Keys and values, or matrices, that come from the device's memory when they are read once.
-    memory = loaded / (target.bandwidth / target.chip.multiprocessors / (target.clock * 1e9))
+    memory = read * LOADED / (target.bandwidth / target.chip.multiprocessors / (target.clock * 1e9))
     return {
         "instructions of a turn": turn.instructions,
         "products of a turn": turn.names["HMMA"],

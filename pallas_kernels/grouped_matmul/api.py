@@ -100,26 +100,26 @@ def mix_experts(
 
     bits = " in 8 bits" if in_8_bits else ""
     case = f"{N} x {expert.shape[1]} of {E} experts, {x.dtype} {M} x {F}{bits}"
-    checks = {dispatch.HOPPERS: check} if in_8_bits else dict.fromkeys(dispatch.FAMILIES, check)
-    choice = dispatch.choose("experts_in_8_bits" if in_8_bits else "experts", case, implementation, checks)
+    name, checks = "experts_in_8_bits" if in_8_bits else "experts", dict.fromkeys(dispatch.FAMILIES, check)
+    choice = dispatch.choose(name, case, implementation, checks)
     own = expert - first
     own = jnp.where((own >= 0) & (own < E), own, E)
     if choice.implementation == "xla":
         return xla.mix_experts(x, weight, own, gate_up, down, gate_up_scale, down_scale)
     interpret = dispatch.interpreter(choice)
     programs = None if interpret is None else 3
-    if dispatch.family(choice.implementation) == dispatch.PORTABLE:
-        from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu_mma
+    from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_gpu_mma
 
-        portable = mosaic_gpu_mma.default_config(programs=programs)
-        return mosaic_gpu_mma.mix_experts(x, weight, own, gate_up, down, config=portable, interpret=interpret)
-    from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
-
+    portable = dispatch.family(choice.implementation) == dispatch.PORTABLE
     if gate_up_scale is not None and down_scale is not None:
+        mix = mosaic_gpu_mma.mix_experts_in_8_bits if portable else mosaic_gpu.mix_experts_in_8_bits
         stacks = gate_up, down, gate_up_scale, down_scale
-        return mosaic_gpu.mix_experts_in_8_bits(x, weight, own, *stacks, programs=programs, interpret=interpret)
-    config = mosaic_gpu.default_config(expert.size, E, programs)
-    return mosaic_gpu.mix_experts(x, weight, own, gate_up, down, config=config, interpret=interpret)
+        return mix(x, weight, own, *stacks, programs=programs, interpret=interpret)
+    if portable:
+        config = mosaic_gpu_mma.default_config(programs=programs)
+        return mosaic_gpu_mma.mix_experts(x, weight, own, gate_up, down, config=config, interpret=interpret)
+    of_hopper = mosaic_gpu.default_config(expert.size, E, programs)
+    return mosaic_gpu.mix_experts(x, weight, own, gate_up, down, config=of_hopper, interpret=interpret)
 
 
 def _turned(x: jax.Array, matrices: jax.Array) -> jax.ShapeDtypeStruct:

@@ -85,22 +85,29 @@ def mix_experts(
     """
     config = config or default_config(expert.size, len(gate_up))
     run = functools.partial(_multiply, config=config, interpret=interpret)
-    return mix_packed(x, weight, expert, gate_up, down, config.warpgroups * EIGHT, run)
+    return mix_packed(x, weight, expert, gate_up, down, len(gate_up), config.warpgroups * EIGHT, run)
 
 
 def mix_packed(
     x: jax.Array,
     weight: jax.Array,
     expert: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: Any,
+    down: Any,
+    count: int,
     length: int,
     multiply: Callable[..., jax.Array],
 ) -> jax.Array:
-    """The mixture by `multiply(packed rows, matrices, tiles, gated=)`, for tiles of `length` octets at most; other
-    arguments as in `mix_experts`."""
+    """The mixture by `multiply(packed rows, matrices, tiles, gated=)`.
+
+    Args:
+      x, weight, expert: as in `mix_experts`.
+      gate_up, down: matrices as `multiply` takes them.
+      count: of the experts at hand.
+      length: octets of a tile at most.
+    """
     k = expert.shape[1]
-    tiles = make_tiles(expert.reshape(-1), len(gate_up), length)
+    tiles = make_tiles(expert.reshape(-1), count, length)
     packed = x.at[tiles.source // k].get(mode="clip")
     hidden = multiply(packed, gate_up, tiles, gated=True)
     made = multiply(hidden, down, tiles, gated=False)
@@ -120,16 +127,15 @@ def mix_experts_in_8_bits(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The same of matrices in 8 bits; `programs`: that share the items."""
-    (N, k), E = expert.shape, len(gate_up)
-    rows = quantized.rows_of_experts(N * k, E)
-    tiles = make_tiles(expert.reshape(-1), E, rows // BOX)
-    packed = x.at[tiles.source // k].get(mode="clip")
-    table = tiles.expert, tiles.first, tiles.octets, tiles.ends[-1:]
-    for matrices, scale, gated in ((gate_up, gate_up_scale, True), (down, down_scale, False)):
-        outputs = matrices.shape[1] // (2 if gated else 1)
-        config = quantized.default_config(rows, outputs, programs, tiles=min(E, N * k))
-        packed = quantized.multiply(packed, matrices, scale, *table, gated=gated, config=config, interpret=interpret)
-    return _sum(packed, weight, expert, tiles)
+    E = len(gate_up)
+    rows = quantized.rows_of_experts(expert.size, E)
+
+    def run(packed: jax.Array, own: tuple[jax.Array, jax.Array], tiles: Tiles, *, gated: bool) -> jax.Array:
+        outputs = own[0].shape[1] // (2 if gated else 1)
+        config = quantized.default_config(rows, outputs, programs, tiles=min(E, expert.size))
+        return quantized.multiply(packed, *own, *tiles.table, gated=gated, config=config, interpret=interpret)
+
+    return mix_packed(x, weight, expert, (gate_up, gate_up_scale), (down, down_scale), E, rows // BOX, run)
 
 
 def _sum(made: jax.Array, weight: jax.Array, expert: jax.Array, tiles: Tiles) -> jax.Array:
@@ -213,7 +219,7 @@ def _multiply(
                 return found
 
             found = pl.run_scoped(products, *[ACC((M, columns))] * halves)
-            y = silu_times(found[0], found[1], dtype) if gated else found[0]
+            y = quantized.silu_times(found[0], found[1], dtype) if gated else found[0]
             first, octets = first_ref[tile], octets_ref[tile]
             own = out_smem.at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -274,9 +280,3 @@ def columns_of(width: int, experts: int, choices: int, programs: int) -> int:
     """Of an item: few where there are few tiles, so that all programs have some."""
     items = min(experts, choices) * (width // WIDE)
     return NARROW if width % WIDE or items < 2 * programs else WIDE
-
-
-def silu_times(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
-    """silu(gate) * up in float32, rounded on the way where the library rounds."""
-    gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
-    return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up

@@ -19,9 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vlcache_jax.pallas_kernels.chips import RESERVED, Chip, chip_at_hand
 from vlcache_jax.pallas_kernels.fragments import DEPTH, EIGHT, M, left, multiply, right, store_boxes, sums
-from vlcache_jax.pallas_kernels.grouped_matmul.mosaic_gpu import BLOCK, NARROW, columns_of, mix_packed, silu_times
+from vlcache_jax.pallas_kernels.grouped_matmul.mosaic_gpu import BLOCK, NARROW, columns_of, mix_packed
 from vlcache_jax.pallas_kernels.grouped_matmul.mosaic_gpu import check as check
 from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles
+from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu_mma as quantized
+from vlcache_jax.pallas_kernels.quantized_matmul.mosaic_gpu import rows_of_experts, silu_times
 from vlcache_jax.pallas_kernels.ring import Ring
 
 TOGETHER = 2  # programs on a multiprocessor
@@ -62,7 +64,33 @@ def mix_experts(
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.mix_experts`; arguments as of `mosaic_gpu.mix_experts`."""
     run = functools.partial(_multiply, config=config or default_config(), interpret=interpret)
-    return mix_packed(x, weight, expert, gate_up, down, EIGHT, run)
+    return mix_packed(x, weight, expert, gate_up, down, len(gate_up), EIGHT, run)
+
+
+def mix_experts_in_8_bits(
+    x: jax.Array,
+    weight: jax.Array,
+    expert: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    gate_up_scale: jax.Array,
+    down_scale: jax.Array,
+    *,
+    programs: int | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """The same of matrices in 8 bits; `programs`: that share the items."""
+    E = len(gate_up)
+    rows = quantized.rows_of_tile(rows_of_experts(expert.size, E), chip_at_hand())
+
+    def run(packed: jax.Array, own: tuple[jax.Array, jax.Array], tiles: Tiles, *, gated: bool) -> jax.Array:
+        _, outputs, inputs = own[0].shape
+        outputs //= 2 if gated else 1
+        few = min(E, expert.size)
+        config = quantized.default_config(rows, outputs, inputs, gated=gated, tiles=few, programs=programs)
+        return quantized.multiply_tiles(packed, *own, *tiles.table, gated=gated, config=config, interpret=interpret)
+
+    return mix_packed(x, weight, expert, (gate_up, gate_up_scale), (down, down_scale), E, rows // BOX, run)
 
 
 # An inner jit: a program that calls the same case for each of its layers compiles one kernel.

@@ -35,6 +35,11 @@ class Tiles(NamedTuple):
     place: jax.Array
     source: jax.Array
 
+    @property
+    def table(self) -> tuple[jax.Array, ...]:
+        """As products in 8 bits take it: of each tile expert, first octet and octets; and [1], how many there are."""
+        return self.expert, self.first, self.octets, self.ends[-1:]
+
 
 def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
     """Packs choices and cuts them into tiles.

@@ -41,13 +41,17 @@ def float8_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array, *, implemen
 
     (outputs, inputs), groups = weight.shape, scale.shape[1]
     case = f"{len(x)} rows, {x.dtype} {inputs} in {groups} groups x {outputs} in 8 bits"
-    choice = dispatch.choose("float8_matmul", case, implementation, {dispatch.HOPPERS: check})
+    choice = dispatch.choose("float8_matmul", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
     if choice.implementation == "xla":
         return xla.float8_matmul(x, weight, scale)
-    from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu
+    from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_gpu_mma
 
     interpret = dispatch.interpreter(choice)
-    config = mosaic_gpu.default_config(len(x), outputs, programs=None if interpret is None else 3)
+    programs = None if interpret is None else 3
+    if dispatch.family(choice.implementation) == dispatch.PORTABLE:
+        portable = mosaic_gpu_mma.default_config(len(x), outputs, inputs, programs=programs)
+        return mosaic_gpu_mma.float8_matmul(x, weight, scale, config=portable, interpret=interpret)
+    config = mosaic_gpu.default_config(len(x), outputs, programs=programs)
     return mosaic_gpu.float8_matmul(x, weight, scale, config=config, interpret=interpret)
 
 

@@ -206,7 +206,7 @@ def multiply(
                 return [acc[...] for acc in accs]
 
             found = pl.run_scoped(products, *[ACC((M, n))] * halves)
-            y = (_silu_times(found[0], found[1], dtype) if gated else found[0]).astype(dtype)
+            y = (silu_times(found[0], found[1], dtype) if gated else found[0]).astype(dtype)
             own = out_smem.at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if interpret is None:
@@ -263,7 +263,7 @@ def multiply(
     return out
 
 
-def _silu_times(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
+def silu_times(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
     """silu(gate) * up in float32, rounded on the way where the library rounds."""
     gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
     return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up

@@ -113,6 +113,7 @@ from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.attention.xla import attention
 from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu as mixing
 from vlcache_jax.pallas_kernels.link import mosaic_gpu as linking
+from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 from vlcache_jax.pallas_kernels.rows import mosaic_gpu as rows
 from vlcache_jax.pallas_kernels.statistics import mosaic_gpu as observing
 
@@ -124,6 +125,7 @@ def fails(*_, **__):
 
 mosaic_gpu.attention, mosaic_gpu.paged_attention, linking.link = wrong, fails, fails
 observing.attention_statistics = rows.norm_residual = rows.rotate_write = mixing.mix_experts = fails
+quantized.float8_matmul = mixing.mix_experts_in_8_bits = fails
 dispatch.is_hopper = lambda device: True
 checks.CHECKS["attention"] = [check for check in checks.CHECKS["attention"] if check.name == "windows"]
 checks.main()
@@ -147,10 +149,10 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
     checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
-    checked += ["norm_residual", "rotate_write", "experts"]
-    # Each that has failed ends its process. Then so do their portable forms, which find a CPU there.
+    checked += ["norm_residual", "rotate_write", "experts", "float8_matmul", "experts_in_8_bits"]
+    # Each that has failed ends its process. Then their portable forms find a CPU there, no device.
     portable = [PORTABLE[kernel] for kernel in checked if kernel in PORTABLE]
-    assert processes == [names[first:] for names in (checked, portable) for first in range(len(names))]
+    assert processes == [*(checked[first:] for first in range(len(checked))), portable]
     assert (tokens, matches) == by_xla[:2]
     np.testing.assert_array_equal(logits, by_xla[2])
     whys = {kernel: why for _, kernel, _, why in kernels}
@@ -162,11 +164,11 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     assert re.fullmatch(r"check on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])
     assert "attention runs on XLA; check on NVIDIA H200 failed: windows: error " in capsys.readouterr().err
 
-    # The next process knows.
+    # The next process knows, but for what had no device.
     monkeypatch.setattr(contact, "_known", None)
     with open_llm(directory):
         assert contact.verdict_on("attention").passed is False
-    assert len(processes) == len(checked) + len(portable)
+    assert processes[len(checked) :] == [portable, portable]
 
 
 def test_without_a_gpu_no_process_is_started(directory, monkeypatch):

@@ -41,6 +41,28 @@ def test_what_is_kept_holds(architecture: str, case: str) -> None:
         assert found == KEPT[architecture]["cases"][case]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [
+        pytest.param(
+            architecture,
+            case,
+            # One of those whose threads convert bit by bit, one that has an instruction, and one with bulk copies.
+            marks=() if case == "products" and architecture in ("sm_80", "sm_89", "sm_120") else pytest.mark.thorough,
+        )
+        for architecture in architectures.TARGETS
+        for case in ("products", "experts")
+    ],
+)
+def test_products_in_8_bits_spill_nothing_and_write_nothing_dequantised(architecture: str, case: str) -> None:
+    found = architectures.in_child(architecture, f"tests.gates.temporaries:{case}")
+    assert isinstance(found, list), found
+    assert len(found) == (3 if case == "products" else 6)
+    for row in found:
+        assert row["spilled bytes"] == 0
+        assert row["programs on a multiprocessor"] >= 2
+
+
 def test_a_compiler_that_aborts_does_so_in_its_child() -> None:
     found = architectures.in_child("sm_80", "tests.gates.aborting:commit")
     assert isinstance(found, str)

@@ -27,6 +27,7 @@ from vlcache_jax.pallas_kernels import (
     attention_statistics,
     chips,
     dispatch,
+    float8_fragments,
     fragments,
     paged_attention,
     paged_cases,
@@ -50,6 +51,7 @@ from vlcache_jax.pallas_kernels.cases import (
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE, Check
 from vlcache_jax.pallas_kernels.chips import RESERVED, Chip
 from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu_mma as experts
+from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu_mma as float8
 
 INTERPRETED = "mosaic_gpu_mma_interpreted"
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
@@ -62,6 +64,8 @@ def portable_checks() -> list[Any]:
     """What a first contact checks. One of each kernel is quick, or several of attention."""
     found = []
     for kernel in PORTABLE:
+        if kernel in ("float8_matmul", "experts_in_8_bits"):  # see `test_quantized_matmul.py`
+            continue
         of_kernel = [check for check in CHECKS[kernel] if check.first]
         quick = [check for check in of_kernel if check.name in QUICK] or of_kernel[:1]
         found += [
@@ -212,6 +216,43 @@ def test_a_product_by_fragments() -> None:
     np.testing.assert_allclose(out, a @ b, rtol=1e-12)
 
 
+def test_weights_in_8_bits_meet_their_rows() -> None:
+    """Numbers as threads load them, 16 of a row at once, are multiplied as operands: their product is that of all."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((64, 64)), rng.standard_normal((64, 8))
+    layouts = mgpu.MMALayouts(jnp.bfloat16)
+    of_a, of_b = (
+        held(layout.to_mgpu(), x.shape) for layout, x in ((float8_fragments.LEFT, a), (float8_fragments.RIGHT, b))
+    )
+    as_a, as_b = held(layouts.lhs, a.shape), held(layouts.rhs, b.shape)
+    out = np.full((64, 8), np.nan)
+    for warp in range(4):
+        left, right = np.full((64, 64), np.nan), np.full((64, 8), np.nan)
+        for lane in range(32):
+            for (row, column), (register, at) in zip(as_a[warp, lane], float8_fragments.left_pairs(), strict=True):
+                own, first = of_a[warp, lane, register]
+                assert own == row
+                left[row, column : column + 2] = a[own, first + at : first + at + 2]
+            for (row, column), (register, at) in zip(as_b[warp, lane], float8_fragments.right_pairs(), strict=True):
+                first, own = of_b[warp, lane, register]
+                assert own == column
+                right[row : row + 2, column] = b[first + at : first + at + 2, own]
+        rows = slice(16 * warp, 16 * warp + 16)
+        out[rows] = left[rows] @ right
+    np.testing.assert_allclose(out, a @ b, rtol=1e-12)
+
+
+def test_8_bits_become_float16_bit_by_bit() -> None:
+    """Every number there is, NaN too, four in a word."""
+    kept = np.arange(256, dtype=np.uint8)
+    even, odd = (part.view(np.float16) * np.float16(256) for part in float8_fragments.halves(kept.view(np.uint32)))
+    whole = kept.view(jnp.float8_e4m3fn).astype(np.float16)
+    np.testing.assert_array_equal(even, whole[::2])
+    np.testing.assert_array_equal(odd, whole[1::2])
+    assert np.isnan(odd[[63, 127]]).all()
+    assert np.isfinite(np.delete(odd, [63, 127])).all()
+
+
 def test_interpreted_products_are_summed_as_tensor_cores_do() -> None:
     a, b = (array(np.random.default_rng(i).standard_normal((64, 64)), jnp.bfloat16) for i in range(2))
     acc = array(np.ones((64, 64)), jnp.float32)
@@ -295,6 +336,16 @@ def test_every_architecture_has_room_for_two_programs() -> None:
             assert 2 * width % config.swizzle == 0
             assert config.programs == 200
         assert experts.default_config(chip).room // (2 * 64 * (64 + 128)) >= 2
+        for rows, outputs, inputs, gated in (
+            (1, 4096, 12288, False), (40, 64, 128, False), (4096, 24576, 4096, False), (64, 768, 2048, True)
+        ):  # fmt: skip
+            config = float8.default_config(rows, outputs, inputs, gated=gated, chip=chip)
+            assert 2 <= config.places <= 4
+            bytes_of_place = 128 * (2 * config.rows + 64 * config.parts)
+            assert 2 * (config.places * bytes_of_place + barriers + RESERVED) <= chip.shared_memory
+            blocks = inputs // 128
+            assert (config.shares - 1) * -(-blocks // config.shares) < blocks  # none is empty
+            assert config.parts == 2 or rows < 4096
         assert chip.has_bulk_copies is (float(capability) >= 9)
 
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vlcache_jax.pallas_kernels import float8_cases, float8_matmul, grouped_matmul, mix_experts
-from vlcache_jax.pallas_kernels.cases import array
+from vlcache_jax.pallas_kernels import dispatch, float8_cases, float8_matmul, grouped_matmul, mix_experts
+from vlcache_jax.pallas_kernels.cases import array, relative_error
 from vlcache_jax.pallas_kernels.checks import CHECKS
-from vlcache_jax.pallas_kernels.quantized_matmul import xla
+from vlcache_jax.pallas_kernels.dispatch import HOPPERS, PORTABLE
+from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu_mma, xla
 
 FLOAT8 = jnp.float8_e4m3fn
 ATOL = {"float32": 2e-5, "bfloat16": 0.1}
@@ -119,14 +120,56 @@ SMALL = [
 ]
 
 
+QUICK = {HOPPERS: "nine rows", PORTABLE: "one row"}  # of float8_matmul
+
+
 @not_a_number
 @pytest.mark.parametrize(
-    "check",
-    [SMALL[0], *(pytest.param(check, marks=pytest.mark.interpreted) for check in SMALL[1:])],
-    ids=lambda check: check.name,
+    ("check", "implementation"),
+    [
+        pytest.param(
+            check,
+            f"{family}_interpreted",
+            id=f"{family}: {check.name}",
+            marks=() if check in CHECKS["float8_matmul"] and check.name == quick else pytest.mark.interpreted,
+        )
+        for family, quick in QUICK.items()
+        for check in SMALL
+    ],
 )
-def test_the_kernel(check):
-    assert check.error("mosaic_gpu_interpreted") < 0.03
+def test_the_kernel(check, implementation):
+    assert check.error(implementation) < 0.03
+
+
+def portable(args, gated, **config):
+    """The portable kernel's product with experts 0 and 1 of 8 rows each, and its reference in float64."""
+    x, weight, scale, whole = args
+    table = [np.array(part, np.int32) for part in ([0, 1], [0, 1], [1, 1], [2])]
+    cut = mosaic_gpu_mma.Config(16, places=2, bulk=True, native=True, programs=3, **config)
+    races = dispatch.interpreter(dispatch.Choice("", "", "mosaic_gpu_mma_interpreted", ""))
+    made = mosaic_gpu_mma.multiply_tiles(x, weight, scale, *table, gated=gated, config=cut, interpret=races)[:16]
+    products = np.einsum("erk,eok->ero", np.asarray(x[:16], np.float64).reshape(2, 8, -1), whole).reshape(16, -1)
+    if gated:
+        gate, up = np.split(products, 2, axis=1)
+        products = gate / (1 + np.exp(-gate)) * up
+    return np.asarray(made, np.float64), products
+
+
+@pytest.mark.parametrize(
+    ("gated", "parts", "shares", "inputs"),
+    [
+        (False, 1, 2, 256),
+        pytest.param(False, 2, 1, 256, marks=pytest.mark.interpreted),
+        pytest.param(False, 1, 3, 640, marks=pytest.mark.interpreted),  # the last one has fewer
+        pytest.param(True, 2, 2, 384, marks=pytest.mark.interpreted),
+    ],
+)
+def test_shares_of_the_inputs_add_up(gated, parts, shares, inputs):
+    args = matrix(0, 2, 128, inputs, groups=inputs // 128)
+    x = array(np.random.default_rng(1).standard_normal((24, inputs)), jnp.float16)
+    weight, scale, whole = args
+    found, expected = portable((x, jnp.asarray(weight), jnp.asarray(scale), whole), gated, parts=parts, shares=shares)
+    assert relative_error(found, expected) < 0.01
 
 
 @pytest.mark.parametrize("check", CHECKS["float8_matmul"][:4], ids=lambda check: check.name)
@@ -152,8 +195,9 @@ def test_what_the_kernel_does_not_do_is_told(x, outputs, inputs, groups, message
     scale = jax.ShapeDtypeStruct((outputs, groups), jnp.float32)
     for implementation in ("xla", None):
         jax.eval_shape(functools.partial(float8_matmul, implementation=implementation), *specs, scale)
-    with pytest.raises(NotImplementedError, match=message):
-        jax.eval_shape(functools.partial(float8_matmul, implementation="mosaic_gpu"), *specs, scale)
+    for implementation in (HOPPERS, PORTABLE):
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(functools.partial(float8_matmul, implementation=implementation), *specs, scale)
 
 
 def test_the_kernel_for_experts_takes_factors_of_128_inputs():
@@ -163,5 +207,6 @@ def test_the_kernel_for_experts_takes_factors_of_128_inputs():
         *(jax.ShapeDtypeStruct(shape, FLOAT8) for shape in ((2, 128, 64), (2, 64, 64))),
         *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 128, 1), (2, 64, 1))),
     )
-    with pytest.raises(NotImplementedError, match="of which 128 inputs share a factor"):
-        jax.eval_shape(functools.partial(mix_experts, implementation="mosaic_gpu"), *args)
+    for implementation in (HOPPERS, PORTABLE):
+        with pytest.raises(NotImplementedError, match="of which 128 inputs share a factor"):
+            jax.eval_shape(functools.partial(mix_experts, implementation=implementation), *args)
