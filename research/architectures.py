@@ -95,8 +95,6 @@ TARGETS = {
     "sm_120": Target("NVIDIA GeForce RTX 5090", Chip("12.0", 170), 2.407, 1792e9, 256, 1536),
 }
 
-Compile = Callable[[Callable[..., Any]], None]  # (compile a function for arguments), of which it makes use
-
 
 def _attention(shape: AttentionShape, run: Callable[..., None]) -> None:
     run(functools.partial(attention, implementation=IMPLEMENTATION), shape.specs())
