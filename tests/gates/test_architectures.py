@@ -16,16 +16,17 @@ PATH = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / 
 KEPT = json.loads(PATH.read_text())
 COLD = "paged attention, cold 4096"
 LINKED = "link, int4"
+OFTEN = ("sm_80", "sm_120")  # copies by threads, and by TMA; what is in 8 bits converted bit by bit, and at once
 
 
 def cases() -> list[pytest.param]:
-    """Each architecture with the kernel that is hardest to compile, and one more; all else by hand."""
+    """Two architectures with the kernel that is hardest to compile, and one more; all else by hand."""
     return [
         pytest.param(
             architecture,
             case,
             id=f"{architecture}: {case}",
-            marks=() if case == COLD or (architecture, case) == ("sm_80", LINKED) else pytest.mark.thorough,
+            marks=() if case in (COLD, LINKED) and architecture in OFTEN else pytest.mark.thorough,
         )
         for architecture in architectures.TARGETS
         for case in architectures.CASES
@@ -47,8 +48,7 @@ def test_what_is_kept_holds(architecture: str, case: str) -> None:
         pytest.param(
             architecture,
             case,
-            # One of those whose threads convert bit by bit, one that has an instruction, and one with bulk copies.
-            marks=() if case == "products" and architecture in ("sm_80", "sm_89", "sm_120") else pytest.mark.thorough,
+            marks=() if case == "products" and architecture in OFTEN else pytest.mark.thorough,
         )
         for architecture in architectures.TARGETS
         for case in ("products", "experts")

@@ -108,7 +108,7 @@ def test_a_dataset_is_answered(cluster, alone):
     ]
     dataset = ray.data.from_items(rows).repartition(4)
     answered = generate(
-        dataset, "tiny-vqa", GREEDY, num_engines=2, num_gpus=0, columns={"question": "prompt"}, window=4, **SIZES
+        dataset, "tiny-vqa", GREEDY, num_engines=1, num_gpus=0, columns={"question": "prompt"}, window=4, **SIZES
     ).take_all()
     found = {row["number"]: row for row in answered}
     assert sorted(row["number"] for row in answered) == list(range(23))
@@ -296,7 +296,7 @@ class Service:
 
         scaling = {
             "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 0.3, "upscale_delay_s": 0.5,
-            "downscale_delay_s": 25, "look_back_period_s": 2, "metrics_interval_s": 0.5,
+            "downscale_delay_s": 8, "look_back_period_s": 2, "metrics_interval_s": 0.5,
         }  # fmt: skip
         serve.run(app(self._config, self._server, autoscaling=scaling, num_gpus=0), name="vlcache")
 
