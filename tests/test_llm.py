@@ -73,8 +73,9 @@ def llm(family_checkpoint):
         yield engine
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe", "qwen2_5_vl-library-names", "qwen3_vl-sharded")
-@pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_vl-library-names")
+@pytest.mark.ladder_for("qwen3_vl_moe")
+@pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen2_5_vl-library-names")
+@pytest.mark.thorough_for("qwen3_vl-sharded", "qwen3_vl_moe-sharded")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
     """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
     shared = checkpoint.name in ("qwen3_vl", "qwen3_vl-tied")  # by other tests

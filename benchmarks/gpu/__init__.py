@@ -10,6 +10,9 @@ table with its reason, and nothing is measured that needs a kernel which was fou
 one version of jax and one state of the kernels. Copy `tuned.json` to `pallas_kernels/attention/`, where the kernel
 reads it; a jax that cannot split registers where this one could, or the reverse, passes it over. `--rehearse` goes
 through all cases on a CPU, in small, with interpreted kernels.
+
+GPUs since Ampere other than Hopper have the kernels' portable form; `--portable` takes it on Hopper, too. It has no
+statistics and nothing to tune.
 """
 
 from vlcache_jax.benchmarks.gpu.plan import Case as Case

@@ -12,7 +12,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks.gpu.plan import Case, Plan, Row, kernel_of
 from vlcache_jax.pallas_kernels import attention, link, paged_attention
-from vlcache_jax.pallas_kernels.checks import CHECKS, Check
+from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE, Check
 from vlcache_jax.pallas_kernels.shapes import AttentionShape, LinkShape
 
 TOLERANCE = 0.04  # of the root mean square of a row's results: weights and results are rounded to bfloat16
@@ -25,6 +25,8 @@ def check(plan: Plan) -> Iterator[Case]:
     for case in plan.links():
         yield Case(f"link {case.T} tokens", functools.partial(_check_link, plan, case), ("link",))
     for kernel, corners in CHECKS.items():
+        if plan.portable and kernel not in PORTABLE:
+            continue
         for corner in corners[-1:] if plan.rehearse else corners:
             run = functools.partial(_check_corner, plan, corner)
             yield Case(f"{kernel}, corner: {corner.name}", run, (kernel,))

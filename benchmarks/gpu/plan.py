@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, AttentionShape, LinkShape
 
 Row = dict[str, Any]
@@ -38,11 +39,13 @@ class Plan:
       rehearse: on a CPU, in small.
       out: folder of the results.
       layers: of the models' decoders; None is all.
+      portable: the kernels' portable form, the only one that other GPUs than Hopper's run.
     """
 
     rehearse: bool
     out: pathlib.Path
     layers: int | None = None
+    portable: bool = False
 
     @property
     def repeats(self) -> int:
@@ -50,7 +53,8 @@ class Plan:
 
     @property
     def implementation(self) -> str:
-        return "mosaic_gpu_interpreted" if self.rehearse else "mosaic_gpu"
+        family = dispatch.PORTABLE if self.portable else dispatch.HOPPERS
+        return family + dispatch.INTERPRETED if self.rehearse else family
 
     def shapes(self) -> tuple[AttentionShape, ...]:
         return tuple(s.in_small() for s in SHAPES if s.name in REHEARSED) if self.rehearse else SHAPES

@@ -83,8 +83,9 @@ def chip_name(plan: Plan) -> str:
     if plan.rehearse:
         return "cpu"
     chip = find_chip()
-    if chip is None or not chip.is_hopper:
-        raise RuntimeError(f"this needs a Hopper GPU, found {chip}; --rehearse goes through it on a CPU")
+    if chip is None or not (chip.is_since_ampere if plan.portable else chip.is_hopper):
+        needed = "an NVIDIA GPU since Ampere" if plan.portable else "a Hopper GPU"
+        raise RuntimeError(f"this needs {needed}, found {chip}; --rehearse goes through it on a CPU")
     return chip.name
 
 
@@ -96,6 +97,7 @@ def identity(plan: Plan) -> Row:
         "rehearsed": plan.rehearse,
         "chip": chip_name(plan),
         "jax": jax.__version__,
+        "form": plan.implementation,
         "kernels": hashlib.sha256(sources).hexdigest()[:16],
         "layers": plan.layers,
     }
@@ -159,7 +161,7 @@ def run(plan: Plan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list[Ro
 
     Raises:
       ValueError: see `Results`.
-      RuntimeError: there is no Hopper GPU.
+      RuntimeError: there is no GPU for the kernels.
     """
     results = Results(plan)
     deadline = time.monotonic() + 60 * minutes
@@ -247,8 +249,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--layers", type=int, help="of the models' decoders; all by default")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, in small")
+    parser.add_argument("--portable", action="store_true", help="the kernels' portable form; given but on Hopper")
     arguments = parser.parse_args()
-    plan = Plan(arguments.rehearse, arguments.out, arguments.layers)
+    chip = None if arguments.rehearse else find_chip()
+    portable = arguments.portable or (chip is not None and not chip.is_hopper)
+    plan = Plan(arguments.rehearse, arguments.out, arguments.layers, portable)
     rows = run(plan, arguments.minutes, tuple(arguments.only))
     report.show(f"{chip_name(plan)}, jax {jax.__version__}", rows)
     if any(row["result"].startswith("failed") for row in rows):

@@ -14,7 +14,9 @@ from vlcache_jax.pallas_kernels.shapes import AttentionShape
 
 
 def tune(plan: Plan) -> Iterator[Case]:
-    """Shapes that the kernel's sizes cannot tell apart share one way to cut."""
+    """Shapes that the kernel's sizes cannot tell apart share one way to cut; the portable form has one for all."""
+    if plan.portable:
+        return
     for key, same in itertools.groupby(sorted(plan.shapes(), key=_static), key=_static):
         n, heads, kv_heads, width, decode = key
         name = f"N {n}, {heads}/{kv_heads} heads of {width}{', decoding' * decode}"

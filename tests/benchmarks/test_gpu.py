@@ -16,6 +16,7 @@ from vlcache_jax.benchmarks.gpu import Case, Plan, run, running
 from vlcache_jax.benchmarks.gpu import plan as plans
 from vlcache_jax.benchmarks.gpu.tracing import _occupation, graphs
 from vlcache_jax.benchmarks.gpu.workers import Worker
+from vlcache_jax.first_contact.chip import Chip
 from vlcache_jax.pallas_kernels.shapes import ATTENTION
 
 SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
@@ -23,14 +24,15 @@ SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter: NaN in K
 @pytest.mark.parametrize(
-    "sections",
+    ("sections", "portable"),
     [
-        pytest.param(("check", "ceiling"), marks=pytest.mark.interpreted),
-        pytest.param(("answers", "ttft", "decode"), marks=pytest.mark.thorough),
+        pytest.param(("check", "ceiling"), False, marks=pytest.mark.interpreted),
+        pytest.param(("check", "ceiling"), True, marks=pytest.mark.thorough),
+        pytest.param(("answers", "ttft", "decode"), False, marks=pytest.mark.thorough),
     ],
 )
-def test_rehearsal(tmp_path, sections, monkeypatch):
-    plan = Plan(rehearse=True, out=tmp_path)
+def test_rehearsal(tmp_path, sections, portable, monkeypatch):
+    plan = Plan(rehearse=True, out=tmp_path, portable=portable)
     rows = run(plan, minutes=9, only=sections)
     assert {row["case"].split(":")[0] for row in rows} == set(sections)
     assert not [row for row in rows if row["result"].startswith(("failed", "not measured"))]
@@ -41,6 +43,30 @@ def test_rehearsal(tmp_path, sections, monkeypatch):
     # A second run has nothing left to do.
     monkeypatch.setattr(Worker, "run", lambda *_: pytest.fail("it is done"))
     assert run(plan, minutes=0, only=sections) == rows
+
+
+@pytest.mark.parametrize(
+    ("capability", "forms"),
+    [("9.0", ["mosaic_gpu", "mosaic_gpu_mma"]), ("8.9", ["mosaic_gpu_mma"] * 2), ("7.5", []), (None, [])],
+)
+def test_each_gpu_has_its_form_of_the_kernels(tmp_path, monkeypatch, capability, forms):
+    chip = None if capability is None else Chip("a GPU", capability, "580", "")
+    monkeypatch.setattr(running, "find_chip", lambda: chip)
+    found = []
+    monkeypatch.setattr(running, "run", lambda plan, *_: found.append(plan) or [{"case": "", "result": ""}])
+    for options in ([], ["--portable"]):
+        monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path), *options])
+        if forms:
+            running.main()
+        else:
+            with pytest.raises(RuntimeError, match=r"this needs an? .*GPU.*, found .*; --rehearse goes through it"):
+                running.main()
+    if forms:
+        assert [plan.implementation for plan in found] == forms
+        checked = {kernel for case in running.sections()["check"].cases(found[-1]) for kernel in case.kernels}
+        assert "experts_in_8_bits" in checked
+        assert "statistics" not in checked
+        assert not list(running.sections()["tune"].cases(found[-1]))
 
 
 def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):

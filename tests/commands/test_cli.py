@@ -105,7 +105,7 @@ def test_info_counts_what_an_engine_counts(run, checkpoints, family):
     assert re.search(r"(?m)^24 GB .*\n40 GB .*\n48 GB .*\n80 GB .*\n141 GB ", result.stdout)
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     """And says what does not fit."""
     from vlcache_jax.commands import info

@@ -192,10 +192,10 @@ def assert_paged(rows, arrays, out):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(paged_cases.shared_by_prefill, marks=pytest.mark.interpreted),
+        pytest.param(paged_cases.nothing, marks=pytest.mark.interpreted),
         *(
             pytest.param(case, marks=pytest.mark.thorough)
-            for case in (paged_cases.requests, paged_cases.nothing, paged_cases.decode_beside_prefill)
+            for case in (paged_cases.requests, paged_cases.shared_by_prefill, paged_cases.decode_beside_prefill)
         ),
     ],
     ids=lambda case: case.__name__,
