@@ -37,6 +37,8 @@ _URLS = ("image_url", "video_url")
 _VALUES = ("image", "images", "image_pil", "video", "videos")
 _NAMED = ("url", "path", "base64")  # beside the type of a part
 _TYPES = ("image", "video", "image_url", "video_url", "image_pil", "input_image")
+_ROUNDS = tuple((np.uint64(a), np.uint64(b)) for a, b in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
+_LAST_SHIFT = np.uint64(31)
 _MAPPINGS, _LISTS = (dict, Mapping), (list, tuple)  # the frequent one first: others are asked for more slowly
 
 
@@ -100,7 +102,7 @@ class Affinity:
         self._openings: OrderedDict[bytes, str] = OrderedDict()
         self._names: list[str] = []
         self._seeds = np.zeros(0, np.uint64)
-        self._last: tuple[Mapping[bytes, int], npt.NDArray[np.uint64]] | None = None  # pictures, and their scores
+        self._last: tuple[Mapping[bytes, int], npt.NDArray[np.uint64], npt.NDArray[np.intp]] | None = None
 
     def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
         self._meet(loads)
@@ -130,12 +132,8 @@ class Affinity:
         self._meet(engines)
         if not seen.images:
             return []
-        scores = self._scores_of(seen.images)
-        first = np.argmax(scores, axis=1)
-        rest = scores.copy()
-        rest[np.arange(len(rest)), first] = 0
-        both = np.stack([first, np.argmax(rest, axis=1)], axis=1)
-        return [self._names[i] for i in dict.fromkeys(both.ravel().tolist())]
+        _, best = self._ranked(seen.images)
+        return [self._names[i] for i in dict.fromkeys(best.ravel().tolist())]
 
     def _preferred(self, seen: Seen) -> list[str]:
         """Those that something speaks for, the best one first."""
@@ -144,20 +142,23 @@ class Affinity:
         if (largest := seen.largest) is None and not seen.goes_on:
             return first
         if largest is not None:
-            scores = self._scores_of(seen.images)
+            scores, best = self._ranked(seen.images)
             own = scores[list(seen.images).index(largest)]
-            held = np.bincount(np.argmax(scores, axis=1), list(seen.images.values()), len(self._names))
+            held = np.bincount(best[:, 0], list(seen.images.values()), len(self._names))
         else:
             [own] = _scores([seen.opening or b""], self._seeds)
             held = np.zeros(len(self._names))
         rest = np.lexsort((own, held))[::-1].tolist()
         return list(dict.fromkeys([*first, *(self._names[i] for i in rest)]))
 
-    def _scores_of(self, images: Mapping[bytes, int]) -> npt.NDArray[np.uint64]:
-        """See `_scores`; who is asked for an order is asked for holders next."""
+    def _ranked(self, images: Mapping[bytes, int]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.intp]]:
+        """Each picture's scores, and the engines that have its best two; who is asked for an order is asked for holders
+        next."""
         if self._last is None or self._last[0] is not images:
-            self._last = images, _scores(list(images), self._seeds)
-        return self._last[1]
+            scores = _scores(list(images), self._seeds)
+            places = range(-min(2, len(self._names)), 0)
+            self._last = images, scores, np.argpartition(scores, places, axis=1)[:, : -len(places) - 1 : -1]
+        return self._last[1:]
 
     def _meet(self, engines: Collection[str]) -> None:
         """Takes note of the engines that there are now."""
@@ -309,8 +310,13 @@ def _digest(content: Any) -> bytes:
 
 def _scores(digests: Sequence[bytes], seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """How much speaks for each engine: [digests, engines], as good as drawn for each pair (splitmix64)."""
-    keys = np.array([int.from_bytes(digest[:8], "little") for digest in digests], np.uint64)
-    mixed = keys[:, None] ^ seeds[None]
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))
+    keys = np.frombuffer(b"".join(digest[:8] for digest in digests), "<u8")
+    mixed = keys[:, None] ^ seeds
+    shifted = np.empty_like(mixed)
+    for shift, factor in _ROUNDS:
+        np.right_shift(mixed, shift, out=shifted)
+        mixed ^= shifted
+        mixed *= factor
+    np.right_shift(mixed, _LAST_SHIFT, out=shifted)
+    mixed ^= shifted
+    return mixed
