@@ -28,6 +28,7 @@ from vlcache_jax.study.pairs import interval
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
+NOT_TRIED = "not tried"
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ("unnumbered", "numbered", "without_key_norm")
 GOALS = ("goal_together_text_first.json", "goal_together.json", "goal_text_first.json", "goal_question_first.json")
@@ -611,14 +612,15 @@ def _steps(*names: str) -> Iterator[tuple[str, str, list[Row]]]:
     tables = [
         {(row["model"], row["program"]): row for row in _rows(name)} for name in names if (RESULTS / name).exists()
     ]
-    nothing = {"not compiled": "not tried"}
+    nothing = {"not compiled": NOT_TRIED}
     for model, program in dict.fromkeys(key for table in tables for key in table):
         yield model, program, [table.get((model, program), nothing) for table in tables]
 
 
 def _changed(rows: Sequence[Row], column: str, form: str) -> str:
-    """A figure before and now, once where it is the same; where there is none, why."""
-    told = [row["not compiled"] or ("" if row[column] is None else form.format(row[column])) for row in rows]
+    """A figure before and now, once where it is the same or of one alone; where there is none, why."""
+    tried = [row for row in rows if row["not compiled"] != NOT_TRIED] or rows[:1]
+    told = [row["not compiled"] or ("" if row[column] is None else form.format(row[column])) for row in tried]
     return " → ".join(dict.fromkeys(told))
 
 
