@@ -181,6 +181,7 @@ def test_what_is_said_of_a_models_memory_is_what_is_counted():
         assert found == [f"{slot / 1e3:.0f} KB", f"{tokens} tokens", f"{kept / 1e6:.0f} MB"]
 
 
+@pytest.mark.ladder
 def test_what_is_said_to_fit_is_what_is_counted():
     """In the guide and, of some models, in the README."""
     rows = table("docs/guides/gpus.md", "model | weights in")

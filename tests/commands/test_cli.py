@@ -145,6 +145,7 @@ def test_info_says_how_a_model_fits(run):
     assert re.search("(?m)^24 GB +bfloat16 .* too large ", run("info", "qwen3-vl-8b", "--image", "4096x4096").stdout)
 
 
+@pytest.mark.ladder
 def test_info_of_several_gpus(run):
     told = run("info", "qwen3-vl-30b-a3b", "--gpus", "8").stdout  # with two copies of each KV head
     assert re.search(r"(?m)^each of 8 GPUs +8.76 GB of weights, 24576 bytes of K, V a token$", told)
