@@ -8,18 +8,19 @@ engines have some requests under way.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 import xxhash
 
-from vlcache_jax.affinity import SLACK, Affinity, look
+from vlcache_jax.affinity import SLACK, Affinity, Seen, look
 from vlcache_jax.checks import parse_counts
 from vlcache_jax.files import check_writable
 from vlcache_jax.protocol.values import read_object
@@ -50,24 +51,26 @@ def measure(engines: int, *, pictures: int, size: int, requests: int, seed: int 
     for _ in range(requests):
         body = body_of(rng, pictures, size)
         loads = dict(zip(names, rng.integers(0, SLACK, engines).tolist(), strict=True))
-        request = timed("read JSON", lambda body=body: read_object(body))
-        payloads = [
-            part["image_url"]["url"].partition(",")[2].encode() for part in request["messages"][0]["content"][:-1]
-        ]
-        timed("hash alone", lambda some=payloads: [xxhash.xxh3_128_digest(one) for one in some])
-        seen = timed("hash", lambda request=request: look(request))
+        request = timed("read JSON", functools.partial(read_object, body))
+        urls = [part["image_url"]["url"] for part in request["messages"][0]["content"][:-1]]
+        timed("hash alone", functools.partial(_hash, [url.partition(",")[2].encode() for url in urls]))
+        seen = timed("hash", functools.partial(look, request))
         if len(seen.images) != pictures:
             raise ValueError(f"a request must show {pictures} pictures, got {len(seen.images)}")
-
-        def choose(seen: Any = seen, loads: dict[str, int] = loads) -> str:
-            chosen = rule.order(seen, loads)[0]
-            rule.holders(seen, loads)
-            rule.sent(seen, chosen)
-            return chosen
-
-        timed("choose", choose)
+        timed("choose", functools.partial(_choose, rule, seen, loads))
     medians = {f"{step} ms": statistics.median(found) for step, found in steps.items()}
     return {"engines": engines, **medians, "choose p99 ms": float(np.percentile(steps["choose"], 99))}
+
+
+def _hash(payloads: Sequence[bytes]) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(payload) for payload in payloads]
+
+
+def _choose(rule: Affinity, seen: Seen, loads: Mapping[str, int]) -> None:
+    """What a service's router does."""
+    chosen = rule.order(seen, loads)[0]
+    rule.holders(seen, loads)
+    rule.sent(seen, chosen)
 
 
 def main(
