@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.pallas_kernels.chips import chip_at_hand
 from vlcache_jax.pallas_kernels.link import xla
 from vlcache_jax.pallas_kernels.link.codec import Codec, find
 from vlcache_jax.pallas_kernels.split import FIRST, FOURTH, SECOND, WHOLE, spreads
@@ -108,9 +109,11 @@ def link(
         return xla.link(k_pool, v_pool, images, source, slot, cos, sin, bias, weight, layer=layer, codec=coded)
     from vlcache_jax.pallas_kernels.link import mosaic_gpu
 
+    of_hopper = dispatch.family(choice.implementation) == dispatch.HOPPERS
+    bulk = dispatch.has_bulk_copies(choice) and (of_hopper or mosaic_gpu.has_room(k_pool, coded, chip_at_hand()))
     return mosaic_gpu.link(
         k_pool, v_pool, images, source, slot, cos, sin, bias, weight,
-        layer=layer, codec=coded, bulk=dispatch.has_bulk_copies(choice), interpret=dispatch.interpreter(choice),
+        layer=layer, codec=coded, bulk=bulk, interpret=dispatch.interpreter(choice),
     )  # fmt: skip
 
 

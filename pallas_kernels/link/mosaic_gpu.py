@@ -2,8 +2,8 @@
 
 Each program copies a few tokens into shared memory, decodes what is coded in registers, turns the keys, and copies
 every token's keys and values from shared memory to its slot, unless that is out of range. Before Hopper, which has TMA,
-tokens pass through registers alone, one after the other. Programs are small, so that many run on a multiprocessor and
-cover each other's waiting.
+and where shared memory is short, tokens pass through registers alone, one after the other. Programs are small, so that
+many run on a multiprocessor and cover each other's waiting.
 """
 
 import functools
@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from vlcache_jax.pallas_kernels.chips import RESERVED, Chip
 from vlcache_jax.pallas_kernels.link.codec import Codec, overflow
 
 TOKENS = 8  # of a program
@@ -40,6 +41,15 @@ def check(k_pool: jax.Array, kept: int | None) -> None:
         raise NotImplementedError(f"mosaic_gpu links up to {256 // TOKENS} heads, got {K}")
     if kept is not None and kept % TOKENS:  # a program copies its tokens whole
         raise NotImplementedError(f"mosaic_gpu links from multiples of {TOKENS} tokens, got {kept}")
+
+
+def has_room(k_pool: jax.Array, codec: Codec | None, chip: Chip) -> bool:
+    """Whether a multiprocessor has room for what two programs copy in bulk; one alone would wait for memory."""
+    _, K, D = k_pool.shape
+    linked, stored = 2 * D * k_pool.dtype.itemsize, 0 if codec is None else 2 * D * codec.bits // 8
+    scales = 0 if codec is None else 2 * 4 * (D // codec.group(D))
+    angles = 2 * (D // 2) * 4
+    return 2 * (TOKENS * K * (linked + stored + scales) + TOKENS * angles + 2 * RESERVED) <= chip.shared_memory
 
 
 def link(

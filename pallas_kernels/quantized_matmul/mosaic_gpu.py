@@ -97,15 +97,18 @@ def float8_matmul(
       config: how the kernel works; None is `default_config`.
       interpret: runs it in the CPU's interpreter (jax 0.12 or later) instead of compiling it.
     """
-    N = len(x)
-    config = config or default_config(N, len(weight))
-    count = -(-N // config.rows)
-    padded = jnp.pad(x, ((0, count * config.rows - N), (0, 0)))
+    config = config or default_config(len(x), len(weight))
+    run = functools.partial(multiply, gated=False, config=config, interpret=interpret)
+    return in_tiles(run, x, weight, scale, config.rows)
+
+
+def in_tiles(run: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, scale: jax.Array, rows: int) -> jax.Array:
+    """Rows times one matrix by `run`, which takes what `multiply` takes, in tiles of so many rows."""
+    count, octets = -(-len(x) // rows), rows // BOX
+    padded = jnp.pad(x, ((0, count * rows - len(x)), (0, 0)))
     tile = np.arange(count, dtype=np.int32)
-    octets = config.rows // BOX
     tiles = np.zeros_like(tile), tile * octets, np.full_like(tile, octets), np.full(1, count, np.int32)
-    made = multiply(padded, weight[None], scale[None], *tiles, gated=False, config=config, interpret=interpret)
-    return made[:N]
+    return run(padded, weight[None], scale[None], *tiles)[: len(x)]
 
 
 # An inner jit: a program that calls the same case for each of its layers compiles one kernel.

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -34,7 +33,7 @@ from vlcache_jax.pallas_kernels.float8_fragments import (
     to_float16,
 )
 from vlcache_jax.pallas_kernels.fragments import BOX, M, multiply, sums
-from vlcache_jax.pallas_kernels.quantized_matmul.mosaic_gpu import BLOCK, silu_times
+from vlcache_jax.pallas_kernels.quantized_matmul.mosaic_gpu import BLOCK, in_tiles, silu_times
 from vlcache_jax.pallas_kernels.quantized_matmul.mosaic_gpu import check as check
 from vlcache_jax.pallas_kernels.ring import Ring
 
@@ -123,15 +122,9 @@ def float8_matmul(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.float8_matmul`; arguments as of `mosaic_gpu.float8_matmul`."""
-    N, (O, K) = len(x), weight.shape  # noqa: E741 -- as everywhere
-    config = config or default_config(N, O, K)
-    count = -(-N // config.rows)
-    padded = jnp.pad(x, ((0, count * config.rows - N), (0, 0)))
-    tile = np.arange(count, dtype=np.int32)
-    octets = config.rows // BOX
-    tiles = np.zeros_like(tile), tile * octets, np.full_like(tile, octets), np.full(1, count, np.int32)
-    made = multiply_tiles(padded, weight[None], scale[None], *tiles, gated=False, config=config, interpret=interpret)
-    return made[:N]
+    config = config or default_config(len(x), *weight.shape)
+    run = functools.partial(multiply_tiles, gated=False, config=config, interpret=interpret)
+    return in_tiles(run, x, weight, scale, config.rows)
 
 
 # An inner jit: a program that calls the same case for each of its layers compiles one kernel.

@@ -26,8 +26,7 @@ def test_what_is_compiled_spills_nothing(architecture: str) -> None:
         assert isinstance(rows, list), (case, rows)
         for row in rows:
             assert row["spilled bytes"] == 0
-            # Linking what is in 8 bits has 51 KB of places for TMA, of which an RTX 5090 holds those of one program.
-            assert row["programs on a multiprocessor"] >= (1 if (architecture, case) == ("sm_120", "link, int8") else 2)
+            assert row["programs on a multiprocessor"] >= 2
         if "attention" in case and architecture != "sm_90":  # whose own kernel multiplies twice as fast
             assert rows[0]["share of matrix rate at most"] >= 0.5
         if "attention" in case or "8 bits, decode" in case:
