@@ -228,7 +228,7 @@ def programs_made_once() -> Iterator[None]:
 
     What an engine says that it has compiled stays its own, and so does what it launches.
     """
-    from vlcache_jax.device.programs import compress, keep, link, table, window
+    from vlcache_jax.device.programs import compress, files, keep, link, table, window
     from vlcache_jax.device.programs.base import Program
     from vlcache_jax.device.programs.shapes import Shapes, abstract
     from vlcache_jax.reuse import shift
@@ -291,6 +291,7 @@ def programs_made_once() -> Iterator[None]:
         context.setattr(Shapes, "__init__", noted)
         context.setattr(table.Programs, "_lower", lambda own, program: Once(own, program))
         context.setattr(table, "check_maps", check_maps)
+        context.setattr(files, "_are_kept", lambda devices: False)  # jax keeps them, whatever tests have replaced
         yield
 
 

@@ -39,7 +39,8 @@ from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.memory_plan import MemoryPlan, kept_token_bytes, plan_memory, weight_bytes
 from vlcache_jax.device.mesh import Devices, check_sizes, find_devices, part_of, widened
 from vlcache_jax.device.programs.base import Key
-from vlcache_jax.device.programs.table import Programs, use_compilation_cache
+from vlcache_jax.device.programs.files import use_compilation_cache
+from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.device.runner import Runner, check_kernels
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.engine import Engine, EngineStats
@@ -403,7 +404,7 @@ def _meet_devices(config: EngineConfig) -> list[jax.Device]:
         first_contact.meet(CHECKS, PORTABLE, show=config.use_tqdm)  # from here on jax may hold the device's memory
     devices = find_devices(config.tensor_parallel_size)
     dispatch.check_device(config.implementation, devices[0])
-    use_compilation_cache()
+    use_compilation_cache(devices)
     return devices
 
 

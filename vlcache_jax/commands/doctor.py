@@ -11,6 +11,7 @@ import jax
 
 from vlcache_jax.device.exchange import check_exchange
 from vlcache_jax.device.mesh import Devices
+from vlcache_jax.device.programs import files
 from vlcache_jax.fields import read_object
 from vlcache_jax.files import cache_home
 from vlcache_jax.first_contact import Verdict, meet
@@ -178,9 +179,12 @@ def _rates(problems: list[str]) -> str:
 
 
 def _programs() -> str:
-    folder = pathlib.Path(jax.config.jax_compilation_cache_dir or cache_home() / "xla")
-    sizes = []
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # others write there
-            sizes.append(file.stat().st_size)
-    return f"{len(sizes)} files, {sum(sizes) / 2**20:.0f} MiB in {folder}, made anew where they are removed"
+    folders = pathlib.Path(jax.config.jax_compilation_cache_dir or cache_home() / "xla"), files.folder()
+    found = []
+    for folder in folders:
+        sizes = []
+        for file in folder.rglob("*"):
+            with contextlib.suppress(OSError):  # others write there
+                sizes.append(file.stat().st_size)
+        found.append(f"{len(sizes)} files, {sum(sizes) / 2**20:.0f} MiB in {folder}")
+    return f"{'; '.join(found)}; made anew where they are removed"

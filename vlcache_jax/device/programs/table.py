@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import os
 import pathlib
 import threading
@@ -20,8 +21,8 @@ import jax.numpy as jnp
 
 from vlcache_jax.device.programs import answer, choose, compress, encode, keep, layers, link, state, window
 from vlcache_jax.device.programs.base import Demand, Program, Repeat
+from vlcache_jax.device.programs.files import ProgramFiles
 from vlcache_jax.device.programs.shapes import Shapes
-from vlcache_jax.files import cache_home
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.reuse.policies import Policy
 
@@ -85,7 +86,7 @@ class Programs:
         missing = self.missing(programs)
         threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         try:
-            compiling = {threads.submit(self.program, one, self._lower(one)): one for one in missing}
+            compiling = {threads.submit(self.program, one): one for one in missing}
             for future in concurrent.futures.as_completed(compiling):
                 future.result()
                 progress(compiling[future])
@@ -117,7 +118,7 @@ class Programs:
             self.first_launched = time.perf_counter()
         return made
 
-    def program(self, program: Program[Any], lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
+    def program(self, program: Program[Any]) -> jax.stages.Compiled:
         """The compiled program. If another thread is at it, waits for it; else compiles it if it is not yet.
 
         Raises:
@@ -126,8 +127,27 @@ class Programs:
         with self._locks.setdefault(program, threading.Lock()):
             if program not in self._compiled:
                 check_maps(program)
-                self._compiled[program] = (lowered or self._lower(program)).compile(self._options)
+                self._compiled[program] = self._found(program) or self._made(program)
             return self._compiled[program]
+
+    @functools.cached_property
+    def _files(self) -> ProgramFiles | None:
+        return ProgramFiles.of(self.shapes, self._options)
+
+    def _found(self, program: Program[Any]) -> jax.stages.Compiled | None:
+        """The program as it was compiled before; None: it was not, or is not kept."""
+        if self._files is None or (found := self._files.find(program)) is None:
+            return None
+        compiled, choices = found
+        if choices:
+            self.kernels[program] = choices
+        return compiled
+
+    def _made(self, program: Program[Any]) -> jax.stages.Compiled:
+        lowered = self._lower(program)
+        if self._files is None:
+            return lowered.compile(self._options)
+        return self._files.make(program, lowered, self.kernels.get(program, ()))
 
     def _lower(self, program: Program[Any]) -> jax.stages.Lowered:
         with dispatch.recorded() as choices:
@@ -159,10 +179,3 @@ def check_maps(program: Program[Any]) -> None:
             f"memory maps must be left for the program {program}, but this process has {used} of {most}, "
             "most for compiled programs: raise the limit (sysctl -w vm.max_map_count=262144), or open fewer models"
         )
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, unless the user has decided where or whether."""
-    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_home() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

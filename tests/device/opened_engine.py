@@ -1,0 +1,88 @@
+"""Opens a tiny model in a process of its own, as `test_program_files` asks, and prints what came of it as JSON."""
+
+import json
+import pathlib
+import sys
+from unittest import mock
+
+import jax
+import numpy as np
+
+from tests.helper import FEW
+from vlcache_jax import LLM, SamplingParams
+from vlcache_jax.device import sampler
+from vlcache_jax.device.programs import files, table
+from vlcache_jax.pallas_kernels import PAGE
+
+MODEL = sys.argv[1]
+counts = {"lowered": 0, "compiled": 0}
+
+
+def counted(name, function):
+    def call(*arguments, **options):
+        counts[name] += 1
+        return function(*arguments, **options)
+
+    return call
+
+
+table.Programs._lower = counted("lowered", table.Programs._lower)
+jax.stages.Lowered.compile = counted("compiled", jax.stages.Lowered.compile)
+
+
+def opened():
+    counts.update(dict.fromkeys(counts, 0))
+    with LLM(MODEL, ladder=FEW, max_model_len=4 * PAGE, kv_cache_bytes=2**23, dtype="float32", use_tqdm=False) as llm:
+        picture = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+        parts = [{"type": "image", "image": picture}, {"type": "text", "text": "What?"}]
+        [output] = llm.chat(
+            [{"role": "user", "content": parts}],
+            SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1),
+        )
+        answer = output.outputs[0]
+        told = [[token, one[token].logprob] for token, one in zip(answer.token_ids, answer.logprobs, strict=True)]
+        return dict(counts) | {
+            "answer": told,
+            "kernels": sorted(map(str, llm.kernels.items())),
+            "programs": llm.service.device.runner.programs.num_programs,
+        }
+
+
+def programs():
+    return sorted(path for path in files.folder().iterdir() if path.suffix != ".json")
+
+
+def damaged():
+    for number, path in enumerate(programs()):
+        content = path.read_bytes()
+        path.write_bytes(content[:50] if number % 2 else content[:-1] + bytes([content[-1] ^ 1]))
+    return opened()
+
+
+def unwritable():
+    with mock.patch.object(files, "write_whole", side_effect=OSError("no space")):
+        for path in files.folder().iterdir():
+            path.unlink()
+        return opened()
+
+
+def replaced():
+    """Somebody's function stands in for ours, and so it may compute something else."""
+    choose = sampler._choose
+    with mock.patch.object(sampler, "_choose", lambda *arguments, **options: choose(*arguments, **options)):
+        return opened()
+
+
+def full():
+    """There is room for nothing: what is there goes when the next engine opens."""
+    with mock.patch.object(files, "MOST_BYTES", 0):
+        return opened() | {"left": len(programs())}
+
+
+def by_jax():
+    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(files.folder()).parent / "jax"))
+    return opened() | {"left": len(programs())}
+
+
+CASES = {case.__name__: case for case in (opened, damaged, unwritable, replaced, full, by_jax)} | {"again": opened}
+print(json.dumps([CASES[name]() for name in sys.argv[2:]]))
