@@ -5,7 +5,8 @@ then query head by query head (`box = octet * group + g`), and eight of them fil
 multiplies.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from vlcache_jax.pallas_kernels.attention.work import (
     PAGE,
     PARTIAL,
     TO,
+    Work,
+    WorkConfig,
 )
 
 BOX = 8  # rows that are copied together: the height of a swizzled tile in shared memory
@@ -87,3 +90,62 @@ class Lists(NamedTuple):
     group: int
     heads: int
     programs: int
+
+    @classmethod
+    def of_work(cls, cut: WorkConfig) -> Self:
+        """Those of a work list in its buffer."""
+        first = {name: place.start for name, (place, _) in cut.places.items()}
+        return cls(first["ctas"], first["items"], first["tables"], cut.pages, cut.group, cut.heads, cut.programs)
+
+
+def check_cut(cut: WorkConfig, q: jax.Array, k: jax.Array, *, packed: bool, tiles: Collection[int]) -> None:
+    """Raises ValueError unless work was cut for these arguments, into items of so many boxes."""
+    H, K = q.shape[1], k.shape[1]
+    is_cut = (cut.packed if packed else cut.rows, cut.heads * cut.group, cut.box) == (len(q), H, BOX)
+    if not is_cut or cut.heads % K or cut.tile not in tiles:
+        raise ValueError(f"work must be cut for {len(q)} rows, {H} heads, {K} key-value heads, got {cut}")
+
+
+def seen_by_work(work: Work, end: jax.Array | None) -> jax.Array:
+    """First slot and one past the last, [2, ...], that each row of the boxes of a work list sees.
+
+    Args:
+      end: as in `paged_attention`.
+    """
+    parts = work.parts()
+    return jnp.stack(
+        [_of_boxes(x, work.config.group, parts.rows) for x in (parts.start, parts.end if end is None else end)]
+    )
+
+
+def tiles_of_rows(
+    k_start: jax.Array, k_end: jax.Array, slots: int, kv_heads: int, group: int, tile: int, programs: int
+) -> tuple[jax.Array, jax.Array, Lists]:
+    """What `attention` does, as a list of items: every octet of rows in order, in tiles of so many boxes.
+
+    Args:
+      k_start, k_end: [N], into so many slots.
+      programs: that share the items at most.
+
+    Returns:
+      (buffer with the lists, first slot and one past the last [2, ...] of each row of the boxes, lists).
+    """
+    boxes = -(-len(k_start) // BOX) * group
+    tiles = -(-boxes // tile)
+
+    def of_boxes(x: jax.Array) -> jax.Array:  # [N] -> [tiles, rows]
+        x = _of_boxes(jnp.clip(x, 0, slots), group)
+        return jnp.pad(x, (0, tiles * tile * BOX - len(x))).reshape(tiles, -1)
+
+    start, end = of_boxes(k_start), of_boxes(k_end)
+    programs = min(programs, tiles * kv_heads)
+    ctas, items = items_of_tiles(start, end, kv_heads, boxes, tile, programs)
+    lists = Lists(0, len(ctas), None, 0, group, kv_heads, programs)
+    return jnp.concatenate([ctas, items.reshape(-1)]), jnp.stack([start.reshape(-1), end.reshape(-1)]), lists
+
+
+def _of_boxes(x: jax.Array, group: int, rows: jax.Array | None = None) -> jax.Array:
+    """Of each row of boxes, [N] or packed as `rows` says: octet by octet, then query head by query head."""
+    x = jnp.pad(x, (0, -len(x) % BOX)) if rows is None else x.at[rows].get(mode="fill", fill_value=0)
+    x = x.reshape(-1, 1, BOX)
+    return jnp.broadcast_to(x, (len(x), group, BOX)).reshape(-1)

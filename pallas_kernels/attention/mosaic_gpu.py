@@ -27,7 +27,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vlcache_jax.pallas_kernels.attention.items import BOX, EIGHT, Lists, items_of_tiles, part_of_group
+from vlcache_jax.pallas_kernels.attention.items import (
+    BOX,
+    EIGHT,
+    Lists,
+    check_cut,
+    part_of_group,
+    seen_by_work,
+    tiles_of_rows,
+)
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import WIDTH, merge
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
@@ -213,25 +221,15 @@ def paged_attention(
     Raises:
       ValueError: the work was cut for other arguments.
     """
-    cut, parts = work.config, work.parts()
-    N, (_, H, D) = cut.rows, q.shape
-    is_cut = (cut.packed if packed else N, cut.heads * cut.group, cut.box) == (len(q), H, BOX)
-    if not is_cut or cut.heads % k.shape[1]:
-        raise ValueError(f"work must be cut for {len(q)} rows, {H} heads, {k.shape[1]} key-value heads, got {cut}")
+    check_cut(work.config, q, k, packed=packed, tiles=(EIGHT, 2 * EIGHT))
+    cut, N, (_, H, D) = work.config, work.config.rows, q.shape
     config = config or default_config(N, H, k.shape[1], D, decode=cut.tile == EIGHT)
     config = dataclasses.replace(config, tile=cut.tile, programs=cut.programs)
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -D % 32))) for x in (q, k, v))
-
-    def of_boxes(x: jax.Array) -> jax.Array:  # [N] -> as the rows of boxes are packed
-        x = x.at[parts.rows].get(mode="fill", fill_value=0).reshape(-1, 1, BOX)
-        return jnp.broadcast_to(x, (len(x), cut.group, BOX)).reshape(-1)
-
-    seen = jnp.stack([of_boxes(parts.start), of_boxes(parts.end if end is None else end)])
-    first = {name: place.start for name, (place, _) in cut.places.items()}
-    lists = Lists(first["ctas"], first["items"], first["tables"], cut.pages, cut.group, cut.heads, cut.programs)
+    seen, lists = seen_by_work(work, end), Lists.of_work(cut)
     outputs = _Outputs(cut.octets * BOX, WIDTH, cut.partial_boxes, N)
     if not packed:
-        q = q.at[parts.rows].get(mode="clip")
+        q = q.at[work.parts().rows].get(mode="clip")
     results, *partials, out = _launch(q, k, v, work.buffer, seen, lists, outputs, scale, config, interpret)
     return merge(out, results, tuple(partials), work, interpret)[:, :, :D]
 
@@ -259,20 +257,8 @@ def attention(
     # Bulk copies take boxes of 8 rows and of 32 or 64 columns. Vision towers have heads of 72 and 80: what is padded
     # multiplies zeros.
     q, k, v = (jnp.pad(x, ((0, -len(x) % BOX), (0, 0), (0, -D % 32))) for x in (q, k, v))
-    tiles = pl.cdiv(len(q) // BOX * (H // K), config.tile)
-
-    def of_boxes(x: jax.Array) -> jax.Array:  # [N] -> [tiles, rows]
-        x = jnp.pad(jnp.clip(x, 0, S), (0, -N % BOX)).reshape(-1, 1, BOX)
-        x = jnp.broadcast_to(x, (len(x), H // K, BOX)).reshape(-1)
-        return jnp.pad(x, (0, tiles * config.tile * BOX - len(x))).reshape(tiles, -1)
-
-    start, end = of_boxes(k_start), of_boxes(k_end)
-    programs = min(config.programs, tiles * K)
-    ctas, items = items_of_tiles(start, end, K, len(q) // BOX * (H // K), config.tile, programs)
-    lists = Lists(0, len(ctas), None, 0, H // K, K, programs)
-    seen = jnp.stack([start.reshape(-1), end.reshape(-1)])
+    buffer, seen, lists = tiles_of_rows(k_start, k_end, S, K, H // K, config.tile, config.programs)
     outputs = _Outputs(len(q), q.shape[2], 0, 0)
-    buffer = jnp.concatenate([ctas, items.reshape(-1)])
     (out,) = _launch(q, k, v, buffer, seen, lists, outputs, scale, config, interpret)
     return out[:N, :, :D]
 

@@ -21,7 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vlcache_jax.pallas_kernels.attention.items import BOX, EIGHT, Lists, items_of_tiles, part_of_group
+from vlcache_jax.pallas_kernels.attention.items import (
+    BOX,
+    EIGHT,
+    Lists,
+    check_cut,
+    part_of_group,
+    seen_by_work,
+    tiles_of_rows,
+)
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import WIDTH, merge
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
@@ -139,23 +147,13 @@ def paged_attention(
 ) -> jax.Array:
     """Attention over pages. Arguments, result and errors as of `mosaic_gpu.paged_attention`; work is that of this
     `work_config`, and the pool is copied only if D is no multiple of 16."""
-    cut, parts = work.config, work.parts()
-    N, (_, H, D) = cut.rows, q.shape
-    is_cut = (cut.packed if packed else N, cut.heads * cut.group, cut.box, cut.tile) == (len(q), H, BOX, EIGHT)
-    if not is_cut or cut.heads % k.shape[1]:
-        raise ValueError(f"work must be cut for {len(q)} rows, {H} heads, {k.shape[1]} key-value heads, got {cut}")
+    check_cut(work.config, q, k, packed=packed, tiles=(EIGHT,))
+    cut, N, D = work.config, work.config.rows, q.shape[2]
     q, k, v = (_padded(x) for x in (q, k, v))
     config = dataclasses.replace(config or default_config(q.shape[2]), programs=cut.programs)
-
-    def of_boxes(x: jax.Array) -> jax.Array:  # [N] -> as the rows of boxes are packed
-        x = x.at[parts.rows].get(mode="fill", fill_value=0).reshape(-1, 1, BOX)
-        return jnp.broadcast_to(x, (len(x), cut.group, BOX)).reshape(-1)
-
-    seen = jnp.stack([of_boxes(parts.start), of_boxes(parts.end if end is None else end)])
-    first = {name: place.start for name, (place, _) in cut.places.items()}
-    lists = Lists(first["ctas"], first["items"], first["tables"], cut.pages, cut.group, cut.heads, cut.programs)
+    seen, lists = seen_by_work(work, end), Lists.of_work(cut)
     if not packed:
-        q = q.at[parts.rows].get(mode="clip")
+        q = q.at[work.parts().rows].get(mode="clip")
     sizes = cut.octets * BOX, cut.partial_boxes, -(-N // BOX) * BOX
     results, *partials, out = _launch(q, k, v, work.buffer, seen, lists, sizes, scale, config, interpret)
     return merge(out[:N], results, tuple(partials), work, interpret)[:, :, :D]
@@ -184,20 +182,7 @@ def attention(
     q = jnp.pad(q, ((0, -N % BOX), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, -S % PAGE), (0, 0), (0, 0))) for x in (k, v))  # nothing is read beyond an array
     config = config or default_config(q.shape[2])
-    boxes = len(q) // BOX * (H // K)
-    tiles = pl.cdiv(boxes, EIGHT)
-
-    def of_boxes(x: jax.Array) -> jax.Array:  # [N] -> [tiles, rows]
-        x = jnp.pad(jnp.clip(x, 0, S), (0, -N % BOX)).reshape(-1, 1, BOX)
-        x = jnp.broadcast_to(x, (len(x), H // K, BOX)).reshape(-1)
-        return jnp.pad(x, (0, tiles * M - len(x))).reshape(tiles, -1)
-
-    start, end = of_boxes(k_start), of_boxes(k_end)
-    programs = min(config.programs, tiles * K)
-    ctas, items = items_of_tiles(start, end, K, boxes, EIGHT, programs)
-    lists = Lists(0, len(ctas), None, 0, H // K, K, programs)
-    seen = jnp.stack([start.reshape(-1), end.reshape(-1)])
-    buffer = jnp.concatenate([ctas, items.reshape(-1)])
+    buffer, seen, lists = tiles_of_rows(k_start, k_end, S, K, H // K, EIGHT, config.programs)
     (out,) = _launch(q, k, v, buffer, seen, lists, (len(q), 0, 0), scale, config, interpret)
     return out[:N, :, :D]
 

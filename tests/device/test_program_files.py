@@ -111,6 +111,13 @@ def test_what_others_make_is_not_told(value):
         files.told(value)
 
 
+def test_all_code_counts():
+    known = {path.resolve() for _, path in files.source_files()}
+    loaded = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "vlcache_jax"]
+    assert {pathlib.Path(file).resolve() for file in loaded} <= known
+    assert any("attention" in path.parts for path in known)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("_TRACED", ()), ("_sources", lambda: "others"), ("_machine", lambda: "another"), ("_engine", lambda shapes: "")],

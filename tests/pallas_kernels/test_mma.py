@@ -95,7 +95,7 @@ def test_rings_of_any_size(places: int, width: int) -> None:
 COUNT, HEADS, KV_HEADS, WIDTH = 304, 6, 2, 16  # one shape for all cases, so that they compile once
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def emulated():
     with emulation.emulated():
         yield

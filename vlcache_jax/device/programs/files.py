@@ -155,9 +155,14 @@ def code() -> str:
 
 @functools.cache
 def _sources() -> str:
-    root = pathlib.Path(sys.modules[PACKAGE].__path__[0])
-    files = sorted(root.rglob("*.py"))
-    return _digest(*(f"{file.relative_to(root)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files))
+    return _digest(*(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in source_files()))
+
+
+def source_files() -> list[tuple[str, pathlib.Path]]:
+    """The package's files, by their names in it. In a checkout some wings are links."""
+    root = sys.modules[PACKAGE].__path__[0]
+    paths = (pathlib.Path(folder, file) for folder, _, files in os.walk(root, followlinks=True) for file in files)
+    return sorted((str(path.relative_to(root)), path) for path in paths if path.suffix == ".py")
 
 
 def _loaded() -> Iterator[str]:
