@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import secrets
 from collections.abc import Sequence
 
 PICTURES = (".png", ".pdf", ".svg")
@@ -103,8 +104,12 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         path.write_bytes(data)
         return
     part = _part(path)
-    part.write_bytes(data)
-    part.replace(path)
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def cache_home() -> pathlib.Path:
@@ -113,4 +118,4 @@ def cache_home() -> pathlib.Path:
 
 
 def _part(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write the same file
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # several may write the same file

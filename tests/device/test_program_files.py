@@ -1,18 +1,23 @@
 """Compiled programs on disk: a second start makes nothing anew, and no fault of a file changes an answer."""
 
+import copy
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helper import SIZES
+from vlcache_jax import LLM
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.device.programs import files
+from vlcache_jax.device.programs import files, layers, shapes
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.pallas_kernels import CODECS
 
@@ -74,6 +79,7 @@ def test_where_there_is_no_room_all_is_made_anew(starts):
     _, later = starts
     for case in ("full", "unwritable"):
         assert later[case]["compiled"] == later[case]["programs"]
+    assert later["full"]["left"] <= later["full"]["programs"]
     assert later["by_jax"]["left"] == 0  # whoever has jax keep programs finds them there alone
 
 
@@ -99,9 +105,9 @@ def test_everything_that_makes_a_value_is_told():
     assert files.told(layer) == (
         "vlcache_jax.device.programs.layers.Layer(size=64, keep=32, has_deepstack=True, shifts=False, like=[0])"
     )
-    shapes = [KVShape(2, 2, 8, np.dtype(dtype), codec) for dtype in (jnp.float32, jnp.bfloat16) for codec in
+    kinds = [KVShape(2, 2, 8, np.dtype(dtype), codec) for dtype in (jnp.float32, jnp.bfloat16) for codec in
               (None, *CODECS.values())]  # fmt: skip
-    assert len({files.told(shape) for shape in shapes}) == len(shapes)
+    assert len({files.told(kind) for kind in kinds}) == len(kinds)
     assert files.told(1) != files.told(True) != files.told("True")
 
 
@@ -118,13 +124,41 @@ def test_all_code_counts():
     assert any("attention" in path.parts for path in known)
 
 
+def test_code_that_changes_under_a_process_is_not_told(monkeypatch):
+    newest = max(max(path.stat()[-2:]) for _, path in files.source_files()) + 1
+    monkeypatch.setattr(files, "_BEGUN", newest)
+    assert files._sources.__wrapped__()
+    monkeypatch.setattr(files, "_BEGUN", newest - 2)
+    with pytest.raises(files.UntoldError, match="changed since this process began"):
+        files._sources.__wrapped__()
+    monkeypatch.setattr(files, "_BEGUN", newest)
+    monkeypatch.setattr(files, "source_files", list)  # of a package that lies in an archive
+    with pytest.raises(files.UntoldError, match=r"the code of vlcache_jax\."):
+        files._sources.__wrapped__()
+
+
+def test_a_constant_that_is_replaced_counts(monkeypatch):
+    before = files.code()
+    monkeypatch.setattr(layers, "BLOCK", 2)
+    assert files.code() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(shapes, "LINKED", (1,))
+    assert files.code() != before
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("_TRACED", ()), ("_sources", lambda: "others"), ("_machine", lambda: "another"), ("_engine", lambda shapes: "")],
+    [
+        ("_TRACED", ()),
+        ("_sources", lambda: "others"),
+        ("_machine", lambda: "another"),
+        ("_sizes", lambda shapes: ""),
+        ("_settings", lambda: "others"),
+    ],
 )
 def test_each_part_of_what_a_program_is_made_of_counts(name, value, monkeypatch):
     """Another place for the same program, so that none of another origin is found there."""
-    monkeypatch.setattr(files, "_engine", lambda shapes: "sizes")
+    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
     place = files.ProgramFiles(None, {})._index(Layer(64, 32, True))
     assert place == files.ProgramFiles(None, {})._index(Layer(64, 32, True))
     assert place != files.ProgramFiles(None, {})._index(Layer(64, 64, True))
@@ -133,8 +167,139 @@ def test_each_part_of_what_a_program_is_made_of_counts(name, value, monkeypatch)
     assert place != files.ProgramFiles(None, {})._index(Layer(64, 32, True))
 
 
-@pytest.mark.parametrize("variable", ["XLA_FLAGS", "VLCACHE_EMULATED"])
-def test_variables_that_decide_what_is_compiled_count(variable, monkeypatch):
+def test_flags_of_the_compiler_count(monkeypatch):
     before = files._machine()
-    monkeypatch.setenv(variable, "other")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_onednn=false")
     assert files._machine() != before
+    monkeypatch.setenv("XLA_FLAGS", "/tmp/flags")
+    with pytest.raises(files.UntoldError, match="XLA_FLAGS names a file"):
+        files._machine()
+
+
+def test_settings_of_a_thread_count():
+    before = files._settings()
+    with jax.default_matmul_precision("bfloat16"):
+        assert files._settings() != before
+
+
+def made_by(factor):
+    def function(x, more=1):
+        return factor * x + more
+
+    return function
+
+
+class Own:
+    @property
+    def value(self):
+        return 1
+
+    @staticmethod
+    def plain():
+        return 1
+
+    @classmethod
+    def named(cls):
+        return 1
+
+
+class Other:
+    @property
+    def value(self):
+        return 2
+
+    @staticmethod
+    def plain():
+        return 2
+
+    @classmethod
+    def named(cls):
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: x + 1, lambda x: x - 1),
+        (lambda x: x in {"a", "b"}, lambda x: x in {"a", "c"}),
+        (lambda x: [y for y in x if y], lambda x: [y for y in x if not y]),
+        (lambda x=1: x, lambda x=2: x),
+        (made_by(2), made_by(3)),
+        (jax.jit(made_by(2)), jax.jit(made_by(3))),
+        (functools.cache(made_by(2)), functools.cache(made_by(3))),
+        (functools.partial(made_by(2)), functools.partial(made_by(3))),
+        (functools.partial(made_by(2), 1), functools.partial(made_by(2), 2)),
+        *((vars(Own)[name], vars(Other)[name]) for name in ("value", "plain", "named")),
+        ((1, 2), (1, 3)),
+        ({"a": 1}, {"a": 2}),
+    ],
+)
+def test_what_stands_in_a_module_is_told_apart(one, other):
+    assert files._stands(one) == files._stands(one) != files._stands(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((lambda a, b: a + 1, (4, 4)), (lambda a, b: b + 1, (4, 4))),
+        ((lambda a, b: a + 1, (4, 5)), (lambda a, b: a + 1, (4, 6))),
+        ((lambda a, b: (a, b), (4, 4)), (lambda a, b: [a, b], (4, 4))),
+        ((lambda a, b: a * np.arange(4), (4, 4)), (lambda a, b: a * np.arange(4)[::-1], (4, 4))),
+    ],
+)
+def test_what_is_lowered_is_told_apart(one, other, monkeypatch):
+    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
+    own = files.ProgramFiles(None, {})
+
+    def digest(function, sizes):
+        function.__name__ = "f"
+        return own._digest_of(jax.jit(function).lower(*(jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes)))
+
+    assert digest(*one) == digest(*one) != digest(*other)
+
+
+def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
+    """A program that calls the host, as interpreted kernels do."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
+    monkeypatch.setattr(files, "is_kept_by_jax", lambda: False)
+    own, seen, layer = files.ProgramFiles(None, {}), [], Layer(64, 32, True)
+
+    def calls(x):
+        jax.debug.callback(seen.append, x)
+        return x + 1
+
+    compiled = own.make(layer, jax.jit(calls).lower(jnp.zeros(2)), ())
+    np.testing.assert_array_equal(compiled(jnp.ones(2)), np.full(2, 2))
+    jax.effects_barrier()
+    assert len(seen) == 1
+    assert own.find(layer) is None
+
+
+@pytest.mark.parametrize("wrong", ["open to all", "a link", "a file"])
+def test_only_a_folder_of_ones_own_is_read(wrong, tmp_path):
+    place = tmp_path / "programs"
+    if wrong == "open to all":
+        place.mkdir()
+        place.chmod(0o777)
+    elif wrong == "a link":
+        place.symlink_to(tmp_path)
+    else:
+        place.touch()
+    with pytest.raises(PermissionError, match="a directory of yours to which nobody else can write"):
+        files.check_owner(place)
+    (tmp_path / "own").mkdir(mode=0o700)
+    files.check_owner(tmp_path / "own")
+
+
+def test_every_program_can_be_told(checkpoints):
+    """Those of all named ways to reuse, and of compression."""
+    names = set()
+    with LLM(checkpoints("qwen3_vl"), compressed_kv_bytes=2**22, use_tqdm=False, **SIZES) as llm:
+        programs = llm.service.device.runner.programs
+        for reuse in ("off", "exact", "approximate", "full", "shift-0.1", "mpic-4", "cacheblend-0.15", "0.1"):
+            for program in programs.family_of(llm.service.policy_of(reuse)):
+                names.add(program.name)
+                assert files.told(program) == files.told(copy.deepcopy(program))
+        assert files._sizes(programs.shapes)
+    assert {"window", "compressed_window", "score_rows", "choose"} <= names

@@ -11,7 +11,7 @@ import jax
 
 from vlcache_jax.device.exchange import check_exchange
 from vlcache_jax.device.mesh import Devices
-from vlcache_jax.device.programs import files
+from vlcache_jax.device.programs.files import folder as folder_of_programs
 from vlcache_jax.fields import read_object
 from vlcache_jax.files import cache_home
 from vlcache_jax.first_contact import Verdict, meet
@@ -179,7 +179,7 @@ def _rates(problems: list[str]) -> str:
 
 
 def _programs() -> str:
-    folders = pathlib.Path(jax.config.jax_compilation_cache_dir or cache_home() / "xla"), files.folder()
+    folders = pathlib.Path(jax.config.jax_compilation_cache_dir or cache_home() / "xla"), folder_of_programs()
     found = []
     for folder in folders:
         sizes = []

@@ -4,7 +4,8 @@ jax keeps compiled programs by what is lowered, and tracing and lowering is most
 they are found by what they are made of, too: the package's code, the model's shapes and the program's sizes. Where
 only code has changed, a program is traced and lowered, and found by that.
 
-Files are as trustworthy as the folder of the user's own caches that they are in: whoever can write there can run code.
+Code counts as it stands when an engine's first program is asked for. Files are programs: whoever can write to their
+folder can run code, so that none but the user may.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import functools
 import hashlib
 import json
 import logging
+import operator
 import os
 import pathlib
 import pickle
 import platform
+import stat
 import sys
+import time
 import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from importlib import metadata
 from typing import Any
 
@@ -38,8 +43,9 @@ from vlcache_jax.pallas_kernels.dispatch import Choice
 MOST_BYTES = 2**31  # of all files; beyond that those go that nobody has read for longest
 PACKAGE = __name__.partition(".")[0]
 _TRACED = tuple(f"{PACKAGE}.{wing}" for wing in ("codecs", "compress", "device", "models", "pallas_kernels", "reuse"))
-_DECIDING = ("XLA_", "VLCACHE_")  # variables of the environment
+_INSIDE = "__wrapped__", "__func__", "fget", "func"  # of what is compiled or cached, methods of classes, properties
 _CHECKSUM = hashlib.sha256().digest_size
+_BEGUN = time.time()
 _log = logging.getLogger(__name__)
 
 Made = tuple[jax.stages.Compiled, tuple[Choice, ...]]
@@ -60,7 +66,8 @@ class ProgramFiles:
     def __init__(self, shapes: Shapes, options: Mapping[str, Any]):
         self._options = dict(options)
         self._machine = _machine() + json.dumps(self._options, sort_keys=True)
-        self._engine = "\n".join((code(), self._machine, _engine(shapes)))
+        self._sizes = _sizes(shapes)
+        self._code = code()
 
     @classmethod
     def of(cls, shapes: Shapes, options: Mapping[str, Any]) -> ProgramFiles | None:
@@ -70,41 +77,53 @@ class ProgramFiles:
         try:
             files = cls(shapes, options)
             make_folder(folder())
+            check_owner(folder())
             _make_room()
-        except (UntoldError, OSError) as error:
+        except PermissionError as error:
+            _log.warning("compiled programs are not kept: %s", error)
+        except Exception as error:  # an engine opens without them
             _log.debug("compiled programs are not kept: %s", error)
-            return None
-        return files
+        else:
+            return files
+        return None
 
     def find(self, program: Program[Any]) -> Made | None:
         """A program that was made of the same before; None: there is none that can be read."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UntoldError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UntoldError):
             index = json.loads(self._index(program).read_text(encoding="utf-8"))
-            compiled = _read(folder() / index["program"])
-            if compiled is not None:
-                return compiled, tuple(Choice(*choice) for choice in index["choices"])
+            choices = tuple(Choice(*choice) for choice in index["choices"])
+            _touch(self._index(program))
+            if (compiled := _read(folder() / index["program"])) is not None:
+                return compiled, choices
         return None
 
     def make(
         self, program: Program[Any], lowered: jax.stages.Lowered, choices: tuple[Choice, ...]
     ) -> jax.stages.Compiled:
         """Compiles a program, unless what was lowered is known; from then on `find` finds it."""
-        digest = _digest(self._machine, lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree))
-        compiled = _read(folder() / digest)
+        compiled = path = None
+        with contextlib.suppress(AttributeError, KeyError):  # another jax may not say all of it
+            path = folder() / self._digest_of(lowered)
+            compiled = _read(path)
+        is_known = compiled is not None
+        compiled = compiled or lowered.compile(self._options)
+        if path is None or is_kept_by_jax():  # what jax read from disk would lack functions when it is written again
+            return compiled
         try:
-            if compiled is None:
-                compiled = lowered.compile(self._options)
-                if is_kept_by_jax():  # what jax has read from disk would lack functions when it is written again
-                    return compiled
-                _write(folder() / digest, compiled)
-            write_whole(self._index(program), json.dumps({"program": digest, "choices": choices}))
-        except (OSError, NotImplementedError, UntoldError) as error:  # a full disk keeps nobody from computing
+            if not is_known:
+                _write(path, compiled)
+            write_whole(self._index(program), json.dumps({"program": path.name, "choices": choices}))
+        except Exception as error:  # a full disk, or what cannot be written, keeps nobody from computing
             _log.debug("%s is not kept: %s", program, error)
-        assert compiled is not None
         return compiled
 
     def _index(self, program: Program[Any]) -> pathlib.Path:
-        return folder() / f"{_digest(self._engine, told(program))}.json"
+        return folder() / f"{_digest(self._code, self._machine, _settings(), self._sizes, told(program))}.json"
+
+    def _digest_of(self, lowered: jax.stages.Lowered) -> str:
+        # The text says nothing of arguments that nothing depends on.
+        trees = map(str, (lowered.args_info, lowered.in_tree, lowered.out_tree, _used(lowered)))
+        return _digest(self._machine, _settings(), lowered.as_text(), *trees)
 
 
 def use_compilation_cache(devices: Sequence[jax.Device]) -> None:
@@ -116,7 +135,7 @@ def use_compilation_cache(devices: Sequence[jax.Device]) -> None:
 
 
 def _are_kept(devices: Sequence[jax.Device]) -> bool:
-    """Whether that has been seen to work: not yet on GPUs."""
+    """Whether programs for these devices can be kept here: for one CPU; nobody has seen it on a GPU yet."""
     is_plain = len(devices) == 1 and devices[0].platform == "cpu" and jax.config.jax_default_device is None
     return is_plain and jax.config.jax_enable_compilation_cache
 
@@ -137,10 +156,12 @@ def told(value: Any) -> str:
     Raises:
       UntoldError: it is of a kind of which that is not known, for example a class of somebody else's.
     """
-    if value is None or isinstance(value, bool | int | float | str | np.dtype):
+    if value is None or isinstance(value, bool | int | float | str | bytes | Fraction | np.dtype):
         return repr(value)
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):
         return f"[{', '.join(map(told, value))}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{told(name)}: {told(one)}' for name, one in value.items())}}}"
     kind = type(value)
     if dataclasses.is_dataclass(value) and kind.__module__.startswith(f"{PACKAGE}."):
         fields = (f"{field.name}={told(getattr(value, field.name))}" for field in dataclasses.fields(value))
@@ -155,24 +176,41 @@ def code() -> str:
 
 @functools.cache
 def _sources() -> str:
-    return _digest(*(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in source_files()))
+    """A digest of the code on disk.
+
+    Raises:
+      UntoldError: it has changed since this process began, which may run what was there before, or it is not there.
+    """
+    known = source_files()
+    if changed := [name for name, path in known if max(path.stat().st_mtime, path.stat().st_ctime) > _BEGUN]:
+        raise UntoldError(f"{', '.join(changed)}, changed since this process began")
+    there = {str(path.resolve()) for _, path in known}
+    if absent := [name for name, module in _traced() if os.path.realpath(module.__file__ or "") not in there]:
+        raise UntoldError(f"the code of {', '.join(absent)}")
+    return _digest(*(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in known))
 
 
 def source_files() -> list[tuple[str, pathlib.Path]]:
     """The package's files, by their names in it. In a checkout some wings are links."""
     root = sys.modules[PACKAGE].__path__[0]
-    paths = (pathlib.Path(folder, file) for folder, _, files in os.walk(root, followlinks=True) for file in files)
-    return sorted((str(path.relative_to(root)), path) for path in paths if path.suffix == ".py")
+    paths = (pathlib.Path(place, name) for place, _, names in os.walk(root, followlinks=True) for name in names)
+    kinds = ".py", ".json"
+    return sorted((str(path.relative_to(root)), path) for path in paths if path.suffix in kinds and path.is_file())
+
+
+def _traced() -> list[tuple[str, types.ModuleType]]:
+    """The modules that programs are traced from, as far as they have been imported; this one says when it was."""
+    traced = ((name, module) for name, module in sys.modules.items() if name.startswith(_TRACED) and name != __name__)
+    return sorted(traced, key=lambda one: one[0])
 
 
 def _loaded() -> Iterator[str]:
-    """What stands in the modules that programs are traced from."""
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith(_TRACED):
-            yield from _stand(name, module)
-            for member, value in sorted(vars(module).items()):
-                if isinstance(value, type) and value.__module__ == name:
-                    yield from _stand(f"{name}.{member}", value)
+    """What stands in these modules."""
+    for name, module in _traced():
+        yield from _stand(name, module)
+        for member, value in sorted(vars(module).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                yield from _stand(f"{name}.{member}", value)
 
 
 def _stand(name: str, where: Any) -> Iterator[str]:
@@ -183,23 +221,64 @@ def _stand(name: str, where: Any) -> Iterator[str]:
 
 
 def _stands(value: Any) -> str:
-    """Where a function is from, or what a constant is; of other things only what they are."""
+    """What a function computes, or what a constant is; of other things only of what kind they are."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, types.FunctionType):
-        return f"{value.__module__} {value.__qualname__} {value.__code__.co_firstlineno}"
-    if isinstance(value, bool | int | float | str):
-        return repr(value)
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        given = [_constant(one) for one in (value.__defaults__, value.__kwdefaults__)]
+        return f"{value.__module__} {value.__qualname__} {_bytecode(value.__code__)} {cells} {given}"
+    if not isinstance(value, type | types.ModuleType):
+        for name in _INSIDE:
+            if isinstance(inner := getattr(value, name, None), types.FunctionType):
+                return f"{kind} {_stands(inner)} {_constant(getattr(value, 'args', None))}"
+    return _constant(value)
+
+
+def _constant(value: Any) -> str:
+    try:
+        return told(value)
+    except UntoldError:
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _cell(cell: types.CellType) -> str:
+    try:
+        return _constant(cell.cell_contents)
+    except ValueError:
+        return "empty"
+
+
+def _bytecode(code: types.CodeType) -> str:
+    """A digest that does not depend on where a function stands, nor on the seed of hashes."""
+    constants = [
+        _bytecode(one) if isinstance(one, types.CodeType)
+        else str(sorted(map(repr, one))) if isinstance(one, frozenset)
+        else repr(one)
+        for one in code.co_consts
+    ]  # fmt: skip
+    return _digest(code.co_code.hex(), str(code.co_names), str(code.co_freevars), *constants)
 
 
 def _machine() -> str:
-    """What a compiled program depends on besides its text."""
+    """What a compiled program depends on besides its text and settings.
+
+    Raises:
+      UntoldError: flags stand in a file.
+    """
     device = jax.devices()[0]
-    settings = {name: repr(value) for name, value in jax.config.values.items()}
-    variables = {name: value for name, value in os.environ.items() if name.startswith(_DECIDING)}
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+    flags = {name: value for name, value in os.environ.items() if name.startswith("XLA_")}
+    words = flags.get("XLA_FLAGS", "").split()
+    if any(not word.startswith("-") or "flagfile" in word for word in words):
+        raise UntoldError("XLA_FLAGS names a file")
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
     cores = os.cpu_count(), len(getattr(os, "sched_getaffinity", lambda _: [])(0)), os.environ.get("NPROC")
     machine = sys.version, device.device_kind, device.client.platform_version, _processor(), cores
-    return json.dumps([settings, variables, versions, machine], sort_keys=True)
+    return json.dumps([flags, versions, machine], sort_keys=True)
+
+
+def _settings() -> str:
+    """Of jax, in this thread."""
+    return str(sorted((name, repr(value)) for name, value in jax.config.values.items()))
 
 
 @functools.cache
@@ -211,7 +290,7 @@ def _processor() -> list[str]:
     return [platform.machine(), platform.processor(), platform.version()]
 
 
-def _engine(shapes: Shapes) -> str:
+def _sizes(shapes: Shapes) -> str:
     sizes = (
         shapes.config, shapes.num_slots, shapes.max_pages, shapes.ladder, shapes.implementation, shapes.kv,
         shapes.kept_tokens, shapes.compressed_slots,
@@ -219,6 +298,23 @@ def _engine(shapes: Shapes) -> str:
     weights = shapes.visual, shapes.normalization, shapes.text, shapes.head
     leaves, tree = jax.tree.flatten(weights)
     return "\n".join((told(sizes), str(tree), *(f"{leaf.shape} {leaf.dtype}" for leaf in leaves)))
+
+
+def _used(lowered: jax.stages.Lowered) -> list[int]:
+    """Numbers of the arguments that the program takes: what nothing depends on, jax leaves out."""
+    return sorted(operator.attrgetter("_lowering.compile_args")(lowered)["kept_var_idx"])  # jax says it nowhere else
+
+
+def check_owner(place: pathlib.Path) -> None:
+    """Sees that nobody but the user can write programs there.
+
+    Raises:
+      PermissionError: somebody else can.
+    """
+    known = place.lstat()
+    is_own = known.st_uid == getattr(os, "geteuid", lambda: known.st_uid)()
+    if not (stat.S_ISDIR(known.st_mode) and is_own and not known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise PermissionError(f"{place} must be a directory of yours to which nobody else can write: remove it")
 
 
 def _digest(*parts: str) -> str:
@@ -239,7 +335,7 @@ def _read(path: pathlib.Path) -> jax.stages.Compiled | None:
         content = path.read_bytes()
         if hashlib.sha256(content[_CHECKSUM:]).digest() != content[:_CHECKSUM]:
             raise ValueError("its bytes are others than were written")
-        os.utime(path)
+        _touch(path)
         executable, takes, gives = pickle.loads(zlib.decompress(content[_CHECKSUM:]))
         return serialize_executable.deserialize_and_load(executable, takes, gives, execution_devices=jax.devices()[:1])
     except FileNotFoundError:
@@ -247,6 +343,11 @@ def _read(path: pathlib.Path) -> jax.stages.Compiled | None:
     except Exception as error:  # whatever is wrong with it, it can be compiled again
         _log.debug("%s cannot be read: %s", path, error)
         return None
+
+
+def _touch(path: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):  # it may be there to be read only
+        os.utime(path)
 
 
 def _make_room() -> None:
@@ -258,6 +359,7 @@ def _make_room() -> None:
             files.append((known.st_mtime, known.st_size, path))
     if (used := sum(size for _, size, _ in files)) > MOST_BYTES:
         for _, size, path in sorted(files):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             if (used := used - size) <= MOST_BYTES * 3 // 4:
                 return

@@ -84,6 +84,7 @@ class Programs:
         """Compiles those that are not compiled yet; returns the number of them and the seconds it took."""
         start = time.perf_counter()
         missing = self.missing(programs)
+        _ = self._files  # before threads want it
         threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         try:
             compiling = {threads.submit(self.program, one): one for one in missing}
