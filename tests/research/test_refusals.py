@@ -7,7 +7,7 @@ import pytest
 from research import refusals
 
 
-@pytest.mark.servers
+@pytest.mark.thorough
 def test_the_table(tmp_path):
     out = tmp_path / "out.json"
     refusals.main(["--within", "60", "--out", str(out)])  # others may run beside
