@@ -24,11 +24,11 @@ from vlcache_jax.pallas_kernels import CODECS
 SCRIPT = pathlib.Path(__file__).with_name("opened_engine.py")
 
 
-def run(cases, model, home, seed, **environment):
+def run(cases, model, home, seed):
     """What came of the cases, one after the other in a new process."""
     made = subprocess.run(
         [sys.executable, str(SCRIPT), str(model), *cases],
-        env=os.environ | {"XDG_CACHE_HOME": str(home), "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()} | environment,
+        env=os.environ | {"XDG_CACHE_HOME": str(home), "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
         check=False,
@@ -81,7 +81,7 @@ def test_where_there_is_no_room_all_is_made_anew(checkpoints, tmp_path):
         assert one["answer"] == came["opened"]["answer"], case
     for case in ("full", "unwritable"):
         assert came[case]["compiled"] == came[case]["programs"]
-    assert came["full"]["left"] <= came["full"]["programs"]
+    assert 0 < came["full"]["left"] <= came["full"]["programs"]
     assert came["by_jax"]["left"] == 0  # whoever has jax keep programs finds them there alone
 
 

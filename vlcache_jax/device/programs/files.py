@@ -90,9 +90,10 @@ class ProgramFiles:
     def find(self, program: Program[Any]) -> Made | None:
         """A program that was made of the same before; None: there is none that can be read."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UntoldError):
-            index = json.loads(self._index(program).read_text(encoding="utf-8"))
+            place = self._index(program)
+            index = json.loads(place.read_text(encoding="utf-8"))
             choices = tuple(Choice(*choice) for choice in index["choices"])
-            _touch(self._index(program))
+            _touch(place)
             if (compiled := _read(folder() / index["program"])) is not None:
                 return compiled, choices
         return None
