@@ -59,11 +59,23 @@ def test_who_held_a_picture_is_among_its_holders():
     rule = Affinity()
     for i in range(200):
         seen = shows(f"picture {i}")
-        owner = rule.order(seen, IDLE)[0]
-        holders = rule.holders(seen, ENGINES)
-        assert (holders[0], len(holders)) == (owner, 2)
+        owner, next_one, *_ = rule.order(seen, IDLE)
+        assert rule.holders(seen, ENGINES) == [owner, next_one]
         assert owner in rule.holders(seen, [*ENGINES, "engine-8"])  # of which some are the new one's now
     assert rule.holders(Seen(), ENGINES) == []
+
+
+def test_the_order_of_pictures_says_nothing():
+    rule = Affinity()
+    for i in range(50):
+        names = [f"{i} {j}" for j in range(6)]
+        assert rule.order(shows(*names), IDLE) == rule.order(shows(*reversed(names)), IDLE)
+
+
+def test_one_engine_has_all():
+    rule = Affinity()
+    assert rule.order(shows("a", "b"), {"alone": 3}) == ["alone"]
+    assert rule.holders(shows("a", "b"), ["alone"]) == ["alone"]
 
 
 def test_a_busy_engine_is_passed_by():

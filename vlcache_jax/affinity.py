@@ -1,18 +1,21 @@
 """Which of several engines gets a request: the one that holds its images, unless that one has too much to do.
 
 A router sees digests of encoded bytes, never pixels: decoding or tokenising pictures would cost it what reuse saves.
-Each engine's place is a hash of its name and the picture (rendezvous hashing, Thaler and Ravishankar 1998), so that
-engines that come and go move only their share of the pictures. How much more than the others an engine may have under
-way is bounded (consistent hashing with bounded loads, arXiv 1608.01350): a picture that everybody asks for spreads.
+Pictures fall into slots by their digests. Which engine has a slot a hash of both says (rendezvous hashing, Thaler and
+Ravishankar 1998), so that engines that come and go move only their share; for all slots it is found when they do. How
+much more than the others an engine may have under way is bounded (consistent hashing with bounded loads, arXiv
+1608.01350): a picture that everybody asks for spreads.
 """
 
 from __future__ import annotations
 
+import array
+import functools
 import math
 import operator
 import os
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,8 +40,9 @@ _URLS = ("image_url", "video_url")
 _VALUES = ("image", "images", "image_pil", "video", "videos")
 _NAMED = ("url", "path", "base64")  # beside the type of a part
 _TYPES = ("image", "video", "image_url", "video_url", "image_pil", "input_image")
-_ROUNDS = tuple((np.uint64(a), np.uint64(b)) for a, b in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
-_LAST_SHIFT = np.uint64(31)
+_SLOTS = 2**14  # of a thousand engines each has 16
+_ORDERS = 2**10  # in which engines behind the first two are taken
+_ODD = np.uint64(1)
 _MAPPINGS, _LISTS = (dict, Mapping), (list, tuple)  # the frequent one first: others are asked for more slowly
 
 
@@ -63,7 +67,7 @@ class Seen:
     @property
     def largest(self) -> bytes | None:
         """The picture that costs most to compute again."""
-        return max(self.images, key=lambda digest: (self.images[digest], digest), default=None)
+        return max(zip(self.images.values(), self.images, strict=True), default=(0, None))[1]
 
 
 class Rule(Protocol):
@@ -100,9 +104,11 @@ class Affinity:
             raise ValueError(f"slack must be a whole number from 0, got {short(slack)}")
         self._factor, self._slack = factor, slack
         self._openings: OrderedDict[bytes, str] = OrderedDict()
-        self._names: list[str] = []
-        self._seeds = np.zeros(0, np.uint64)
-        self._last: tuple[Mapping[bytes, int], npt.NDArray[np.uint64], npt.NDArray[np.intp]] | None = None
+        self._held: dict[str, int] = {}  # bytes of no picture, of each engine
+        self._firsts: list[str] = []  # who has each slot
+        self._seconds: list[str] = []  # who comes next
+        # Of some slots all, the best one first.
+        self._orders: list[list[str]] = []
 
     def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
         self._meet(loads)
@@ -110,6 +116,8 @@ class Affinity:
             return [seen.engine]
         limit = self.limit(loads)
         chosen = [name for name in self._preferred(seen) if loads[name] < limit]
+        if len(chosen) == len(loads):
+            return chosen
         taken = set(chosen)
         return [*chosen, *sorted((name for name in loads if name not in taken), key=loads.__getitem__)]
 
@@ -130,43 +138,44 @@ class Affinity:
         """The engines that may hold the pictures: of each the first one by its hashes, and the second, which held it
         before the first one came and holds it where that one had too much to do."""
         self._meet(engines)
-        if not seen.images:
-            return []
-        _, best = self._ranked(seen.images)
-        return [self._names[i] for i in dict.fromkeys(best.ravel().tolist())]
+        slots = _slots(seen.images)
+        return list(dict.fromkeys([table[slot] for table in (self._firsts, self._seconds) for slot in slots]))
 
     def _preferred(self, seen: Seen) -> list[str]:
         """Those that something speaks for, the best one first."""
         last = self._openings.get(seen.opening) if seen.goes_on and seen.opening is not None else None
-        first = [last] if last is not None and last in self._names else []
-        if (largest := seen.largest) is None and not seen.goes_on:
+        first = [last] if last is not None and last in self._held else []
+        key = seen.largest or (seen.opening if seen.goes_on else None)
+        if key is None:
             return first
-        if largest is not None:
-            scores, best = self._ranked(seen.images)
-            own = scores[list(seen.images).index(largest)]
-            held = np.bincount(best[:, 0], list(seen.images.values()), len(self._names))
-        else:
-            [own] = _scores([seen.opening or b""], self._seeds)
-            held = np.zeros(len(self._names))
-        rest = np.lexsort((own, held))[::-1].tolist()
-        return list(dict.fromkeys([*first, *(self._names[i] for i in rest)]))
-
-    def _ranked(self, images: Mapping[bytes, int]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.intp]]:
-        """Each picture's scores, and the engines that have its best two; who is asked for an order is asked for holders
-        next."""
-        if self._last is None or self._last[0] is not images:
-            scores = _scores(list(images), self._seeds)
-            places = range(-min(2, len(self._names)), 0)
-            self._last = images, scores, np.argpartition(scores, places, axis=1)[:, : -len(places) - 1 : -1]
-        return self._last[1:]
+        held = self._held.copy()
+        for slot, size in zip(_slots(seen.images), seen.images.values(), strict=True):
+            held[self._firsts[slot]] += size
+        # Those that hold as much come as the largest picture's slot has them.
+        [slot] = _slots([key])
+        own = dict.fromkeys([self._firsts[slot], self._seconds[slot], *self._orders[slot % _ORDERS]])
+        best = sorted(own, key=held.__getitem__, reverse=True)
+        return list(dict.fromkeys([*first, *best])) if first else best
 
     def _meet(self, engines: Collection[str]) -> None:
         """Takes note of the engines that there are now."""
-        if len(engines) != len(self._names) or any(map(operator.ne, engines, self._names)):
-            self._names = list(engines)
-            seeds = [xxhash.xxh3_64_intdigest(name.encode()) for name in self._names]
-            self._seeds = np.array(seeds, np.uint64)
-            self._last = None
+        if len(engines) == len(self._held) and not any(map(operator.ne, engines, self._held)):
+            return
+        names = list(engines)
+        self._held = dict.fromkeys(names, 0)
+        # Multiplying by an odd number and comparing the upper bits hashes what is spread evenly already (Dietzfelbinger
+        # et al. 1997).
+        seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64) | _ODD
+        most, best = np.zeros((2, _SLOTS), np.uint64), np.zeros((2, _SLOTS), np.int64)
+        for engine, seed in enumerate(seeds):
+            scores = _slot_keys() * seed
+            is_first, is_second = scores > most
+            for table, new in ((most, scores), (best, engine)):
+                table[1] = np.where(is_first, table[0], np.where(is_second, new, table[1]))
+                table[0] = np.where(is_first, new, table[0])
+        self._firsts, self._seconds = ([names[i] for i in table] for table in best.tolist())
+        orders = np.argsort(_slot_keys()[:_ORDERS, None] * seeds)[:, ::-1]
+        self._orders = [[names[i] for i in order] for order in orders.tolist()]
 
 
 class LeastLoaded:
@@ -308,15 +317,12 @@ def _digest(content: Any) -> bytes:
     return xxhash.xxh3_128_digest(content)
 
 
-def _scores(digests: Sequence[bytes], seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """How much speaks for each engine: [digests, engines], as good as drawn for each pair (splitmix64)."""
-    keys = np.frombuffer(b"".join(digest[:8] for digest in digests), "<u8")
-    mixed = keys[:, None] ^ seeds
-    shifted = np.empty_like(mixed)
-    for shift, factor in _ROUNDS:
-        np.right_shift(mixed, shift, out=shifted)
-        mixed ^= shifted
-        mixed *= factor
-    np.right_shift(mixed, _LAST_SHIFT, out=shifted)
-    mixed ^= shifted
-    return mixed
+def _slots(digests: Collection[bytes]) -> list[int]:
+    """By the first two of 16 bytes."""
+    return [number % _SLOTS for number in array.array("H", b"".join(digests))[::8]]
+
+
+@functools.cache
+def _slot_keys() -> npt.NDArray[np.uint64]:
+    """What a slot is hashed by, the same in every router."""
+    return np.array([xxhash.xxh3_64_intdigest(slot.to_bytes(2, "little")) for slot in range(_SLOTS)], np.uint64)
