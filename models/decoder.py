@@ -17,7 +17,7 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import ExpertsConfig, TextConfig
 from vlcache_jax.models.experts import SparseMLP
-from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back, times
+from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back, times, to_add
 from vlcache_jax.pallas_kernels import Work, attention, paged_attention, rotate_write, rotated
 
 SURPLUS = 128  # rows whose queries are computed though nobody needs them
@@ -66,9 +66,13 @@ class SelfAttention(nnx.Module):
         *,
         keep: int,
         capture: bool = False,
+        in_shares: bool = False,
         implementation: str | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D] or None)."""
+        """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D] or None).
+
+        `in_shares`: the output may be left to be added up, see `to_add`.
+        """
         places = None if work is None else work.packing()
         q, k, v, captured = rotate_write(
             self.products(y, keep=keep, implementation=implementation), *self._angles(rows, y.dtype), rows.slot, k, v,
@@ -80,7 +84,8 @@ class SelfAttention(nnx.Module):
         else:
             packed = places is not None
             out = paged_attention(q, k, v, work, end=end - start, packed=packed, implementation=implementation)
-        return times(self.o_proj, out.reshape(keep, -1), implementation), k, v, captured
+        project = functools.partial(to_add, like=y[:keep]) if in_shares else times
+        return project(self.o_proj, out.reshape(keep, -1), implementation=implementation), k, v, captured
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Normed rows [N, M] -> (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
@@ -160,7 +165,7 @@ class DecoderLayer(nnx.Module):
         """
         _, y = self.input_layernorm.added(x, implementation=implementation)
         out, k, v, captured = self.self_attn(
-            y, k, v, rows, work, keep=keep, capture=capture, implementation=implementation
+            y, k, v, rows, work, keep=keep, capture=capture, in_shares=True, implementation=implementation
         )
         is_needed = rows.k_end[:keep] > rows.k_start[:keep]
         if needed is not None:
@@ -175,7 +180,7 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """The part behind attention, of which x [N, M] and what it gave, `out`, come in; [N, M] goes out.
 
-        Rows that are not needed, bool [N], pass no experts.
+        Rows that are not needed, bool [N], pass no experts. What attention gave may be in shares, see `to_add`.
         """
         x, y = self.post_attention_layernorm.added(x, out, implementation=implementation)
         if isinstance(self.mlp, SparseMLP):

@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec
 
 from vlcache_jax.models.config import matmul_precision
 from vlcache_jax.models.quantization import FLOAT8, SCALE, Quantization
-from vlcache_jax.pallas_kernels import float8_matmul, norm_residual, rms_norm, split
+from vlcache_jax.pallas_kernels import adds_shares, float8_matmul, norm_residual, rms_norm, split
 
 CHUNK = 512  # rows that a CPU takes through an MLP at once
-LARGE = 2**24  # values of a matrix whose product with a row XLA for GPUs leaves as it is, with a margin
+FEW = 64  # rows of a product that is left in shares at most
+SHARES = 4
 
 
 class RMSNorm(nnx.Module):
@@ -33,7 +34,7 @@ class RMSNorm(nnx.Module):
     def added(
         self, x: jax.Array, delta: jax.Array | None = None, *, implementation: str | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Of rows [N, M] (x + delta, what is normalised of it)."""
+        """Of rows [N, M] (x + delta, what is normalised of it); `delta` as of `norm_residual`."""
         return norm_residual(x, delta, self.scale[...], eps=self.eps, implementation=implementation)
 
 
@@ -52,22 +53,26 @@ def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs:
 
 
 def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.Array:
-    """`lax.dot_general` of rows x; except on a CPU a single row is computed twice by small matrices, and one dropped.
+    """`lax.dot_general` of rows x; except on a CPU a single row is computed twice, and one dropped.
 
     XLA for GPUs takes one row for a vector. Of its product with a matrix of fewer than ten million values it makes
-    multiplications, whose results it rounds and writes, and a sum. Two rows cost two operations more, so that large
-    matrices have one.
+    multiplications, whose results it rounds and writes, and a sum. Two rows that are the same cost nothing more.
     """
 
     def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return lax.dot_general(jnp.concatenate([x, x]), kernel, *args, **options)[:1]
+        return lax.dot_general(_at_least_two(x), kernel, *args, **options)[:1]
 
     def once(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return lax.dot_general(x, kernel, *args, **options)
 
-    if len(x) > 1 or kernel.size // split.count() >= LARGE:
+    if len(x) > 1:
         return once(x, kernel)
     return lax.platform_dependent(x, kernel, cpu=once, default=twice)
+
+
+def _at_least_two(x: jax.Array) -> jax.Array:
+    """Rows [N, M], a single one twice."""
+    return jnp.broadcast_to(x, (max(len(x), 2), *x.shape[1:]))
 
 
 class JoinedLinear(nnx.Module):
@@ -138,6 +143,24 @@ def times(
     if isinstance(layer, Float8Linear):
         return layer(x, implementation=implementation, **options)
     return layer(x, **options)
+
+
+def to_add(layer: nnx.Linear | Float8Linear, x: jax.Array, like: jax.Array, implementation: str | None) -> jax.Array:
+    """What a dense layer makes of rows [N, in], for `RMSNorm.added` of rows like `like`: in shares of the inputs, where
+    a kernel adds them up. XLA for GPUs makes these shares in any case, as few rows are else computed by too few of a
+    GPU's processors, and then adds them up in a kernel of its own."""
+    inputs = x.shape[1]
+    is_apt = len(x) <= FEW and inputs % SHARES == 0 and not split.is_spread()
+    if isinstance(layer, Float8Linear) or not (is_apt and adds_shares(like, implementation)):
+        return times(layer, x, implementation)
+    kernel = layer.kernel[...]
+    parts = SHARES, inputs // SHARES
+    return lax.dot_general(
+        _at_least_two(x.astype(kernel.dtype)).reshape(-1, *parts),
+        kernel.reshape(*parts, -1),
+        (((2,), (1,)), ((1,), (0,))),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def joined(

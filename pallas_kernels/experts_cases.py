@@ -73,6 +73,7 @@ def nothing(rng: np.random.Generator, n: int, k: int, e: int) -> np.ndarray:
 CASES = (
     ExpertsCase("groups of 0, 1, 3, 9 and 70 rows", sum(GROUPS), 1, len(GROUPS), 128, 64, groups),
     ExpertsCase("one row", 1, 8, 16, 64, 192, routed),
+    ExpertsCase("one row, some of the experts", 1, 8, 8, 64, 64, routed, first=3, among=16),
     ExpertsCase("some rows are not needed", 40, 2, 5, 192, 128, some),
     ExpertsCase("nothing is needed", 9, 2, 4, 64, 64, nothing),
     ExpertsCase("some of the experts", 25, 3, 4, 128, 64, routed, first=3, among=10),

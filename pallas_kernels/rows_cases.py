@@ -34,15 +34,21 @@ def _wide(*arrays: jax.Array | None) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class NormCase:
-    """N rows of M numbers; with several rows, one has a NaN."""
+    """N rows of M numbers; with several rows, one has a NaN.
+
+    Attributes:
+      shares: of what is added, which have a row more; 0: it is there whole.
+    """
 
     N: int
     M: int
     added: bool = True
+    shares: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.N} rows of {self.M}{', added' if self.added else ''}"
+        added = f", {self.shares} shares" * bool(self.shares) + ", added" * self.added
+        return f"{self.N} rows of {self.M}{added}"
 
     def inputs(self, dtype: str) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """Arguments of `norm_residual`."""
@@ -50,7 +56,12 @@ class NormCase:
         x, delta = rng.standard_normal((2, self.N, self.M)) * [[[3]], [[0.5]]]
         if self.N > 1:
             x[self.N // 2, self.M // 3] = np.nan
-        return array(x, dtype), array(delta, dtype) if self.added else None, array(rng.standard_normal(self.M), dtype)
+        scale = array(rng.standard_normal(self.M), dtype)
+        if self.shares:
+            parts = rng.standard_normal((self.shares, self.N + 1, self.M))
+            parts[:, -1] = np.nan  # nobody needs it
+            return array(x, dtype), array(parts, jnp.float32), scale
+        return array(x, dtype), array(delta, dtype) if self.added else None, scale
 
     def run(self, args: tuple[Any, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
         """(sum, normed) of what `inputs` gave."""
@@ -60,6 +71,8 @@ class NormCase:
         """The same."""
         dtype = x.dtype
         x, delta, scale = _wide(x, delta, scale)
+        if self.shares:
+            delta = _round(delta[:, : self.N].sum(0), dtype)
         total = x if delta is None else _round(x + delta, dtype)
         return total, _normed(total, scale, dtype)
 
@@ -181,6 +194,8 @@ NORM_CASES = (
     NormCase(3, 384, added=False),
     NormCase(2, 2560),
     NormCase(5, 128),
+    NormCase(1, 1024, shares=4),
+    NormCase(3, 384, shares=3),
 )
 
 # Qwen3-VL has norms and Qwen2.5-VL biases.

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu import ACC, MULTIPROCESSORS, SHARED_MEMORY, tiled
-from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles, make_tiles
+from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles, make_tiles, tiles_of_row
 from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 
 M = 64  # rows that a warpgroup multiplies
@@ -106,12 +106,14 @@ def mix_packed(
       count: of the experts at hand.
       length: octets of a tile at most.
     """
-    k = expert.shape[1]
-    tiles = make_tiles(expert.reshape(-1), count, length)
+    N, k = expert.shape
+    tiles = (tiles_of_row if N == 1 else make_tiles)(expert.reshape(-1), count, length)
     packed = x.at[tiles.source // k].get(mode="clip")
     hidden = multiply(packed, gate_up, tiles, gated=True)
     made = multiply(hidden, down, tiles, gated=False)
-    return _sum(made, weight, expert, tiles)
+    # As the library does: products in the model's dtype, their sum in float32.
+    parts = made.at[tiles.place].get(mode="clip").reshape(N, k, -1) * weight[:, :, None]
+    return jnp.where((expert < count)[:, :, None], parts, 0).sum(axis=1, dtype=jnp.float32)
 
 
 def mix_experts_in_8_bits(
@@ -136,14 +138,6 @@ def mix_experts_in_8_bits(
         return quantized.multiply(packed, *own, *tiles.table, gated=gated, config=config, interpret=interpret)
 
     return mix_packed(x, weight, expert, (gate_up, gate_up_scale), (down, down_scale), E, rows // BOX, run)
-
-
-def _sum(made: jax.Array, weight: jax.Array, expert: jax.Array, tiles: Tiles) -> jax.Array:
-    """What each row's experts make of it, weighted, float32 [N, M], of what they make of packed rows. As the library
-    does: products in the model's dtype, their sum in float32."""
-    (N, k), E = expert.shape, len(tiles.ends)
-    parts = made.at[tiles.place].get(mode="clip").reshape(N, k, -1) * weight[:, :, None]
-    return jnp.where((expert < E)[:, :, None], parts, 0).sum(axis=1, dtype=jnp.float32)
 
 
 # An inner jit: a program that calls the same case for each of its layers compiles one kernel.
@@ -173,7 +167,7 @@ def _multiply(
         x_ref, w_ref, expert_ref, first_ref, octets_ref, ends_ref, out_ref = refs
         (x_smem, w_smem, out_smem), (here, free) = buffers, barriers
         cta, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        count = lax.div(ends_ref[E - 1] * across - cta + programs - 1, jnp.int32(programs))
+        count = lax.div(ends_ref[len(tiles.ends) - 1] * across - cta + programs - 1, jnp.int32(programs))
 
         def do_items(do: Callable[[Any, Any, Any], None]) -> None:
             """do(tile, its columns, blocks before it) for each item; counts of blocks run on."""

@@ -152,7 +152,8 @@ def _multiply(
             octets, first = octets_ref[tile], first_ref[tile]
             store_boxes(y, out_ref, first, octets, column, 1, dtype, interpreted=interpreted)
 
-        lax.fori_loop(0, lax.div(ends_ref[E - 1] * across - cta + programs - 1, jnp.int32(programs)), one, None)
+        count = lax.div(ends_ref[len(tiles.ends) - 1] * across - cta + programs - 1, jnp.int32(programs))
+        lax.fori_loop(0, count, one, None)
 
     def shared(*shape: int) -> Any:
         tiling: Any = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]

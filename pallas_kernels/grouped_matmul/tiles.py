@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
 
     Attributes:
       expert, first, octets: [T], of each tile its expert, first octet, and how many octets are its own.
-      ends: [E], tiles of all experts up to each one; the last is how many tiles there are.
+      ends: the last of them is how many tiles there are; of `make_tiles` [E], tiles of all experts up to each one.
       place: [R], the packed row of each choice; of those that are nobody's one beyond `source`.
       source: [P], the choice that each packed row is of; any where a row fills an octet, or is behind all of them.
     """
@@ -82,4 +82,23 @@ def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
         return jnp.where(is_own, x, 0).sum(1, dtype=jnp.int32)
 
     done = (tile - begin) * length
-    return Tiles(of_own(experts), of_own(first + done), of_own(jnp.minimum(octets - done, length)), ends, place, source)
+    taken = of_own(jnp.minimum(octets - done, length))
+    return Tiles(of_own(experts), of_own(first + done), taken, ends, place, source)
+
+
+def tiles_of_row(expert: jax.Array, count: int, length: int) -> Tiles:
+    """The same for the choices of one row: each has an octet and a tile of its own, in the order of experts. As any of
+    them names the row, the source is everywhere the first one.
+
+    Args:
+      expert: of each choice, int32 [k].
+      count, length: see `make_tiles`.
+    """
+    k = len(expert)
+    rows = (k + length) * BOX
+    choice = np.arange(k, dtype=np.int32)
+    is_before = (expert < expert[:, None]) | ((expert == expert[:, None]) & (choice < choice[:, None]))
+    place = jnp.where(expert < count, BOX * is_before.sum(1, dtype=jnp.int32), rows + choice)
+    own = (expert < count).sum(dtype=jnp.int32, keepdims=True)
+    source = jnp.zeros(rows, jnp.int32)
+    return Tiles(jnp.sort(expert), jnp.array(choice), jnp.ones_like(expert), own, place, source)

@@ -24,7 +24,8 @@ def norm_residual(
 
     Args:
       x: Rows `[N, M]`.
-      delta: `[N, M]` in the dtype of `x`; None adds nothing.
+      delta: `[N, M]` in the dtype of `x`; or shares of it, float32 `[P, n, M]`, whose sum is rounded first, and whose
+        rows from `N` on nobody needs; None adds nothing.
       scale: The norm's weight, `[M]`, in the dtype of `x`.
       eps: Is added to the mean of squares.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel does bfloat16 and float16.
@@ -38,22 +39,35 @@ def norm_residual(
     """
     if x.ndim != 2:
         raise ValueError(f"x must have shape [N, M], got {list(x.shape)}")
-    for name, array, shape in (("delta", delta, x.shape), ("scale", scale, x.shape[1:])):
-        _check_like(name, array, shape, x.dtype)
+    _check_like("scale", scale, x.shape[1:], x.dtype)
+    if delta is not None and delta.ndim == 3:
+        shares, rows, _ = delta.shape
+        _check_like("delta", delta, (max(shares, 1), max(rows, len(x)), x.shape[1]), jnp.float32)
+    else:
+        _check_like("delta", delta, x.shape, x.dtype)
+    added = "" if delta is None else ", added" if delta.ndim == 2 else f", {len(delta)} shares added"
+    choice = _choose_norm(x, f"{x.dtype} {list(x.shape)}{added}", implementation)
+    if choice.implementation == "xla":
+        return xla.norm_residual(x, delta, scale, eps=eps)
+    from vlcache_jax.pallas_kernels.rows import mosaic_gpu
 
+    return mosaic_gpu.norm_residual(x, delta, scale, eps=eps, interpret=dispatch.interpreter(choice))
+
+
+def adds_shares(x: jax.Array, implementation: str | None = None) -> bool:
+    """Whether a kernel does `norm_residual` of rows like `x`: then a product that is left in shares costs one less."""
+    with dispatch.recorded():  # it is not called
+        return _choose_norm(x, "", implementation).implementation != "xla"
+
+
+def _choose_norm(x: jax.Array, case: str, implementation: str | None) -> dispatch.Choice:
     def check() -> None:
         from vlcache_jax.pallas_kernels.rows import mosaic_gpu  # takes a second to import
 
         dispatch.check_array(implementation, x)
         mosaic_gpu.check_norm(x)
 
-    case = f"{x.dtype} {list(x.shape)}{'' if delta is None else ', added'}"
-    choice = dispatch.choose("norm_residual", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
-    if choice.implementation == "xla":
-        return xla.norm_residual(x, delta, scale, eps=eps)
-    from vlcache_jax.pallas_kernels.rows import mosaic_gpu
-
-    return mosaic_gpu.norm_residual(x, delta, scale, eps=eps, interpret=dispatch.interpreter(choice))
+    return dispatch.choose("norm_residual", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
 
 
 @spreads(

@@ -65,6 +65,7 @@ def norm_residual(
     (N, M), dtype = x.shape, x.dtype
     vector = next(n for n in (8, 4, 2, 1) if M % (WARPS * LANES * n) == 0)
     layout = plgpu.Layout.WG_STRIDED((M,), vector)
+    shares = [()] if delta is None or delta.ndim == 2 else [(share,) for share in range(len(delta))]
 
     def load(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
@@ -74,21 +75,22 @@ def norm_residual(
         scale_ref, *out_refs = refs if delta is None else refs[1:]
         y = load(x_ref.at[row])
         if delta is not None:
-            total = (y + load(refs[0].at[row])).astype(dtype)
+            given = functools.reduce(operator.add, [load(refs[0].at[*share, row]) for share in shares])
+            total = (y + given.astype(dtype).astype(jnp.float32)).astype(dtype)
             out_refs[0][row] = total
             y = total.astype(jnp.float32)
         share = lax.rsqrt(jnp.sum(y * y) / M + eps)
         y *= plgpu.layout_cast(jnp.broadcast_to(share, (M,)), layout)
         out_refs[-1][row] = (y.astype(dtype).astype(jnp.float32) * load(scale_ref)).astype(dtype)
 
-    given = (x, scale) if delta is None else (x, delta, scale)
+    arrays = (x, scale) if delta is None else (x, delta, scale)
     *total, normed = plgpu.kernel(
         norm_kernel,
-        out_type=[jax.ShapeDtypeStruct(x.shape, dtype)] * (len(given) - 1),
+        out_type=[jax.ShapeDtypeStruct(x.shape, dtype)] * (len(arrays) - 1),
         grid=(N,),
         grid_names=("row",),
         interpret=interpret,
-    )(*given)
+    )(*arrays)
     return (total[0] if total else x), normed
 
 

@@ -22,6 +22,8 @@ def norm_residual(
     x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.norm_residual`, for arguments that it has checked."""
+    if delta is not None and delta.ndim == 3:
+        delta = delta[:, : len(x)].sum(0).astype(x.dtype)
     x = x if delta is None else x + delta
     return x, rms_norm(x, scale, eps)
 

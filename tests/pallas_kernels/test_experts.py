@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.pallas_kernels.experts_cases import CASES, GROUPS, REAL, ExpertsCase, groups, reference, routed
 from vlcache_jax.pallas_kernels.float8_cases import EXPERTS
 from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
-from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, make_tiles
+from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles, make_tiles, tiles_of_row
 
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
 SLOW = "many rows"  # half a minute
@@ -46,22 +46,32 @@ def test_cases_compute_what_they_say(case: ExpertsCase) -> None:
     own = np.asarray(case.inputs()[2]) - case.first
     is_own = (own >= 0) & (own < case.E)
     assert is_own.any() == (case.name != "nothing is needed")
-    assert is_own.all() == (case.name not in ("nothing is needed", "some rows are not needed", "some of the experts"))
+    partly = "nothing is needed", "some rows are not needed", "some of the experts", "one row, some of the experts"
+    assert is_own.all() == (case.name not in partly)
 
 
 @pytest.mark.parametrize(
-    ("choices", "count", "length"),
-    [(sum(GROUPS), len(GROUPS), 8), (1300, 3, 16), (8, 128, 8), (1, 1, 8)],
+    ("make", "choices", "count", "length"),
+    [
+        (make_tiles, sum(GROUPS), len(GROUPS), 8),
+        (make_tiles, 1300, 3, 16),
+        (make_tiles, 8, 128, 8),
+        (make_tiles, 1, 1, 8),
+        (tiles_of_row, 8, 128, 8),
+        (tiles_of_row, 1, 1, 16),
+    ],
 )
 @pytest.mark.parametrize("needed", ["all", "some", "none"])
-def test_the_table_of_tiles(choices: int, count: int, length: int, needed: str) -> None:
+def test_the_table_of_tiles(make: Callable[..., Tiles], choices: int, count: int, length: int, needed: str) -> None:
     rng = np.random.default_rng(0)
     expert = rng.permutation(np.repeat(np.arange(6), GROUPS)) if count == 6 else rng.integers(0, count, choices)
+    if make is tiles_of_row:
+        expert = rng.permutation(count)[:choices]
     expert[rng.random(choices) < {"all": 0, "some": 0.3, "none": 1}[needed]] = count
-    made = jax.jit(make_tiles, static_argnums=(1, 2))(array(expert, jnp.int32), count, length)
+    made = jax.jit(make, static_argnums=(1, 2))(array(expert, jnp.int32), count, length)
     tiles = jax.tree.map(np.asarray, made)
     sizes = np.bincount(expert, minlength=count + 1)[:count]
-    np.testing.assert_array_equal(tiles.ends, np.cumsum(-(-sizes // (BOX * length))))
+    assert tiles.ends[-1] == (-(-sizes // (BOX * length))).sum()
     rows = len(tiles.source)
     owner = np.full(rows, -1)
     for e, first, octets in zip(*(x[: tiles.ends[-1]] for x in tiles[:3]), strict=True):
@@ -73,7 +83,8 @@ def test_the_table_of_tiles(choices: int, count: int, length: int, needed: str) 
     own = np.flatnonzero(expert < count)
     assert len(set(tiles.place[own])) == len(own)
     np.testing.assert_array_equal(owner[tiles.place[own]], expert[own])
-    np.testing.assert_array_equal(tiles.source[tiles.place[own]], own)
+    of_rows = own // (choices if make is tiles_of_row else 1)
+    np.testing.assert_array_equal(tiles.source[tiles.place[own]], of_rows)
     assert (tiles.place[expert == count] >= rows).all()
     assert ((owner >= 0).sum() - sizes.sum()) < BOX * max(1, (sizes > 0).sum())
 

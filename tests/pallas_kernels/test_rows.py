@@ -15,7 +15,7 @@ from vlcache_jax.pallas_kernels.rows_cases import NORM_CASES, ROTATE_CASES, TOLE
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", NORM_CASES[:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*NORM_CASES[:2], NORM_CASES[-1]], ids=lambda case: case.name)
 def test_norm(case: NormCase, dtype: str) -> None:
     args = case.inputs(dtype)
     for got, want in zip(case.run(args, "xla"), case.reference(*args), strict=True):
@@ -78,6 +78,7 @@ def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> N
     [
         ((4, 2, 8), None, (8,), r"x must have shape \[N, M\]"),
         ((4, 8), (1, 8), (8,), r"delta must be bfloat16 of shape \[4, 8\]"),
+        ((4, 8), (2, 3, 8), (8,), r"delta must be float32 of shape \[2, 4, 8\], got bfloat16 \[2, 3, 8\]"),
         ((4, 8), (4, 8), (4,), r"scale must be bfloat16 of shape \[8\]"),
     ],
 )
