@@ -598,8 +598,7 @@ def gpu_versions() -> Iterator[list[str]]:
         "launches a layer": "{:.0f}", "memory of temporaries, MB": "{:.0f}", "spilled bytes": "{:.0f}",
         "registers": "{:.0f}", "compile s": "{:.0f}",
     }  # fmt: skip
-    pairs = [(f"{name}.json", f"{name}_jax012.json") for name in ("steps_h200", "steps_h200_before")]
-    names = next((pair for pair in pairs if all((RESULTS / name).exists() for name in pair)), ())
+    names = "steps_h200.json", "steps_h200_jax012.json"
     versions = [_file(name)["versions"]["jax"] for name in names]
     yield ["model", "program", *(f"{column}: {version}" for column in columns for version in versions)]
     for model, program, rows in _steps(*names):
