@@ -85,7 +85,7 @@ class SelfAttention(nnx.Module):
             packed = places is not None
             out = paged_attention(q, k, v, work, end=end - start, packed=packed, implementation=implementation)
         project = functools.partial(to_add, like=y[:keep]) if in_shares else times
-        return project(self.o_proj, out.reshape(keep, -1), implementation=implementation), k, v, captured
+        return project(self.o_proj, out.reshape(keep, -1), implementation), k, v, captured
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Normed rows [N, M] -> (q [keep, H, D], rotated k, raw k, v [N, K, D])."""

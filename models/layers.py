@@ -65,14 +65,14 @@ def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.
     def once(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return lax.dot_general(x, kernel, *args, **options)
 
-    if len(x) > 1:
+    if len(x) != 1:
         return once(x, kernel)
     return lax.platform_dependent(x, kernel, cpu=once, default=twice)
 
 
 def _at_least_two(x: jax.Array) -> jax.Array:
     """Rows [N, M], a single one twice."""
-    return jnp.broadcast_to(x, (max(len(x), 2), *x.shape[1:]))
+    return jnp.broadcast_to(x, (2, *x.shape[1:])) if len(x) == 1 else x
 
 
 class JoinedLinear(nnx.Module):
@@ -145,13 +145,18 @@ def times(
     return layer(x, **options)
 
 
-def to_add(layer: nnx.Linear | Float8Linear, x: jax.Array, like: jax.Array, implementation: str | None) -> jax.Array:
-    """What a dense layer makes of rows [N, in], for `RMSNorm.added` of rows like `like`: in shares of the inputs, where
-    a kernel adds them up. XLA for GPUs makes these shares in any case, as few rows are else computed by too few of a
-    GPU's processors, and then adds them up in a kernel of its own."""
+def to_add(
+    layer: nnx.Linear | Float8Linear, x: jax.Array, implementation: str | None = None, *, like: jax.Array
+) -> jax.Array:
+    """What a dense layer makes of rows [N, in], for `RMSNorm.added` of rows like `like`: where a kernel adds them up,
+    that of few rows is left in shares, each of a part of the inputs.
+
+    XLA for GPUs makes shares in any case, as few rows are else computed by too few of a GPU's processors, and adds them
+    up in a kernel of its own.
+    """
     inputs = x.shape[1]
-    is_apt = len(x) <= FEW and inputs % SHARES == 0 and not split.is_spread()
-    if isinstance(layer, Float8Linear) or not (is_apt and adds_shares(like, implementation)):
+    is_apt = 0 < len(x) <= FEW and inputs % SHARES == 0 and not split.is_spread()
+    if isinstance(layer, Float8Linear) or layer.bias is not None or not is_apt or not adds_shares(like, implementation):
         return times(layer, x, implementation)
     kernel = layer.kernel[...]
     parts = SHARES, inputs // SHARES

@@ -85,9 +85,3 @@ def spreads[**P, R](gives: Any, **takes: Any) -> Callable[[Callable[P, R]], Call
 def is_spread() -> bool:
     """Whether kernels that are traced here are spread over devices."""
     return _mesh.get() is not None
-
-
-def count() -> int:
-    """Over how many devices they are."""
-    mesh = _mesh.get()
-    return 1 if mesh is None else mesh.size

@@ -55,6 +55,30 @@ def test_engines_that_come_and_go_move_their_share_alone():
     assert all(new == old for old, new in zip(before, gone, strict=True) if old != "engine-3")
 
 
+def test_whoever_came_and_went_slots_are_given_alike():
+    """All places of a slot, also those behind the first; in whatever order engines are named."""
+    rng = np.random.default_rng(0)
+    rule, here = Affinity(), ENGINES[:1]
+    seen = [shows(f"picture {i}") for i in range(100)]
+    for _ in range(12):
+        here = [name for name in here if rng.random() < 0.7] + [f"{rng.integers(1000)}" for _ in range(rng.integers(5))]
+        here = here or ["last"]
+        loads = dict.fromkeys(rng.permutation(here).tolist(), 0)
+        assert [rule.order(one, loads) for one in seen] == [Affinity().order(one, loads) for one in seen]
+        places = [rule.order(one, loads)[:4] for one in seen]
+        assert places == [rule.order(one, dict.fromkeys(here, 0))[:4] for one in seen]
+
+
+def test_without_engines_there_is_no_order():
+    rule = Affinity()
+    assert rule.order(shows("a"), {}) == rule.holders(shows("a"), []) == []
+    rule.order(shows("a"), IDLE)
+    assert rule.order(shows("a"), {}) == rule.holders(shows("a"), []) == []
+    with pytest.raises(UnicodeEncodeError):
+        rule.order(shows("a"), {**IDLE, "\ud800": 0})
+    assert len(rule.order(shows("a"), IDLE)) == len(ENGINES)
+
+
 def test_who_held_a_picture_is_among_its_holders():
     rule = Affinity()
     for i in range(200):

@@ -2,9 +2,9 @@
 
 A router sees digests of encoded bytes, never pixels: decoding or tokenising pictures would cost it what reuse saves.
 Pictures fall into slots by their digests. Which engine has a slot a hash of both says (rendezvous hashing, Thaler and
-Ravishankar 1998), so that engines that come and go move only their share; for all slots it is found when they do. How
-much more than the others an engine may have under way is bounded (consistent hashing with bounded loads, arXiv
-1608.01350): a picture that everybody asks for spreads.
+Ravishankar 1998), so that engines that come and go move only their share. That is worked out when they do, not when a
+request comes. How much more than the others an engine may have under way is bounded (consistent hashing with
+bounded loads, arXiv 1608.01350): a picture that everybody asks for spreads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import array
 import functools
 import math
-import operator
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
@@ -40,9 +39,8 @@ _URLS = ("image_url", "video_url")
 _VALUES = ("image", "images", "image_pil", "video", "videos")
 _NAMED = ("url", "path", "base64")  # beside the type of a part
 _TYPES = ("image", "video", "image_url", "video_url", "image_pil", "input_image")
-_SLOTS = 2**14  # of a thousand engines each has 16
-_ORDERS = 2**10  # in which engines behind the first two are taken
-_ODD = np.uint64(1)
+_SLOTS = 2**14  # of a thousand engines each has about 16
+_PLACES = 4  # engines that a slot has; who comes next is chosen by its load
 _MAPPINGS, _LISTS = (dict, Mapping), (list, tuple)  # the frequent one first: others are asked for more slowly
 
 
@@ -51,8 +49,8 @@ class Seen:
     """What a router sees of a request.
 
     Attributes:
-      images: digest of each picture or video, and how many bytes it has as it came.
-      opening: digest of what the conversation begins with, up to its first answer; None: it is none.
+      images: digest of each picture or video, of 16 bytes, and how many bytes it has as it came.
+      opening: digest, of 16 bytes, of what the conversation begins with, up to its first answer; None: it is none.
       goes_on: it has an answer already.
       file: id of an uploaded file that it names, if it names one.
       engine: the one that has what the request names, such as an earlier response; None: any may have it.
@@ -104,14 +102,12 @@ class Affinity:
             raise ValueError(f"slack must be a whole number from 0, got {short(slack)}")
         self._factor, self._slack = factor, slack
         self._openings: OrderedDict[bytes, str] = OrderedDict()
-        self._held: dict[str, int] = {}  # bytes of no picture, of each engine
-        self._firsts: list[str] = []  # who has each slot
-        self._seconds: list[str] = []  # who comes next
-        # Of some slots all, the best one first.
-        self._orders: list[list[str]] = []
+        self._slots = _Slots()
 
     def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
-        self._meet(loads)
+        if not loads:
+            return []
+        self._slots.meet(loads)
         if seen.engine is not None and seen.engine in loads:  # nobody else can answer
             return [seen.engine]
         limit = self.limit(loads)
@@ -135,47 +131,81 @@ class Affinity:
         return max(self._slack, math.ceil(self._factor * (sum(loads.values()) + 1) / len(loads)))
 
     def holders(self, seen: Seen, engines: Collection[str]) -> list[str]:
-        """The engines that may hold the pictures: of each the first one by its hashes, and the second, which held it
-        before the first one came and holds it where that one had too much to do."""
-        self._meet(engines)
-        slots = _slots(seen.images)
-        return list(dict.fromkeys([table[slot] for table in (self._firsts, self._seconds) for slot in slots]))
+        """The engines that may hold the pictures: of each the one that has its slot, and the second, which held it
+        before the first one came, and holds it where that one had too much to do."""
+        self._slots.meet(engines)
+        slots = _slots_of(seen.images)
+        return list(dict.fromkeys([place[slot] for place in self._slots.places[:2] for slot in slots]))
 
     def _preferred(self, seen: Seen) -> list[str]:
         """Those that something speaks for, the best one first."""
-        last = self._openings.get(seen.opening) if seen.goes_on and seen.opening is not None else None
-        first = [last] if last is not None and last in self._held else []
-        key = seen.largest or (seen.opening if seen.goes_on else None)
-        if key is None:
+        opening = seen.opening if seen.goes_on else None
+        last = self._openings.get(opening) if opening is not None else None
+        first = [last] if last is not None and last in self._slots else []
+        shown = sorted(zip(seen.images.values(), _slots_of(seen.images), strict=True), reverse=True)
+        if shown:
+            largest = shown[0][1]
+        elif opening is not None:
+            [largest] = _slots_of([opening])
+        else:
             return first
-        held = self._held.copy()
-        for slot, size in zip(_slots(seen.images), seen.images.values(), strict=True):
-            held[self._firsts[slot]] += size
-        # Those that hold as much come as the largest picture's slot has them.
-        [slot] = _slots([key])
-        own = dict.fromkeys([self._firsts[slot], self._seconds[slot], *self._orders[slot % _ORDERS]])
-        best = sorted(own, key=held.__getitem__, reverse=True)
+        # Those that hold as much come as the largest picture's slot has them, then in the order of sizes and slots.
+        held = {place[largest]: 0 for place in self._slots.places}
+        for size, slot in shown:
+            engine = self._slots.places[0][slot]
+            held[engine] = held.get(engine, 0) + size
+        best = sorted(held, key=held.__getitem__, reverse=True)
         return list(dict.fromkeys([*first, *best])) if first else best
 
-    def _meet(self, engines: Collection[str]) -> None:
-        """Takes note of the engines that there are now."""
-        if len(engines) == len(self._held) and not any(map(operator.ne, engines, self._held)):
+
+class _Slots:
+    """Which engines have each slot: those whose names give the highest scores with it.
+
+    Attributes:
+      places: names by slot of the engines that have it; then of those that come next. As many as there are engines, at
+        most `_PLACES`.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[list[str]] = []
+        self._numbers: dict[str, int] = {}
+        self._free: list[int] = []  # numbers of engines that have gone
+        self._scores = np.zeros((_PLACES, _SLOTS), np.uint64)
+        self._engines = np.zeros((_PLACES, _SLOTS), np.int64)  # numbers
+
+    def __contains__(self, engine: str) -> bool:
+        return engine in self._numbers
+
+    def meet(self, engines: Collection[str]) -> None:
+        """Takes note of the engines that there are now. Those that come take slots from others; slots of those that go
+        are given anew."""
+        if len(engines) == len(self._numbers) and all(map(self._numbers.__contains__, engines)):
             return
-        names = list(engines)
-        self._held = dict.fromkeys(names, 0)
-        # Multiplying by an odd number and comparing the upper bits hashes what is spread evenly already (Dietzfelbinger
-        # et al. 1997).
-        seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64) | _ODD
-        most, best = np.zeros((2, _SLOTS), np.uint64), np.zeros((2, _SLOTS), np.int64)
-        for engine, seed in enumerate(seeds):
-            scores = _slot_keys() * seed
-            is_first, is_second = scores > most
-            for table, new in ((most, scores), (best, engine)):
-                table[1] = np.where(is_first, table[0], np.where(is_second, new, table[1]))
-                table[0] = np.where(is_first, new, table[0])
-        self._firsts, self._seconds = ([names[i] for i in table] for table in best.tolist())
-        orders = np.argsort(_slot_keys()[:_ORDERS, None] * seeds)[:, ::-1]
-        self._orders = [[names[i] for i in order] for order in orders.tolist()]
+        new = {name: _hash(name.encode()) for name in engines if name not in self._numbers}
+        if gone := self._numbers.keys() - set(engines):
+            numbers = [self._numbers.pop(name) for name in gone]
+            self._free += numbers
+            slots = np.isin(self._engines, numbers).any(0).nonzero()[0]
+            self._scores[:, slots] = 0
+            for name, number in self._numbers.items():
+                self._add(number, _hash(name.encode()), slots)
+        for name, seed in new.items():
+            self._numbers[name] = number = self._free.pop() if self._free else len(self._numbers)
+            self._add(number, seed, slice(None))
+        names = {number: name for name, number in self._numbers.items()}
+        self.places = [[names[i] for i in place] for place in self._engines[: len(names)].tolist()]
+
+    def _add(self, engine: int, seed: int, slots: Any) -> None:
+        # Multiplying by an odd number and comparing hashes what is spread evenly already (Dietzfelbinger et al. 1997).
+        scores = _keys()[slots] * np.uint64(seed | 1)
+        engines = np.full(len(scores), engine)
+        for place in range(_PLACES):
+            at = place, slots
+            is_better = scores > self._scores[at]
+            worse = np.where(is_better, self._scores[at], scores), np.where(is_better, self._engines[at], engines)
+            self._scores[at] = np.where(is_better, scores, self._scores[at])
+            self._engines[at] = np.where(is_better, engines, self._engines[at])
+            scores, engines = worse
 
 
 class LeastLoaded:
@@ -317,12 +347,16 @@ def _digest(content: Any) -> bytes:
     return xxhash.xxh3_128_digest(content)
 
 
-def _slots(digests: Collection[bytes]) -> list[int]:
+def _slots_of(digests: Collection[bytes]) -> list[int]:
     """By the first two of 16 bytes."""
     return [number % _SLOTS for number in array.array("H", b"".join(digests))[::8]]
 
 
+def _hash(content: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(content)
+
+
 @functools.cache
-def _slot_keys() -> npt.NDArray[np.uint64]:
-    """What a slot is hashed by, the same in every router."""
-    return np.array([xxhash.xxh3_64_intdigest(slot.to_bytes(2, "little")) for slot in range(_SLOTS)], np.uint64)
+def _keys() -> npt.NDArray[np.uint64]:
+    """What slots are hashed by, the same in every router."""
+    return np.array([_hash(slot.to_bytes(2, "little")) for slot in range(_SLOTS)], np.uint64)

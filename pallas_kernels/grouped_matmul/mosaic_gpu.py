@@ -164,10 +164,10 @@ def _multiply(
     stages = min(STAGES, (SHARED_MEMORY - 2048 - 2 * rows * columns) // of_stage)  # barriers, and what Mosaic adds
 
     def program(refs: Any, buffers: Any, barriers: Any) -> None:
-        x_ref, w_ref, expert_ref, first_ref, octets_ref, ends_ref, out_ref = refs
+        x_ref, w_ref, expert_ref, first_ref, octets_ref, used_ref, out_ref = refs
         (x_smem, w_smem, out_smem), (here, free) = buffers, barriers
         cta, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        count = lax.div(ends_ref[len(tiles.ends) - 1] * across - cta + programs - 1, jnp.int32(programs))
+        count = lax.div(used_ref[0] * across - cta + programs - 1, jnp.int32(programs))
 
         def do_items(do: Callable[[Any, Any, Any], None]) -> None:
             """do(tile, its columns, blocks before it) for each item; counts of blocks run on."""
@@ -259,7 +259,7 @@ def _multiply(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(x, weights, tiles.expert, tiles.first, tiles.octets, tiles.ends)
+    )(x, weights, *tiles.table)
     return out
 
 

@@ -115,7 +115,7 @@ def _multiply(
     swizzle = 128 if config.bulk else 32  # as in attention
 
     def program(refs: Any, x_smem: Any, w_smem: Any, barriers: Any) -> None:
-        x_ref, w_ref, expert_ref, first_ref, octets_ref, ends_ref, out_ref = refs
+        x_ref, w_ref, expert_ref, first_ref, octets_ref, used_ref, out_ref = refs
         ring.begin(barriers)
         cta = lax.axis_index("program")
 
@@ -152,7 +152,7 @@ def _multiply(
             octets, first = octets_ref[tile], first_ref[tile]
             store_boxes(y, out_ref, first, octets, column, 1, dtype, interpreted=interpreted)
 
-        count = lax.div(ends_ref[len(tiles.ends) - 1] * across - cta + programs - 1, jnp.int32(programs))
+        count = lax.div(used_ref[0] * across - cta + programs - 1, jnp.int32(programs))
         lax.fori_loop(0, count, one, None)
 
     def shared(*shape: int) -> Any:
@@ -170,5 +170,5 @@ def _multiply(
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
-    )(x, weights.reshape(E * K, -1), tiles.expert, tiles.first, tiles.octets, tiles.ends)
+    )(x, weights.reshape(E * K, -1), *tiles.table)
     return out.reshape(P, width)

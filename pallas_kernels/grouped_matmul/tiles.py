@@ -1,8 +1,8 @@
 """The tile table of the experts' products: which rows are multiplied by which expert's matrices.
 
-It is made on the device, as only there the router's choice is known, by a few reductions: nothing is sorted, and there
-is no loop. The choices of an expert are packed in *octets*, so that a bulk copy moves eight rows of one expert; what
-fills the last octet is computed in vain. A *tile* is a run of octets of one expert.
+It is made on the device, as only there the router's choice is known, by a few reductions: choices of many rows are not
+sorted, and there is no loop. The choices of an expert are packed in *octets*, so that a bulk copy moves eight rows of
+one expert; what fills the last octet is computed in vain. A *tile* is a run of octets of one expert.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
 
     Attributes:
       expert, first, octets: [T], of each tile its expert, first octet, and how many octets are its own.
-      ends: the last of them is how many tiles there are; of `make_tiles` [E], tiles of all experts up to each one.
+      used: [1], how many tiles there are.
       place: [R], the packed row of each choice; of those that are nobody's one beyond `source`.
       source: [P], the choice that each packed row is of; any where a row fills an octet, or is behind all of them.
     """
@@ -31,14 +31,14 @@ class Tiles(NamedTuple):
     expert: jax.Array
     first: jax.Array
     octets: jax.Array
-    ends: jax.Array
+    used: jax.Array
     place: jax.Array
     source: jax.Array
 
     @property
     def table(self) -> tuple[jax.Array, ...]:
-        """As products in 8 bits take it: of each tile expert, first octet and octets; and [1], how many there are."""
-        return self.expert, self.first, self.octets, self.ends[-1:]
+        """As products take it."""
+        return self.expert, self.first, self.octets, self.used
 
 
 def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
@@ -83,12 +83,12 @@ def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
 
     done = (tile - begin) * length
     taken = of_own(jnp.minimum(octets - done, length))
-    return Tiles(of_own(experts), of_own(first + done), taken, ends, place, source)
+    return Tiles(of_own(experts), of_own(first + done), taken, tiles.sum(keepdims=True), place, source)
 
 
 def tiles_of_row(expert: jax.Array, count: int, length: int) -> Tiles:
-    """The same for the choices of one row: each has an octet and a tile of its own, in the order of experts. As any of
-    them names the row, the source is everywhere the first one.
+    """The same for the choices of one row: each that is somebody's has an octet and a tile, in the order of experts.
+    All packed rows are that row, so that any choice will do as their source.
 
     Args:
       expert: of each choice, int32 [k].

@@ -12,6 +12,8 @@ from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.rows import xla
 from vlcache_jax.pallas_kernels.split import FIRST, SECOND, WHOLE, spreads
 
+WIDEST_IN_SHARES = 8192  # numbers of a row that registers hold beside its shares
+
 
 @spreads(gives=WHOLE, x=WHOLE, delta=WHOLE, scale=WHOLE)
 def norm_residual(
@@ -55,8 +57,11 @@ def norm_residual(
 
 
 def adds_shares(x: jax.Array, implementation: str | None = None) -> bool:
-    """Whether a kernel does `norm_residual` of rows like `x`: then a product that is left in shares costs one less."""
-    with dispatch.recorded():  # it is not called
+    """Whether a kernel does `norm_residual` of rows like `x`, and has registers for shares, too: then a product that is
+    left in shares costs a launch less."""
+    if x.shape[1] > WIDEST_IN_SHARES:
+        return False
+    with dispatch.recorded():  # apart: this is no call of the kernel
         return _choose_norm(x, "", implementation).implementation != "xla"
 
 

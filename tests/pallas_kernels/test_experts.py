@@ -71,10 +71,10 @@ def test_the_table_of_tiles(make: Callable[..., Tiles], choices: int, count: int
     made = jax.jit(make, static_argnums=(1, 2))(array(expert, jnp.int32), count, length)
     tiles = jax.tree.map(np.asarray, made)
     sizes = np.bincount(expert, minlength=count + 1)[:count]
-    assert tiles.ends[-1] == (-(-sizes // (BOX * length))).sum()
+    assert tiles.used == (-(-sizes // (BOX * length))).sum()
     rows = len(tiles.source)
     owner = np.full(rows, -1)
-    for e, first, octets in zip(*(x[: tiles.ends[-1]] for x in tiles[:3]), strict=True):
+    for e, first, octets in zip(*(x[: tiles.used[0]] for x in tiles[:3]), strict=True):
         row = first * BOX
         assert 0 < octets <= length
         assert row + length * BOX <= rows  # a tile reads whole rows
