@@ -17,7 +17,7 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import ExpertsConfig, TextConfig
 from vlcache_jax.models.experts import SparseMLP
-from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back, times, to_add
+from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back, split_product, times
 from vlcache_jax.pallas_kernels import Work, attention, paged_attention, rotate_write, rotated
 
 SURPLUS = 128  # rows whose queries are computed though nobody needs them
@@ -66,12 +66,12 @@ class SelfAttention(nnx.Module):
         *,
         keep: int,
         capture: bool = False,
-        in_shares: bool = False,
+        split_k: bool = False,
         implementation: str | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D] or None).
 
-        `in_shares`: the output may be left to be added up, see `to_add`.
+        `split_k`: the output may be what `split_product` makes.
         """
         places = None if work is None else work.packing()
         q, k, v, captured = rotate_write(
@@ -84,7 +84,7 @@ class SelfAttention(nnx.Module):
         else:
             packed = places is not None
             out = paged_attention(q, k, v, work, end=end - start, packed=packed, implementation=implementation)
-        project = functools.partial(to_add, like=y[:keep]) if in_shares else times
+        project = functools.partial(split_product, like=y[:keep]) if split_k else times
         return project(self.o_proj, out.reshape(keep, -1), implementation), k, v, captured
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -165,7 +165,7 @@ class DecoderLayer(nnx.Module):
         """
         _, y = self.input_layernorm.added(x, implementation=implementation)
         out, k, v, captured = self.self_attn(
-            y, k, v, rows, work, keep=keep, capture=capture, in_shares=True, implementation=implementation
+            y, k, v, rows, work, keep=keep, capture=capture, split_k=True, implementation=implementation
         )
         is_needed = rows.k_end[:keep] > rows.k_start[:keep]
         if needed is not None:
@@ -180,7 +180,7 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """The part behind attention, of which x [N, M] and what it gave, `out`, come in; [N, M] goes out.
 
-        Rows that are not needed, bool [N], pass no experts. What attention gave may be in shares, see `to_add`.
+        Rows that are not needed, bool [N], pass no experts. `out` may be partial sums, see `split_product`.
         """
         x, y = self.post_attention_layernorm.added(x, out, implementation=implementation)
         if isinstance(self.mlp, SparseMLP):

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 
 from vlcache_jax.models.config import matmul_precision
 from vlcache_jax.models.quantization import FLOAT8, SCALE, Quantization
-from vlcache_jax.pallas_kernels import adds_shares, float8_matmul, norm_residual, rms_norm, split
+from vlcache_jax.pallas_kernels import adds_partials, float8_matmul, norm_residual, rms_norm, split
 
 CHUNK = 512  # rows that a CPU takes through an MLP at once
-FEW = 64  # rows of a product that is left in shares at most
-SHARES = 4
+FEW = 64  # rows of a product that is split at most
+SPLIT_K = 4
 
 
 class RMSNorm(nnx.Module):
@@ -145,21 +145,23 @@ def times(
     return layer(x, **options)
 
 
-def to_add(
+def split_product(
     layer: nnx.Linear | Float8Linear, x: jax.Array, implementation: str | None = None, *, like: jax.Array
 ) -> jax.Array:
     """What a dense layer makes of rows [N, in], for `RMSNorm.added` of rows like `like`: where a kernel adds them up,
-    that of few rows is left in shares, each of a part of the inputs.
+    that of few rows is partial sums over the inputs.
 
-    XLA for GPUs makes shares in any case, as few rows are else computed by too few of a GPU's processors, and adds them
-    up in a kernel of its own.
+    XLA for GPUs splits the inputs of few rows in any case, as they are else computed by too few of a GPU's processors,
+    and adds up in a kernel of its own.
     """
     inputs = x.shape[1]
-    is_apt = 0 < len(x) <= FEW and inputs % SHARES == 0 and not split.is_spread()
-    if isinstance(layer, Float8Linear) or layer.bias is not None or not is_apt or not adds_shares(like, implementation):
+    is_few = 0 < len(x) <= FEW and inputs % SPLIT_K == 0
+    if isinstance(layer, Float8Linear) or layer.bias is not None or split.is_spread() or not is_few:
+        return times(layer, x, implementation)
+    if not adds_partials(like, implementation):
         return times(layer, x, implementation)
     kernel = layer.kernel[...]
-    parts = SHARES, inputs // SHARES
+    parts = SPLIT_K, inputs // SPLIT_K
     return lax.dot_general(
         _at_least_two(x.astype(kernel.dtype)).reshape(-1, *parts),
         kernel.reshape(*parts, -1),

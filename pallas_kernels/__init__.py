@@ -32,7 +32,7 @@ from vlcache_jax.pallas_kernels.link.codec import CODECS as CODECS
 from vlcache_jax.pallas_kernels.link.codec import Codec as Codec
 from vlcache_jax.pallas_kernels.quantized_matmul import float8_matmul as float8_matmul
 from vlcache_jax.pallas_kernels.rotation import rotate as rotate
-from vlcache_jax.pallas_kernels.rows import adds_shares as adds_shares
+from vlcache_jax.pallas_kernels.rows import adds_partials as adds_partials
 from vlcache_jax.pallas_kernels.rows import norm_residual as norm_residual
 from vlcache_jax.pallas_kernels.rows import rms_norm as rms_norm
 from vlcache_jax.pallas_kernels.rows import rotate_write as rotate_write

@@ -37,17 +37,17 @@ class NormCase:
     """N rows of M numbers; with several rows, one has a NaN.
 
     Attributes:
-      shares: of what is added, which have a row more; 0: it is there whole.
+      partials: sums that what is added is made of, which have a row more; 0: it is there whole.
     """
 
     N: int
     M: int
     added: bool = True
-    shares: int = 0
+    partials: int = 0
 
     @property
     def name(self) -> str:
-        added = f", {self.shares} shares" * bool(self.shares) + ", added" * self.added
+        added = f", {self.partials} partial sums" * bool(self.partials) + ", added" * self.added
         return f"{self.N} rows of {self.M}{added}"
 
     def inputs(self, dtype: str) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -57,8 +57,8 @@ class NormCase:
         if self.N > 1:
             x[self.N // 2, self.M // 3] = np.nan
         scale = array(rng.standard_normal(self.M), dtype)
-        if self.shares:
-            parts = rng.standard_normal((self.shares, self.N + 1, self.M))
+        if self.partials:
+            parts = rng.standard_normal((self.partials, self.N + 1, self.M))
             parts[:, -1] = np.nan  # nobody needs it
             return array(x, dtype), array(parts, jnp.float32), scale
         return array(x, dtype), array(delta, dtype) if self.added else None, scale
@@ -71,7 +71,7 @@ class NormCase:
         """The same."""
         dtype = x.dtype
         x, delta, scale = _wide(x, delta, scale)
-        if self.shares:
+        if self.partials:
             delta = _round(delta[:, : self.N].sum(0), dtype)
         total = x if delta is None else _round(x + delta, dtype)
         return total, _normed(total, scale, dtype)
@@ -194,8 +194,8 @@ NORM_CASES = (
     NormCase(3, 384, added=False),
     NormCase(2, 2560),
     NormCase(5, 128),
-    NormCase(1, 1024, shares=4),
-    NormCase(3, 384, shares=3),
+    NormCase(1, 1024, partials=4),
+    NormCase(3, 384, partials=3),
 )
 
 # Qwen3-VL has norms and Qwen2.5-VL biases.

@@ -358,10 +358,10 @@ class RowsShape:
     has_norms: bool
     S: int = 20480
 
-    def norm_specs(self, dtype: Any = jnp.bfloat16, shares: int = 0) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract x, delta and weight of norm_residual; `shares`: of delta, 0 has it whole."""
+    def norm_specs(self, dtype: Any = jnp.bfloat16, partials: int = 0) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract x, delta and weight of norm_residual; `partials`: sums that delta is made of, 0 has it whole."""
         x, scale = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.M), (self.M,)))
-        return x, jax.ShapeDtypeStruct((shares, *x.shape), jnp.float32) if shares else x, scale
+        return x, jax.ShapeDtypeStruct((partials, *x.shape), jnp.float32) if partials else x, scale
 
     def rotate_specs(self, dtype: Any = jnp.bfloat16) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Abstract arguments of rotate_write, and those by name."""

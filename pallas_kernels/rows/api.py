@@ -12,7 +12,7 @@ from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.rows import xla
 from vlcache_jax.pallas_kernels.split import FIRST, SECOND, WHOLE, spreads
 
-WIDEST_IN_SHARES = 8192  # numbers of a row that registers hold beside its shares
+WIDEST_OF_PARTIALS = 8192  # numbers of a row that registers hold beside its partial sums
 
 
 @spreads(gives=WHOLE, x=WHOLE, delta=WHOLE, scale=WHOLE)
@@ -26,7 +26,7 @@ def norm_residual(
 
     Args:
       x: Rows `[N, M]`.
-      delta: `[N, M]` in the dtype of `x`; or shares of it, float32 `[P, n, M]`, whose sum is rounded first, and whose
+      delta: `[N, M]` in the dtype of `x`; or partial sums, float32 `[P, n, M]`, whose sum is rounded first, and whose
         rows from `N` on nobody needs; None adds nothing.
       scale: The norm's weight, `[M]`, in the dtype of `x`.
       eps: Is added to the mean of squares.
@@ -43,11 +43,11 @@ def norm_residual(
         raise ValueError(f"x must have shape [N, M], got {list(x.shape)}")
     _check_like("scale", scale, x.shape[1:], x.dtype)
     if delta is not None and delta.ndim == 3:
-        shares, rows, _ = delta.shape
-        _check_like("delta", delta, (max(shares, 1), max(rows, len(x)), x.shape[1]), jnp.float32)
+        partials, rows, _ = delta.shape
+        _check_like("delta", delta, (max(partials, 1), max(rows, len(x)), x.shape[1]), jnp.float32)
     else:
         _check_like("delta", delta, x.shape, x.dtype)
-    added = "" if delta is None else ", added" if delta.ndim == 2 else f", {len(delta)} shares added"
+    added = "" if delta is None else ", added" if delta.ndim == 2 else f", {len(delta)} partial sums added"
     choice = _choose_norm(x, f"{x.dtype} {list(x.shape)}{added}", implementation)
     if choice.implementation == "xla":
         return xla.norm_residual(x, delta, scale, eps=eps)
@@ -56,10 +56,10 @@ def norm_residual(
     return mosaic_gpu.norm_residual(x, delta, scale, eps=eps, interpret=dispatch.interpreter(choice))
 
 
-def adds_shares(x: jax.Array, implementation: str | None = None) -> bool:
-    """Whether a kernel does `norm_residual` of rows like `x`, and has registers for shares, too: then a product that is
-    left in shares costs a launch less."""
-    if x.shape[1] > WIDEST_IN_SHARES:
+def adds_partials(x: jax.Array, implementation: str | None = None) -> bool:
+    """Whether a kernel does `norm_residual` of rows like `x`, and has registers for partial sums, too: then a product
+    that is split over its inputs costs a launch less."""
+    if x.shape[1] > WIDEST_OF_PARTIALS:
         return False
     with dispatch.recorded():  # apart: this is no call of the kernel
         return _choose_norm(x, "", implementation).implementation != "xla"

@@ -65,7 +65,7 @@ def norm_residual(
     (N, M), dtype = x.shape, x.dtype
     vector = next(n for n in (8, 4, 2, 1) if M % (WARPS * LANES * n) == 0)
     layout = plgpu.Layout.WG_STRIDED((M,), vector)
-    shares = [()] if delta is None or delta.ndim == 2 else [(share,) for share in range(len(delta))]
+    partials = [()] if delta is None or delta.ndim == 2 else [(i,) for i in range(len(delta))]
 
     def load(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
@@ -75,7 +75,7 @@ def norm_residual(
         scale_ref, *out_refs = refs if delta is None else refs[1:]
         y = load(x_ref.at[row])
         if delta is not None:
-            given = functools.reduce(operator.add, [load(refs[0].at[*share, row]) for share in shares])
+            given = functools.reduce(operator.add, [load(refs[0].at[*partial, row]) for partial in partials])
             total = (y + given.astype(dtype).astype(jnp.float32)).astype(dtype)
             out_refs[0][row] = total
             y = total.astype(jnp.float32)

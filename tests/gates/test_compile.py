@@ -25,7 +25,7 @@ from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.device.programs.window import CompressedWindow, Window
 from vlcache_jax.device.sampler import Choice
 from vlcache_jax.models import Rows, abstract_model, bind
-from vlcache_jax.models.layers import FEW, SHARES
+from vlcache_jax.models.layers import FEW, SPLIT_K
 from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import (
     CODECS,
@@ -37,7 +37,7 @@ from vlcache_jax.pallas_kernels import (
     paged_attention,
     rotate_write,
 )
-from vlcache_jax.pallas_kernels.rows.api import WIDEST_IN_SHARES
+from vlcache_jax.pallas_kernels.rows.api import WIDEST_OF_PARTIALS
 from vlcache_jax.pallas_kernels.shapes import (
     ATTENTION,
     LINK,
@@ -201,16 +201,16 @@ ROWS_SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "shares"),
+    ("shape", "partials"),
     [
         *(pytest.param(*param.values, 0, id=param.id) for param in ROWS_SHAPES),
-        (ROWS_SHAPES[0].values[0], SHARES),
-        pytest.param(RowsShape(FEW, WIDEST_IN_SHARES, 64, 8, 128, has_norms=True), SHARES, id="the widest"),
+        (ROWS_SHAPES[0].values[0], SPLIT_K),
+        pytest.param(RowsShape(FEW, WIDEST_OF_PARTIALS, 64, 8, 128, has_norms=True), SPLIT_K, id="the widest"),
     ],
 )
-def test_a_norm_with_residual_is_one_operation(shape: RowsShape, shares: int) -> None:
+def test_a_norm_with_residual_is_one_operation(shape: RowsShape, partials: int) -> None:
     norm = functools.partial(norm_residual, eps=1e-6, implementation="mosaic_gpu")
-    compiled = compile_program(norm, shape.norm_specs(shares=shares))
+    compiled = compile_program(norm, shape.norm_specs(partials=partials))
     assert compiled.spills == 0
     assert compiled.temp == 0
     assert compiled.operations == 1
