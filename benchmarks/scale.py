@@ -27,6 +27,7 @@ from vlcache_jax.study.report import publish
 
 INDEX_BYTES = 3900
 """Of a record in a disk tier's index: K and V of 36 layers, or the encoder's rows."""
+_LINE = '{"at": seconds, "images": {name: tokens}}'  # of a trace
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def read(path: pathlib.Path) -> list[Request]:
                 fits = is_a(at, int | float) and 0 <= at < math.inf and isinstance(images, dict)
                 fits = fits and all(is_a(tokens, int) and tokens > 0 for tokens in images.values())
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{where} must be an object with at and images, got {short(line)}") from error
+                raise ValueError(f"{where} must be {_LINE}, got {short(line)}") from error
             if not fits:
                 raise ValueError(f"{where} must have seconds as at and tokens as images, got {short(line)}")
             if found and at < found[-1].at:
@@ -266,7 +267,12 @@ def compare(
 
 def main(
     trace: Annotated[
-        pathlib.Path | None, typer.Argument(metavar="TRACE", help="File of requests, see `read`.", show_default="drawn")
+        pathlib.Path | None,
+        typer.Argument(
+            metavar="TRACE",
+            help=f"File of requests, on each line {_LINE}.",
+            show_default="drawn",
+        ),
     ] = None,
     engines: Annotated[str, typer.Option(help="Numbers of engines, one after the other.")] = "1,2,4,8,16",
     rate: Annotated[float, typer.Option(min=1e-6, help="Requests a second and engine, where they are drawn.")] = 8.0,

@@ -226,7 +226,7 @@ class RoundRobin:
 
     def order(self, seen: Seen, loads: Mapping[str, int]) -> list[str]:
         names = list(loads)
-        first = self._turn % len(names)
+        first = self._turn % max(1, len(names))
         return names[first:] + names[:first]
 
     def sent(self, seen: Seen, engine: str) -> None:

@@ -93,8 +93,8 @@ def test_a_file_is_played(tmp_path):
     ("text", "message"),
     [
         ("", "must hold a request, got none"),
-        ("{}", "line 1 must be an object with at and images, got"),
-        ("[]", "line 1 must be an object with at and images, got"),
+        ("{}", "line 1 must be .*at.*seconds.*images.*name.*tokens.*, got"),
+        ("[]", "line 1 must be .*at.*seconds.*images.*name.*tokens.*, got"),
         ('{"at": -1, "images": {}}', "line 1 must have seconds as at and tokens as images, got"),
         ('{"at": 1, "images": {"a": 0}}', "line 1 must have seconds as at and tokens as images, got"),
         ('{"at": 1, "images": {}}\n{"at": 0, "images": {}}', "line 2 must not be earlier than the line before, got 0"),

@@ -548,6 +548,14 @@ def test_to_begin_anew_loses_nothing_before_a_model_is_open(run, tmp_path, textu
     assert out.read_bytes() == before
 
 
+def test_what_cannot_begin_leaves_nothing(tmp_path, textured_image):
+    source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
+    result = CliRunner().invoke(app, ["run", str(source), str(out), "-m", "./nowhere"])
+    assert result.exit_code == 1
+    assert "stopped with" not in result.stderr  # it would not go on
+    assert not out.exists()
+
+
 def test_the_first_line_may_have_a_byte_order_mark(run, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"question": "Hi"}\n', encoding="utf-8-sig")
     assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl").exit_code == 0

@@ -119,6 +119,13 @@ def test_a_conversion_keeps_them(made, tmp_path, kind, quantization):
     assert found == {np.dtype(np.float16), np.dtype(np.float32), float8.FLOAT8}
 
 
+def test_experts_narrower_than_a_block_are_converted(tmp_path):
+    source = make_checkpoint(tmp_path / "source", "qwen3_vl_moe", quantization="fp8")
+    report = convert(source, tmp_path / "out", verify=True)
+    assert report.fingerprint == open_checkpoint(source).fingerprint
+    verify_weights(source, tmp_path / "out")
+
+
 def test_factors_of_another_dtype_are_the_same_weights(made, spoiled):
     def widen(tensors):
         for name in [name for name in tensors if name.endswith("_scale_inv")]:

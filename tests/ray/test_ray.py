@@ -65,6 +65,19 @@ def cluster():
     ray.shutdown()
 
 
+def test_a_cluster_that_nobody_runs_is_told_at_once(monkeypatch):
+    from vlcache_jax.ray.engines import connect
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray tries for minutes"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        with pytest.raises(ConnectionError, match=f"no Ray cluster at {address}: .*refused"):
+            connect(address)
+
+
 @functools.cache
 def picture(number):
     """A file of the package, or noise."""

@@ -129,9 +129,11 @@ def run(
             try:
                 if not _refuse_all(recipe, sheet, overwrite):
                     (answer or _answer)(recipe, sheet, overwrite)
-            except BaseException:
-                again = "the same command without --overwrite" if overwrite else "the same command"
-                say(f"stopped with {len(done)} of {len(digests)} rows answered; {again} goes on from there")
+            except BaseException as error:
+                # What could not begin would not begin the next time.
+                if done or overwrite or not isinstance(error, Exception):
+                    again = "the same command without --overwrite" if overwrite else "the same command"
+                    say(f"stopped with {len(done)} of {len(digests)} rows answered; {again} goes on from there")
                 raise
         wrong = _in_order(file, out)
     say(f"{len(digests)} rows are in {out}, {wrong} of them with an error")
@@ -258,17 +260,23 @@ def _refuse_all(recipe: Recipe, sheet: Sheet, overwrite: bool) -> bool:
 
 @contextlib.contextmanager
 def _locked(out: pathlib.Path) -> Iterator[IO[bytes]]:
-    """The file of answers, for nobody else.
+    """The file of answers, for nobody else. One that was not there goes again where an error leaves it empty.
 
     Raises:
       ValueError: another run writes it.
     """
+    is_new = not out.exists()
     with out.open("ab+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(f"OUT must be written by one command at a time, and another one writes {out}") from error
-        yield file
+        try:
+            yield file
+        except BaseException:
+            if is_new and os.fstat(file.fileno()).st_size == 0:
+                out.unlink(missing_ok=True)
+            raise
 
 
 def _answered(file: IO[bytes], out: pathlib.Path, digests: Mapping[int, str], retry: bool) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 WINDOW = 32
 """Rows that an engine has at a time: what it needs to fill its steps, and to read pictures ahead."""
+_CONNECT = 5.0  # seconds in which a cluster must be reached
 _DEATHS = 2  # of an engine that a row may see before it is answered alone
 
 
@@ -37,6 +39,9 @@ def connect(address: str | None = None) -> None:
         return
     own: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
     try:
+        host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+        if colon and port.isdecimal():  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT).close()
         ray.init(logging_level="ERROR", log_to_driver=False, **own)
     except Exception as error:  # Ray raises its base where a node does not begin within half a minute
         ray.shutdown()
