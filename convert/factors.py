@@ -74,7 +74,7 @@ class StoredFactors:
 
     def sha256(self) -> str:
         """Of what the model takes: the same factors may be stored in other dtypes and blocks."""
-        return hashlib.sha256(np.ascontiguousarray(self.view()).view(np.uint8)).hexdigest()
+        return hashlib.sha256(self.view().view(np.uint8)).hexdigest()
 
     def release(self) -> None:
         self.tensor.release()

@@ -116,7 +116,7 @@ class Stack:
         digest = hashlib.sha256()
         for parts in self.experts:
             for part in parts:
-                digest.update(np.ascontiguousarray(part.view()).reshape(-1).view(np.uint8))
+                digest.update(part.view().reshape(-1).view(np.uint8))
         return digest.hexdigest()
 
     def release(self) -> None:

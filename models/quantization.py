@@ -58,7 +58,8 @@ class Quantization:
         inputs / group], one for each output and group of inputs."""
         group = self.group(inputs)
         by_output = np.repeat(factors.astype(SCALE), self.outputs, axis=-2)[..., :outputs, :]
-        return np.repeat(by_output, (self.inputs or inputs) // group, axis=-1)[..., : inputs // group]
+        by_input = np.repeat(by_output, (self.inputs or inputs) // group, axis=-1)[..., : inputs // group]
+        return np.ascontiguousarray(by_input)  # a block may be wider than the matrix
 
 
 def read_quantization(raw: Mapping[str, Any], path: str | os.PathLike[str]) -> Quantization | None:

@@ -65,7 +65,7 @@ def test_cases_compute_what_they_say(case: ExpertsCase) -> None:
 def test_the_table_of_tiles(make: Callable[..., Tiles], choices: int, count: int, length: int, needed: str) -> None:
     rng = np.random.default_rng(0)
     expert = rng.permutation(np.repeat(np.arange(6), GROUPS)) if count == 6 else rng.integers(0, count, choices)
-    if make is tiles_of_row:
+    if make is tiles_of_row:  # which chooses an expert once
         expert = rng.permutation(count)[:choices]
     expert[rng.random(choices) < {"all": 0, "some": 0.3, "none": 1}[needed]] = count
     made = jax.jit(make, static_argnums=(1, 2))(array(expert, jnp.int32), count, length)
