@@ -182,10 +182,16 @@ def kernels(compile_them: Callable[[], object]) -> list[Kernel]:
     """
     with tempfile.TemporaryDirectory() as folder, _environment("MOSAIC_GPU_DUMP_TO", folder):
         compile_them()
-        found = sorted(pathlib.Path(folder).glob("*.sass_ctrl"))
+        found = sorted(pathlib.Path(folder).glob("*.sass_ctrl"), key=by_number)
         if not found:
             raise RuntimeError(f"no kernel was compiled and disassembled, got {os.listdir(folder)}")
         return [_read(path) for path in found]
+
+
+def by_number(path: pathlib.Path) -> tuple[str, int]:
+    """Orders files of kernels: Mosaic appends how many of that name a process compiled before, so 10 is behind 9."""
+    name, number = path.stem.rsplit("_", 1)
+    return name, int(number)
 
 
 def _read(path: pathlib.Path) -> Kernel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 from research import sass
 
 # Two warpgroups part; the first multiplies, with a mask that is branched over and a wait whose turn is out of line, the
@@ -52,3 +54,10 @@ def test_a_turn_is_masked_or_not():
     assert plain.names["HGMMA"] == masked.names["HGMMA"] == 1
     assert list(sass.turns(code, 3, ["FSEL"])) == [0, 1]
     assert sass.turns(code, 13, sass.SHARED_MEMORY)[0].instructions == 2
+
+
+def test_kernels_are_in_the_order_of_their_calls():
+    """A process counts its kernels: the tenth stands behind the ninth, of whatever name."""
+    names = ["experts_kernel_10", "experts_kernel_9", "attention_kernel_11"]
+    found = sorted((pathlib.Path(f"{name}.sass_ctrl") for name in names), key=sass.by_number)
+    assert [path.stem for path in found] == ["attention_kernel_11", "experts_kernel_9", "experts_kernel_10"]
