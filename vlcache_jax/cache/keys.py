@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,8 +102,7 @@ def context_keys(parts: Iterable[str | int | npt.NDArray[np.int32]]) -> Iterator
             value = part.astype("<i4").tobytes()
         elif isinstance(part, int):
             value = _TIME, part
-        for piece in _frame(value):
-            digest.update(piece)
+        _write(digest.update, value)
 
 
 def owner_key(salt: Salt) -> str:
@@ -132,45 +131,44 @@ def request_key(entries: Sequence[str]) -> str:
 
 def _digest(*parts: Any) -> str:
     digest = hashlib.sha256()
-    for piece in _frame(parts):
-        digest.update(piece)
+    _write(digest.update, parts)
     return digest.hexdigest()
 
 
-def _frame(value: Any) -> Iterator[bytes | memoryview]:
-    """Yields pieces of an encoding that tells any two values apart: a letter for the type, a length, the content.
+def _write(write: Callable[[bytes | memoryview], object], value: Any) -> None:
+    """Writes an encoding that tells any two values apart: a letter for the type, a length, the content.
 
     Lists and tuples are the same; a mapping's order does not count, and its keys are strings.
     """
     match value:
-        case None:
-            yield b"n"
-        case bool():
-            yield b"t" if value else b"f"
-        case int():
-            yield from _sized(b"i", b"%d" % value)
-        case float():
-            yield from _sized(b"d", struct.pack(">d", value))
         case str():
-            yield from _sized(b"s", value.encode())
-        case bytes() | memoryview():
-            yield from _sized(b"b", value)
+            _write_sized(write, b"s", value.encode())
+        case bytes() | memoryview():  # in place: it may be a whole picture
+            write(b"b" + _length(len(value)))
+            write(value)
         case list() | tuple():
-            yield b"l" + _length(len(value))
+            write(b"l" + _length(len(value)))
             for item in value:
-                yield from _frame(item)
+                _write(write, item)
         case Mapping():
-            yield b"m" + _length(len(value))
+            write(b"m" + _length(len(value)))
             for key in sorted(value):
-                yield from _sized(b"s", key.encode())
-                yield from _frame(value[key])
+                _write_sized(write, b"s", key.encode())
+                _write(write, value[key])
+        case None:
+            write(b"n")
+        case bool():
+            write(b"t" if value else b"f")
+        case int():
+            _write_sized(write, b"i", b"%d" % value)
+        case float():
+            _write_sized(write, b"d", struct.pack(">d", value))
         case _:
             raise TypeError(f"a key's part must be a plain value, got {type(value).__name__}")
 
 
-def _sized(letter: bytes, content: bytes | memoryview) -> Iterator[bytes | memoryview]:
-    yield letter + _length(len(content))
-    yield content
+def _write_sized(write: Callable[[bytes], object], letter: bytes, content: bytes) -> None:
+    write(letter + _length(len(content)) + content)
 
 
 def _length(count: int) -> bytes:

@@ -449,7 +449,8 @@ class Records:
         """Counts handles that need a record to stay."""
         with self._lock:
             record.pins += by
-        self._let_pass(record)
+        if by < 0:
+            self._let_pass(record)
 
     def keep(self, entry: str, is_kept: bool) -> int:
         """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes.
@@ -479,7 +480,8 @@ class Records:
                 self._left.discard(record)
                 if record.state is State.reserved:
                     record.lose(Why.load_failed)  # nobody needs to fill it any more
-        self._let_pass(record)
+        if by < 0:
+            self._let_pass(record)
 
     def _let_pass(self, record: Record) -> None:
         """Lets go of a record that nobody needs: one that is being loaded, or of which no memory is to be kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,7 +67,7 @@ class Expander:
         """An image of so many tokens."""
         if count < 1:
             raise ValueError(f"counts must be positive, got [{count}]")
-        return Inset(np.full(count, self._image, np.int32), (0,), count)
+        return Inset(_repeated(self._image, count), (0,), count)
 
     def video_inset(self, text: str, count: int, markers: tuple[str, str] | None = None) -> Inset:
         """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens; see `Videos`."""
@@ -159,3 +160,10 @@ class Expander:
 
     def _text(self, ids: Ids) -> str:
         return str(self._tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+@functools.lru_cache(64)  # many images are of one size
+def _repeated(token: int, count: int) -> Ids:
+    ids = np.full(count, token, np.int32)
+    ids.flags.writeable = False
+    return ids

@@ -21,6 +21,7 @@ IMAGE_TYPES = ("image", "image_url", "image_pil")
 VIDEO_TYPES = ("video", "video_url")
 _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
+_MEDIA_KEYS = tuple(dict.fromkeys((*_IMAGE_KEYS, *_VIDEO_KEYS, "image_url", "video_url", "library")))
 _UNTYPED = ("text", *IMAGE_TYPES, *VIDEO_TYPES)  # keys that tell the type of a part, as they are named like it
 
 FILES = "files"
@@ -246,7 +247,7 @@ def check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> Non
 
 def has_media(part: Mapping[str, Any]) -> bool:
     """Whether a part that is an image or a video holds one."""
-    values = [part.get(key) for key in {*_IMAGE_KEYS, *_VIDEO_KEYS, "image_url", "video_url", "library"}]
+    values = (part.get(key) for key in _MEDIA_KEYS)
     return any((one.get("url") if isinstance(one, Mapping) else one) is not None for one in values)
 
 

@@ -383,13 +383,15 @@ class PromptRenderer:
         is_video = part["type"] in VIDEO_TYPES
         number = numbers[is_video]
         numbers[is_video] += 1
-        check_uuid(part.get("uuid"), f"{where} uuid", is_alone=not has_media(part))
+        uuid = part.get("uuid")
+        if uuid is not None:
+            check_uuid(uuid, f"{where} uuid", is_alone=not has_media(part))
         if is_video:
             source: Source = self.video(part, shown.format("video", number), settings.of_video(number))
         else:
             value, limits = image_value(part, where)
             source = replace(self.image(value, shown.format("image", number)), limits=limits)
-        found.append((source, part.get("uuid")))
+        found.append((source, uuid))
 
     def _prompt(
         self,
