@@ -23,6 +23,7 @@ import xxhash
 from vlcache_jax.affinity import SLACK, Affinity, Seen, look
 from vlcache_jax.checks import parse_counts
 from vlcache_jax.files import check_writable
+from vlcache_jax.progress import say_errors
 from vlcache_jax.protocol.values import read_object
 from vlcache_jax.study.report import environment, publish
 
@@ -81,12 +82,13 @@ def main(
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
 ) -> None:
     """Times what a router does with a request."""
-    check_writable("out", out)
-    counts = parse_counts(engines, "engines")
-    measure(counts[0], pictures=pictures, size=size, requests=3)  # what the first ones take is not the router's
-    rows = [measure(count, pictures=pictures, size=size, requests=requests) for count in counts]
-    head = {"pictures": pictures, "size": size, "requests": requests, **environment("numpy", "xxhash")}
-    publish("a request at the router", rows, head, out)
+    with say_errors():
+        check_writable("out", out)
+        counts = parse_counts(engines, "engines")
+        measure(counts[0], pictures=pictures, size=size, requests=3)  # what the first ones take is not the router's
+        rows = [measure(count, pictures=pictures, size=size, requests=requests) for count in counts]
+        head = {"pictures": pictures, "size": size, "requests": requests, **environment("numpy", "xxhash")}
+        publish("a request at the router", rows, head, out)
 
 
 if __name__ == "__main__":

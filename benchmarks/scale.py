@@ -21,13 +21,15 @@ import numpy as np
 import typer
 
 from vlcache_jax.affinity import RULES, Affinity, Rule, Seen, look_at, rule_of
-from vlcache_jax.checks import check_whole, is_a, parse_counts, short
+from vlcache_jax.checks import is_a, parse_counts, short
 from vlcache_jax.files import PICTURES, check_writable
+from vlcache_jax.progress import Progress, say_errors
 from vlcache_jax.study.report import publish
 
 INDEX_BYTES = 3900
 """Of a record in a disk tier's index: K and V of 36 layers, or the encoder's rows."""
 _LINE = '{"at": seconds, "images": {name: tokens}}'  # of a trace
+_MOST_DRAWN = 5_000_000  # requests: a few gigabytes, and minutes for each rule
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ def draw(
 
 
 def read(path: pathlib.Path) -> list[Request]:
-    """A trace of a file: on each line {"at": seconds, "images": {name: tokens}}.
+    """A trace of a file; `_LINE` says what stands on each line.
 
     Raises:
       ValueError: a line is something else, or earlier than the one before.
@@ -290,20 +292,29 @@ def main(
 
     Drawn requests grow with the engines, so that each has as much to do; those of a file stay as they are.
     """
-    check_writable("out", out)
-    check_writable("picture", picture, PICTURES)
-    counts = parse_counts(engines, "engines")
-    given = None if trace is None else read(trace)
-    rows: list[dict[str, Any]] = []
-    for count in counts:
-        check_whole("engines", count, 1)
-        played = given or draw(requests * count, rate * count, pictures=pictures, zipf=zipf, tokens=tokens, most=most)
-        rows += compare(played, [count], capacity=capacity, exchange=exchange)
-    drawn = {"rate": rate, "requests": requests, "pictures": pictures, "zipf": zipf, "tokens": tokens, "most": most}
-    head = {"trace": trace.name if trace else drawn, "capacity": capacity, "exchange": exchange, "costs": vars(Costs())}
-    publish("requests given to engines, simulated", rows, head, out)
-    if picture is not None:
-        _draw(rows, picture)
+    with say_errors():
+        check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
+        counts = parse_counts(engines, "engines")
+        given = None if trace is None else read(trace)
+        rows: list[dict[str, Any]] = []
+        with Progress("simulating numbers of engines", len(counts)) as bar:
+            for count in counts:
+                if given is None and count * requests > _MOST_DRAWN:
+                    raise ValueError(
+                        f"engines x requests must be at most {_MOST_DRAWN}, got {count} x {requests}: lower --requests"
+                    )
+                played = given or draw(
+                    requests * count, rate * count, pictures=pictures, zipf=zipf, tokens=tokens, most=most
+                )
+                rows += compare(played, [count], capacity=capacity, exchange=exchange)
+                bar.update()
+        drawn = {"rate": rate, "requests": requests, "pictures": pictures, "zipf": zipf, "tokens": tokens, "most": most}
+        given_by = trace.name if trace else drawn
+        head = {"trace": given_by, "capacity": capacity, "exchange": exchange, "costs": vars(Costs())}
+        publish("requests given to engines, simulated", rows, head, out)
+        if picture is not None:
+            _draw(rows, picture)
 
 
 def _draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:

@@ -105,6 +105,16 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def say_errors() -> Iterator[None]:
+    """Turns errors of users into a line on stderr and exit code 1."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as error:
+        say(f"error: {error}")
+        raise SystemExit(1) from error
+
+
 def _open_screen(progress: Progress) -> _Bar | _Lines | None:
     if sys.stderr is None:  # no console at all
         return None

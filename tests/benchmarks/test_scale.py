@@ -107,6 +107,22 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, text, message):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engines", "two"], "error: engines must be positive integers like"),
+        (["--engines", "9999999"], "error: engines x requests must be at most 5000000, got 9999999 x 2000"),
+        (["nowhere.jsonl"], "error: "),
+    ],
+)
+def test_a_line_says_what_is_wrong(words, said):
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
 def test_an_empty_trace_is_no_result():
     with pytest.raises(ValueError, match="trace must hold a request, got none"):
         play([], Affinity(), 2).row(2, "bounded")

@@ -172,6 +172,8 @@ def test_info_names_the_published_sizes_to_who_misspells_one(run, monkeypatch):
     assert result.exit_code == 1
     assert "no such model; published sizes are Qwen2-VL-2B, " in result.stderr
     assert "published" not in run("info", "someone/qwen3-vl-9b").stderr
+    for name, known in (("Qwen3-VL-8B-Instruct", "Qwen3-VL-8B"), ("Qwen3-VL-4B-Thinking-FP8", "Qwen3-VL-4B-FP8")):
+        assert run("info", f"Qwen/{name}").stderr.endswith(f"is known without: vlcache info {known}\n")
 
 
 def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlcache_jax.commands import options as opt
-from vlcache_jax.commands.schedule import open_model, profile_samples, say_errors
+from vlcache_jax.commands.schedule import open_model, profile_samples
 from vlcache_jax.files import PICTURES, check_writable, write_whole
-from vlcache_jax.progress import Progress
+from vlcache_jax.progress import Progress, say_errors
 from vlcache_jax.reuse.schedule import FORMAT
 
 if TYPE_CHECKING:

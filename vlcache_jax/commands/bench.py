@@ -12,9 +12,8 @@ from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.checks import parse_bytes, parse_counts, parse_rates
 from vlcache_jax.commands import bench_studies
 from vlcache_jax.commands import options as opt
-from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.files import PICTURES, check_writable
-from vlcache_jax.progress import say
+from vlcache_jax.progress import say, say_errors
 from vlcache_jax.reuse.schedule import Schedule
 
 _ALL = f"{','.join(POLICIES)}."

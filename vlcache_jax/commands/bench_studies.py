@@ -11,9 +11,8 @@ import typer
 from vlcache_jax.benchmarks import run_apart
 from vlcache_jax.checks import parse_counts, parse_rates
 from vlcache_jax.commands import options as opt
-from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.files import PICTURES, check_writable
-from vlcache_jax.progress import say
+from vlcache_jax.progress import say, say_errors
 
 if TYPE_CHECKING:
     from vlcache_jax.study.accuracy import Protocol

@@ -20,9 +20,8 @@ from vlcache_jax.cache.tier import DamagedError, Line, Tier, TierError, verified
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
 from vlcache_jax.cache.tiers.record_file import file_name, make_header, name_of, read_header, take_header
 from vlcache_jax.checks import parse_bytes
-from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.files import check_writable
-from vlcache_jax.progress import Progress
+from vlcache_jax.progress import Progress, say_errors
 from vlcache_jax.study.report import show
 
 app = typer.Typer(name="cache", no_args_is_help=True, help="Shows, tends, moves and serves stores of records.")

@@ -18,11 +18,10 @@ from vlcache_jax.commands.analyze import app as analyze_app
 from vlcache_jax.commands.bench import app as bench_app
 from vlcache_jax.commands.cache import app as cache_app
 from vlcache_jax.commands.schedule import app as schedule_app
-from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.commands.shipped import SHIPPED
 from vlcache_jax.convert.command import convert_command
 from vlcache_jax.files import check_writable
-from vlcache_jax.progress import say
+from vlcache_jax.progress import say, say_errors
 
 if TYPE_CHECKING:
     from vlcache_jax.config import EngineOptions
@@ -148,7 +147,7 @@ def info_command(
         width = 2 + max(len(name) for name, _ in findings)
         for name, found in findings:
             typer.echo(f"{name:<{width}}{found}")
-        where = "a GPU" if gpus == 1 else f"{gpus} GPUs together"
+        where = "a GPU" if gpus == 1 else f"{gpus} GPUs together, whose bytes are added up"
         show(f"Room on {where}, beside weights and activations", rows)
         typer.echo("".join(f"\n{hint}" for hint in hints), nl=bool(hints))
 

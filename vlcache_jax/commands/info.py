@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,9 @@ def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
     try:
         directory = locate(model, weights=False).directory
     except FileNotFoundError as error:
+        size = find_name(re.sub(r"-(Instruct|Thinking)(?=$|-FP8)", "", model.rpartition("/")[2]))
+        if size is not None:
+            raise FileNotFoundError(f"{error}; what is published of it is known without: vlcache info {size}") from None
         if "/" in model:
             raise
         known = ", ".join([*SIZES, *FP8])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
 import statistics
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlcache_jax.commands import options as opt
-from vlcache_jax.progress import Progress, say
+from vlcache_jax.progress import Progress, say, say_errors
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
@@ -249,13 +247,3 @@ def profile_samples(data: list[pathlib.Path] | None, count: int) -> list[Sample]
     check_all_readable("data", data or [])
     with Progress("reading questions"):
         return spread(load_samples(data or [], questions=None if data else count, split="profile"), count)
-
-
-@contextlib.contextmanager
-def say_errors() -> Iterator[None]:
-    """Turns errors of users into a line and exit code 1."""
-    try:
-        yield
-    except (ValueError, OSError, MemoryError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
