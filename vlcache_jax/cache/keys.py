@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from vlcache_jax.checks import check_text
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of what a record holds; it changes whenever older records must not be read any more."""
 
 _TIME = "all behind begins after this time"
@@ -93,7 +93,7 @@ def context_keys(parts: Iterable[str | int | npt.NDArray[np.int32]]) -> Iterator
         parts: of the prompt in order, the token ids of each stretch of text and the entry key of each image; before it
             a number, where its place in time does not follow from what is before it.
     """
-    digest = hashlib.sha256()
+    digest = blake3()
     for part in parts:
         if isinstance(part, str):
             yield digest.hexdigest()
@@ -130,7 +130,7 @@ def request_key(entries: Sequence[str]) -> str:
 
 
 def _digest(*parts: Any) -> str:
-    digest = hashlib.sha256()
+    digest = blake3()
     _write(digest.update, parts)
     return digest.hexdigest()
 

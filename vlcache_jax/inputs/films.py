@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import io
 from collections.abc import Hashable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 from PIL import Image
 
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, check_picture_size
@@ -111,7 +111,7 @@ class Frames:
     def _digests(self) -> list[str]:
         """Of encoded pictures; of others an empty one."""
         encoded = (picture.encoded for picture in self.pictures)
-        return ["" if one is None else hashlib.sha256(one).hexdigest() for one in encoded]
+        return ["" if one is None else blake3(one).hexdigest() for one in encoded]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class FilmFile:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(self.encoded).hexdigest()
+        return blake3(self.encoded).hexdigest()
 
     @property
     def same(self) -> Hashable:
