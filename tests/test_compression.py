@@ -160,7 +160,7 @@ def check(reference, conversation, output, compressor):
 
 @one_device
 @each_family
-@pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
+@pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_5_vl-flat-tied")
 def test_decoding_equals_a_masked_whole_cache(llm, conversations):
     """Some together, each layer with as much as it needs."""
     reference, compressor = Reference(llm), parse_compressor("vl-cache-0.5")

@@ -75,7 +75,7 @@ def llm(family_checkpoint):
 
 @pytest.mark.ladder_for("qwen3_vl_moe")
 @pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen2_5_vl-library-names")
-@pytest.mark.thorough_for("qwen3_vl-sharded", "qwen3_vl_moe-sharded")
+@pytest.mark.thorough_for("qwen3_vl-sharded", "qwen3_vl_moe-sharded", "qwen3_vl_moe-every", "qwen2_5_vl-flat-tied")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
     """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
     shared = checkpoint.name in ("qwen3_vl", "qwen3_vl-tied")  # by other tests
@@ -154,6 +154,7 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
 
 
 @pytest.mark.ladder
+@pytest.mark.thorough_for("qwen2_5_vl-flat-tied", "qwen3_vl-tied")
 @each_decoder
 def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, monkeypatch, capsys):
     """Requests of random lengths and images, seen and new, every way of sampling: not one compilation, eager ones
@@ -251,6 +252,7 @@ def test_bf16(llm, family_checkpoint, conversations):
 
 
 @pytest.mark.ladder
+@pytest.mark.thorough_for("qwen2_5_vl-flat-tied")
 @pytest.mark.parametrize("family_checkpoint", ["qwen2_5_vl-flat-tied", "qwen3_vl-tied"], indirect=True, scope="session")
 def test_bfloat16_alone_together_and_repeated(family_checkpoint, conversations):
     """Programs round alike, whatever the number of their rows: XLA's own choice would differ by 0.006.

@@ -410,7 +410,7 @@ def test_the_youngest_is_put_back(directory, llm, monkeypatch):
 
 
 @pytest.mark.ladder
-@pytest.mark.parametrize(("pages", "questions"), [(10, 16), (64, 64)])
+@pytest.mark.parametrize(("pages", "questions"), [(10, 16), pytest.param(64, 64, marks=pytest.mark.thorough)])
 def test_questions_about_a_document_hold_it_once(engine, tmp_path, monkeypatch, pages, questions):
     directory = make_checkpoint(tmp_path, model_type="qwen3_vl", seed=4, text={"max_position_embeddings": 9000})
     ladder = Ladder(rows=(2048,), patches=(64,), sequences=(64,))

@@ -1063,6 +1063,7 @@ def test_several_answers_and_scores_reuse_too(llm, a):
 
 
 @pytest.mark.ladder  # test_llm.py has it in short
+@pytest.mark.thorough_for("qwen2_5_vl")
 def test_nothing_compiles_after_warmup(directory, textured_image):
     """Images of random sizes stored and linked, in every way."""
     approximate = []

@@ -206,7 +206,7 @@ def ask_on(url, number, ends):
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("seconds", ["600", "0.2"])
+@pytest.mark.parametrize("seconds", [pytest.param("600", marks=pytest.mark.thorough), "0.2"])
 def test_a_signal_under_load_leaves_no_half_answer(seconds):
     with ThreadPoolExecutor(32) as clients, serving("--shutdown-timeout", seconds) as (process, url, _):
         answer(url, [])

@@ -247,9 +247,7 @@ def counted(llm, monkeypatch, *conversation, reuse):
 
 
 @pytest.mark.ladder
-@pytest.mark.parametrize(
-    "reuse", [*(pytest.param(one, marks=pytest.mark.ladder) for one in ("exact", "0.5")), "shift-0.5"]
-)
+@pytest.mark.parametrize("reuse", ["exact", pytest.param("0.5", marks=pytest.mark.thorough), "shift-0.5"])
 def test_images_are_linked_together_and_layers_launched_together(deep, textured_image, monkeypatch, reuse):
     pictures = [textured_image(60, 60, seed) for seed in range(5)]
     deep.reset_mm_cache()

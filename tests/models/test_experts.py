@@ -42,6 +42,7 @@ def uncached_layer(model, params):
 
 
 @pytest.mark.ladder
+@pytest.mark.thorough_for("qwen3_vl_moe-sharded")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_pass_the_librarys_experts(name, checkpoints, load_oracle, textured_image, monkeypatch):
     """Every row in every layer, though some experts are chosen often and others hardly ever."""
@@ -59,6 +60,7 @@ def test_rows_pass_the_librarys_experts(name, checkpoints, load_oracle, textured
 
 
 @pytest.mark.ladder
+@pytest.mark.thorough_for("qwen3_vl_moe-sharded")
 @pytest.mark.parametrize("name", NAMES)
 def test_few_rows_change_their_experts_in_bfloat16(name, checkpoints, load_oracle, textured_image, monkeypatch, capsys):
     """A rounding can do that, here and in the library: counted, and printed."""
