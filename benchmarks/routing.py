@@ -74,6 +74,7 @@ def _choose(rule: Affinity, seen: Seen, loads: Mapping[str, int]) -> None:
     rule.sent(seen, chosen)
 
 
+@say_errors()
 def main(
     engines: Annotated[str, typer.Option(help="Numbers of engines, one after the other.")] = "2,16,128,1000",
     pictures: Annotated[int, typer.Option(min=1, help="Of a request.")] = 20,
@@ -82,13 +83,12 @@ def main(
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
 ) -> None:
     """Times what a router does with a request."""
-    with say_errors():
-        check_writable("out", out)
-        counts = parse_counts(engines, "engines")
-        measure(counts[0], pictures=pictures, size=size, requests=3)  # what the first ones take is not the router's
-        rows = [measure(count, pictures=pictures, size=size, requests=requests) for count in counts]
-        head = {"pictures": pictures, "size": size, "requests": requests, **environment("numpy", "xxhash")}
-        publish("a request at the router", rows, head, out)
+    check_writable("out", out)
+    counts = parse_counts(engines, "engines")
+    measure(counts[0], pictures=pictures, size=size, requests=3)  # what the first ones take is not the router's
+    rows = [measure(count, pictures=pictures, size=size, requests=requests) for count in counts]
+    head = {"pictures": pictures, "size": size, "requests": requests, **environment("numpy", "xxhash")}
+    publish("a request at the router", rows, head, out)
 
 
 if __name__ == "__main__":

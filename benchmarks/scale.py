@@ -29,7 +29,7 @@ from vlcache_jax.study.report import publish
 INDEX_BYTES = 3900
 """Of a record in a disk tier's index: K and V of 36 layers, or the encoder's rows."""
 _LINE = '{"at": seconds, "images": {name: tokens}}'  # of a trace
-_MOST_DRAWN = 5_000_000  # requests: a few gigabytes, and minutes for each rule
+_MOST_DRAWN = 5_000_000  # requests: about a gigabyte, and ten minutes of a slow core for each rule
 
 
 @dataclass(frozen=True)
@@ -267,6 +267,7 @@ def compare(
             yield play(trace, rule_of(rule), engines, **options).row(engines, rule)
 
 
+@say_errors()
 def main(
     trace: Annotated[
         pathlib.Path | None,
@@ -292,29 +293,27 @@ def main(
 
     Drawn requests grow with the engines, so that each has as much to do; those of a file stay as they are.
     """
-    with say_errors():
-        check_writable("out", out)
-        check_writable("picture", picture, PICTURES)
-        counts = parse_counts(engines, "engines")
-        given = None if trace is None else read(trace)
-        rows: list[dict[str, Any]] = []
-        with Progress("simulating numbers of engines", len(counts)) as bar:
-            for count in counts:
-                if given is None and count * requests > _MOST_DRAWN:
-                    raise ValueError(
-                        f"engines x requests must be at most {_MOST_DRAWN}, got {count} x {requests}: lower --requests"
-                    )
-                played = given or draw(
-                    requests * count, rate * count, pictures=pictures, zipf=zipf, tokens=tokens, most=most
+    check_writable("out", out)
+    check_writable("picture", picture, PICTURES)
+    counts = parse_counts(engines, "engines")
+    given = None if trace is None else read(trace)
+    rows: list[dict[str, Any]] = []
+    with Progress("simulating numbers of engines", len(counts)) as bar:
+        for count in counts:
+            if given is None and count * requests > _MOST_DRAWN:
+                raise ValueError(
+                    f"engines x requests must be at most {_MOST_DRAWN}, got {count} x {requests}: lower --requests"
                 )
-                rows += compare(played, [count], capacity=capacity, exchange=exchange)
-                bar.update()
-        drawn = {"rate": rate, "requests": requests, "pictures": pictures, "zipf": zipf, "tokens": tokens, "most": most}
-        given_by = trace.name if trace else drawn
-        head = {"trace": given_by, "capacity": capacity, "exchange": exchange, "costs": vars(Costs())}
-        publish("requests given to engines, simulated", rows, head, out)
-        if picture is not None:
-            _draw(rows, picture)
+            played = given or draw(
+                requests * count, rate * count, pictures=pictures, zipf=zipf, tokens=tokens, most=most
+            )
+            rows += compare(played, [count], capacity=capacity, exchange=exchange)
+            bar.update()
+    drawn = {"rate": rate, "requests": requests, "pictures": pictures, "zipf": zipf, "tokens": tokens, "most": most}
+    head = {"trace": trace.name if trace else drawn, "capacity": capacity, "exchange": exchange, "costs": vars(Costs())}
+    publish("requests given to engines, simulated", rows, head, out)
+    if picture is not None:
+        _draw(rows, picture)
 
 
 def _draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:

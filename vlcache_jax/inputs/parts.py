@@ -21,7 +21,7 @@ IMAGE_TYPES = ("image", "image_url", "image_pil")
 VIDEO_TYPES = ("video", "video_url")
 _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
-_MEDIA_KEYS = tuple(dict.fromkeys((*_IMAGE_KEYS, *_VIDEO_KEYS, "image_url", "video_url", "library")))
+_MEDIA_KEYS = (*_IMAGE_KEYS, *_VIDEO_KEYS, "image_url", "video_url", "library")
 _UNTYPED = ("text", *IMAGE_TYPES, *VIDEO_TYPES)  # keys that tell the type of a part, as they are named like it
 
 FILES = "files"
