@@ -43,7 +43,8 @@ def mrope_positions(
             begin = position + start - token
         token = start + h * w
         np.add(_grid_positions(h, w), begin, out=positions[:, start:token])
-        positions[0, start:token] += time
+        if time:
+            positions[0, start:token] += time
         position = max(position, begin + max(h, w), begin + time + 1)
     positions[:, token:] = np.arange(position, position + num_tokens - token)
     return positions, position - token

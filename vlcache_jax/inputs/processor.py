@@ -91,6 +91,8 @@ def check_own_limits(part: Mapping[str, Any], name: str) -> dict[str, int]:
             more than 200 times the other; min_pixels above max_pixels.
     """
     given = {key: part[key] for key in OWN_LIMITS if part.get(key) is not None}
+    if not given:
+        return {}
     for key, value in given.items():
         _check_positive(value, f"{name} {key}")
     resized = {key: given[key] for key in _RESIZED if key in given}
@@ -224,8 +226,10 @@ class ImageProcessor:
         Raises:
             ValueError: see `check_limits`.
         """
-        changes: dict[str, Any] = overrule({key: getattr(self, key) for key in _LIMITS}, check_limits(limits))
-        return replace(self, **changes) if limits else self
+        if not (given := check_limits(limits)):
+            return self
+        changes: dict[str, Any] = overrule({key: getattr(self, key) for key in _LIMITS}, given)
+        return replace(self, **changes)
 
     def grid(self, height: int, width: int, limits: Mapping[str, int] | None = None, *, name: str = "image") -> Grid:
         """The patches of a picture of `height` x `width` pixels: (1, rows, columns), multiples of merge_size.

@@ -390,7 +390,8 @@ class PromptRenderer:
             source: Source = self.video(part, shown.format("video", number), settings.of_video(number))
         else:
             value, limits = image_value(part, where)
-            source = replace(self.image(value, shown.format("image", number)), limits=limits)
+            source = self.image(value, shown.format("image", number))
+            source = replace(source, limits=limits) if limits else source
         found.append((source, uuid))
 
     def _prompt(
