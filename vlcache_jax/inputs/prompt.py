@@ -390,8 +390,9 @@ class PromptRenderer:
             source: Source = self.video(part, shown.format("video", number), settings.of_video(number))
         else:
             value, limits = image_value(part, where)
-            source = self.image(value, shown.format("image", number))
-            source = replace(source, limits=limits) if limits else source
+            source = image = self.image(value, shown.format("image", number))
+            if limits:
+                source = replace(image, limits=limits)
         found.append((source, uuid))
 
     def _prompt(
