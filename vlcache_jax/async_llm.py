@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -21,6 +22,7 @@ from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.outputs import Deltas, OutputCollector, RequestDelta, RequestOutput
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service, template_options
+from vlcache_jax.serving import Chunk
 from vlcache_jax.under_way import QueueFullError as QueueFullError
 from vlcache_jax.under_way import UnderWay
 
@@ -144,12 +146,17 @@ class AsyncLLM(EmbedsAsync):
         if not isinstance(sampling_params, SamplingParams | None):
             raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
         params = None if sampling_params is None else sampling_params.clone()  # the caller's may be set meanwhile
-        render = self._renders(prompt, mm_processor_kwargs, **template)
-        call = self.service.call(
-            "prompt", [prompt], render, reuse, cache_salt, "return", compress, params=params, priority=priority
-        )
-        caller = self.service.caller
-        async with self._requests.job(lambda: caller.to_answer(call), caller, name) as (job, more):
+        caller, called_at = self.service.caller, time.perf_counter()
+
+        def chunk() -> Chunk[RequestOutput]:
+            """All that is checked, in a thread: how long it takes is the caller's choice."""
+            render = self._renders(prompt, mm_processor_kwargs, **template)
+            own: dict[str, Any] = {"params": params, "priority": priority, "called_at": called_at}
+            return caller.to_answer(
+                self.service.call("prompt", [prompt], render, reuse, cache_salt, "return", compress, **own)
+            )
+
+        async with self._requests.job(chunk, caller, name) as (job, more):
             deltas = Deltas(caller.reporter, job.planned, job.answers, name)
             while True:  # it may have ended long ago
                 await more.wait()
@@ -181,8 +188,11 @@ class AsyncLLM(EmbedsAsync):
           ValueError: it is wrong.
           RuntimeError: the engine is closed.
         """
-        render = self._renders(prompt, mm_processor_kwargs, **template)
-        return await asyncio.wrap_future(self._requests.threads.submit(self.service.tokens, render, prompt))
+
+        def tokens() -> npt.NDArray[np.int32]:
+            return self.service.tokens(self._renders(prompt, mm_processor_kwargs, **template), prompt)
+
+        return await self._requests.run(tokens)
 
     async def check_health(self) -> None:
         """Raises a RuntimeError if no request will be answered any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any, TypeGuard
@@ -9,6 +10,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 _PIECE = 1 << 18  # values that stay in a core's cache
+_SHOWN = 1 << 14  # characters and entries of a value that is written out whole before it is shortened
+_ENTRIES, _LEVELS = 8, 3  # of a larger value that are written
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
@@ -102,11 +105,45 @@ def shorten(text: str, most: int = 200) -> str:
 
 
 def short(value: Any, most: int = 120) -> str:
-    """A value as Python writes it, shortened; one that Python does not write is named by its type."""
+    """A value as Python writes it, shortened; one that Python does not write is named by its type.
+
+    Of a large value only the beginning is read.
+    """
     try:
-        return shorten(repr(value), most)
+        if not exceeds(value, _SHOWN):
+            return shorten(repr(value), most)
+        kind = "characters" if isinstance(value, str | bytes) else "entries"
+        return f"{repr(_beginning(value, most, _LEVELS))[: 3 * most // 5]}... ({len(value)} {kind})"
     except (ValueError, RecursionError):  # integers of thousands of digits; lists in lists in lists
         return f"{type(value).__name__} too large to show"
+
+
+def exceeds(value: Any, most: int) -> bool:
+    """Whether a value of JSON has more than `most` characters and entries, those inside it included.
+
+    The search stops where it has counted so many.
+    """
+    pending = [value]
+    while pending and most >= 0:
+        one = pending.pop()
+        is_many = isinstance(one, dict | list | tuple)
+        most -= 1 + len(one) if is_many or isinstance(one, str | bytes) else 1
+        if is_many and most >= 0:
+            pending += [*one.keys(), *one.values()] if isinstance(one, dict) else one
+    return most < 0
+
+
+def _beginning(value: Any, most: int, levels: int) -> Any:
+    """The first characters or entries of a value, to so many levels."""
+    if isinstance(value, str | bytes):
+        return value[:most]
+    if not isinstance(value, dict | list | tuple):
+        return value
+    first = itertools.islice(value.items() if isinstance(value, dict) else value, _ENTRIES if levels else 0)
+    kind = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
+    if kind is dict:
+        return {_beginning(key, most, 0): _beginning(one, most, levels - 1) for key, one in first}
+    return kind(_beginning(one, most, levels - 1) for one in first)
 
 
 def is_finite(array: np.ndarray) -> bool:

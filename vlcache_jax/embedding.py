@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -258,9 +258,13 @@ class EmbedsAsync:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
         """
         self._pooling.check_dimensions(dimensions)
-        render = InputRenderer(self.service.renderer, read_settings(mm_processor_kwargs), instruction)
-        call = self.service.call("input", [given], render, reuse, cache_salt, "return", priority=priority)
-        name = self._requests.named(request_id)
+        name, called_at = self._requests.named(request_id), time.perf_counter()
+
+        def call() -> Call:
+            render = InputRenderer(self.service.renderer, read_settings(mm_processor_kwargs), instruction)
+            own: dict[str, Any] = {"priority": priority, "called_at": called_at}
+            return self.service.call("input", [given], render, reuse, cache_salt, "return", **own)
+
         return EmbeddingOutput.of(await self._hidden_state(call, name), dimensions, name)
 
     async def rerank(
@@ -285,24 +289,34 @@ class EmbedsAsync:
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`. The first error ends the call.
         """
-        listed, name = listed_inputs(documents, "documents")
-        render = PairRenderer(self.service.renderer, query, read_settings(mm_processor_kwargs), instruction)
-        calls = [
-            self.service.call(name.format(i), [one], render, reuse, cache_salt, "return", priority=priority)
-            for i, one in enumerate(listed)
-        ]
-        await asyncio.to_thread(self._pooling.check_answers)
-        work = [functools.partial(self._hidden_state, one, self._requests.named(None)) for one in calls]
-        states = await together(work, most)
-        return await asyncio.to_thread(self._pooling.ranked, states)
+        called_at = time.perf_counter()
 
-    async def _hidden_state(self, call: Call, name: str) -> HiddenState:
+        def work() -> list[Callable[[], Coroutine[Any, Any, HiddenState]]]:
+            listed, name = listed_inputs(documents, "documents")
+            render = PairRenderer(self.service.renderer, query, read_settings(mm_processor_kwargs), instruction)
+            self._pooling.check_answers()
+            own: dict[str, Any] = {"priority": priority, "called_at": called_at}
+            rest = render, reuse, cache_salt, "return"
+            calls = [
+                functools.partial(self.service.call, name.format(i), [one], *rest, **own)
+                for i, one in enumerate(listed)
+            ]
+            return [functools.partial(self._hidden_state, call, None) for call in calls]
+
+        states = await together(await self._requests.run(work), most)
+        return await self._requests.run(functools.partial(self._pooling.ranked, states))
+
+    async def _hidden_state(self, call: Callable[[], Call], name: str | None) -> HiddenState:
+        """Of the one request of a call, which is made in a thread."""
         caller = self.service.caller
-        async with self._requests.job(lambda: caller.to_pool(call), caller, name) as (job, more):
+        async with self._requests.job(lambda: caller.to_pool(call()), caller, self._requests.named(name)) as (
+            job,
+            more,
+        ):
             while not job.has_ended:
                 await more.wait()
                 more.clear()
             self._requests.check(job, caller)
             if any(one.end.is_aborted for one in job.sequences):
-                raise RequestError({0: f"{call.name} was aborted"})
+                raise RequestError({0: f"{job.call.name} was aborted"})
             return caller.hidden_state(job)

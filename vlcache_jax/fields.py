@@ -6,17 +6,36 @@ model there is, but such that the work that a number asks for is bounded.
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
 import os
 import pathlib
-import reprlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlcache_jax.checks import is_a
+from vlcache_jax.checks import is_a, short
 
 _MOST_BYTES = 64 << 20
+AT_ONCE = 1 << 19
+"""Bytes of JSON that the library parses in one call. It lets no other thread run until it returns: 20 ms at worst."""
+MOST_VALUES = 1 << 21
+"""Integers of a larger text, such as ids of 128 prompts of 16384 tokens. Any other value counts as eight."""
+_WEIGHT = 8
+_SHORT = 1 << 16  # characters of a string that is read in one call
+_PIECE = 1 << 20  # bytes or characters that are read in one call where nothing has to be built of each
+_MOST_DIGITS = 4300  # of a number, as Python has it for integers
+_SPACE = re.compile(r"[ \t\n\r]{0,65536}+")
+_INTEGERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,17})[ \t\n\r]{0,8}+,[ \t\n\r]{0,8}+){16,8192}+")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]{1,1048576}+')
+# Halves of a surrogate pair stay together.
+_ESCAPES = re.compile(
+    r'(?:\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|["\\/bfnrt])'
+    r'[^"\\\x00-\x1f]{0,16}+){1,16384}+'
+)
+_NUMBER = re.compile(rf"[-+.0-9eE]{{0,{_MOST_DIGITS + 1}}}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON file: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a JSON file that holds an object, got {reprlib.repr(content)}")
+        raise ValueError(f"{path} must be a JSON file that holds an object, got {short(content)}")
     return content
 
 
@@ -106,4 +125,144 @@ def check_fields(
     of = "" if source is None else f" of {os.fspath(source)}"
     for key, kind in kinds.items():
         if (required or key in values) and not kind.accepts(values.get(key)):
-            raise ValueError(f"{section}{key}{of} must be {kind.words}, got {reprlib.repr(values.get(key))}")
+            raise ValueError(f"{section}{key}{of} must be {kind.words}, got {short(values.get(key))}")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text of JSON holds. Of a large one it is parsed in pieces, so that other threads run in between.
+
+    Raises:
+      ValueError: it is not JSON, or holds numbers that JSON does not have; or a large one holds too many values.
+      RecursionError: it is nested too deep.
+    """
+    if len(text) <= AT_ONCE:
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
+    return _Pieces(text if isinstance(text, str) else _decoded(text)).whole()
+
+
+def _decoded(data: bytes) -> str:
+    """As `json.loads` decodes it."""
+    decoder = codecs.getincrementaldecoder(json.detect_encoding(data))("surrogatepass")
+    pieces = [decoder.decode(data[i : i + _PIECE]) for i in range(0, len(data), _PIECE)]
+    return "".join([*pieces, decoder.decode(b"", final=True)])
+
+
+def _finite(text: str) -> float:
+    """JSON has no other numbers, and what reads the answers may refuse them."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+class _Pieces:
+    """Parses a text of JSON: lists and objects value by value, runs of integers and parts of strings at once."""
+
+    def __init__(self, text: str):
+        self._text, self._left = text, MOST_VALUES
+        self._scalar = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).scan_once  # type: ignore[attr-defined]
+        self._keys: dict[str, str] = {}
+
+    def whole(self) -> Any:
+        value, end = self._value(self._after_space(0))
+        if (end := self._after_space(end)) != len(self._text):
+            raise json.JSONDecodeError("Extra data", self._text, end)
+        return value
+
+    def _value(self, place: int) -> tuple[Any, int]:
+        self._count(_WEIGHT)
+        match self._text[place : place + 1]:
+            case '"':
+                return self._string(place + 1)
+            case "[":
+                return self._list(place + 1)
+            case "{":
+                return self._object(place + 1)
+        found = _NUMBER.match(self._text, place)
+        if found is not None and len(found[0]) > _MOST_DIGITS:
+            raise json.JSONDecodeError(f"A number must have at most {_MOST_DIGITS} digits", self._text, place)
+        try:
+            return self._scalar(self._text, place)
+        except StopIteration:
+            raise json.JSONDecodeError("Expecting value", self._text, place) from None
+
+    def _list(self, place: int) -> tuple[list[Any], int]:
+        values: list[Any] = []
+        place = self._after_space(place)
+        if self._text[place : place + 1] == "]":
+            return values, place + 1
+        while True:
+            if found := _INTEGERS.match(self._text, place):
+                run = json.loads(f"[{found[0].rstrip()[:-1]}]")
+                self._count(len(run))
+                values += run
+                place = found.end()
+                continue
+            value, place = self._value(place)
+            values.append(value)
+            place, is_last = self._behind(place, "]")
+            if is_last:
+                return values, place
+
+    def _object(self, place: int) -> tuple[dict[str, Any], int]:
+        values: dict[str, Any] = {}
+        place = self._after_space(place)
+        if self._text[place : place + 1] == "}":
+            return values, place + 1
+        while True:
+            if self._text[place : place + 1] != '"':
+                told = "Expecting property name enclosed in double quotes"
+                raise json.JSONDecodeError(told, self._text, place)
+            key, place = self._string(place + 1)
+            place = self._after_space(place)
+            if self._text[place : place + 1] != ":":
+                raise json.JSONDecodeError("Expecting ':' delimiter", self._text, place)
+            value, place = self._value(self._after_space(place + 1))
+            values[self._keys.setdefault(key, key)] = value
+            place, is_last = self._behind(place, "}")
+            if is_last:
+                return values, place
+
+    def _behind(self, place: int, end: str) -> tuple[int, bool]:
+        """Where what follows a value begins, and whether it was the last one."""
+        place = self._after_space(place)
+        char = self._text[place : place + 1]
+        if char == end:
+            return place + 1, True
+        if char != ",":
+            raise json.JSONDecodeError("Expecting ',' delimiter", self._text, place)
+        return self._after_space(place + 1), False
+
+    def _string(self, place: int) -> tuple[str, int]:
+        """Its text, and where it ends; `place` is that of its first character."""
+        end = self._text.find('"', place, place + _SHORT)
+        if end >= 0 and self._text.find("\\", place, end) < 0:
+            return json.decoder.scanstring(self._text, place)
+        begin, parts = place, list[str]()
+        while True:
+            if found := _PLAIN.match(self._text, place):
+                parts.append(found[0])
+            elif found := _ESCAPES.match(self._text, place):
+                parts.append(json.decoder.scanstring(f'{found[0]}"', 0)[0])
+            else:  # it ends here, or is wrong
+                try:
+                    last, end = json.decoder.scanstring(self._text, place)
+                except json.JSONDecodeError as error:
+                    at = begin - 1 if error.msg.startswith("Unterminated") else error.pos
+                    raise json.JSONDecodeError(error.msg, self._text, at) from None
+                return "".join([*parts, last]), end
+            place = found.end()
+
+    def _after_space(self, place: int) -> int:
+        while True:
+            found = _SPACE.match(self._text, place)
+            assert found is not None
+            if found.end() == place:
+                return place
+            place = found.end()
+
+    def _count(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise ValueError(
+                f"at most {MOST_VALUES} integers, or {MOST_VALUES // _WEIGHT} other values, may stand in it"
+            )

@@ -135,7 +135,9 @@ class SamplingParams:
         Raises:
           ValueError: those that were set do not go together.
         """
-        return dataclasses.replace(self)
+        cloned = copy.copy(self)
+        cloned.__post_init__()
+        return cloned
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """These parameters with nothing left open; `defaults` is the content of `generation_config.json`.
@@ -199,6 +201,8 @@ def _checked_list(name: str, given: Any, item_type: Any, most: int) -> tuple[Any
         raise ValueError(f"{name} must be a list, got {short(given)}") from error
     if len(items) > most:
         raise ValueError(f"{name} must be a list of at most {most}, got {short(given)}")
+    if item_type is not str and set(map(type, items)) == {int} and min(items) >= 0:  # without a call for each
+        return items
     if not all(is_a(item, item_type) for item in items):
         raise ValueError(f"{name} must be {'strings' if item_type is str else 'token ids'}, got {short(given)}")
     if item_type is str and not all(0 < len(text) <= MAX_STOP_LENGTH for text in items):

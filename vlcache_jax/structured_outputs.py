@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vlcache_jax.checks import check_text, short
+from vlcache_jax.checks import check_text, exceeds, short
+from vlcache_jax.fields import parse_json
 from vlcache_jax.foreign import STRUCTURED, takes_foreign
 
 MAX_LENGTH = 1 << 16  # characters of one: what is longer may take seconds to compile
@@ -141,9 +142,11 @@ class StructuredOutputs:
 def _json_text(given: Any, name: str) -> str:
     """A JSON object as text."""
     try:
-        found = json.loads(given) if isinstance(given, str) else given
+        found = parse_json(given) if isinstance(given, str) else given
         if not isinstance(found, Mapping):
             raise ValueError(f"{name} must be a JSON object, got {short(given)}")
+        if exceeds(found, MAX_LENGTH):
+            raise ValueError(f"{name} must be at most {MAX_LENGTH} characters, got {short(given)}")
         return json.dumps(found, allow_nan=False)
     except (RecursionError, TypeError, ValueError) as error:
         if str(error).startswith(name):
@@ -155,6 +158,8 @@ def _choices(given: Any) -> tuple[str, ...]:
     name = "structured_outputs.choice"
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise ValueError(f"{name} must be a list of texts, got {short(given)}")
+    if exceeds(list(given), MAX_LENGTH):
+        raise ValueError(f"{name} must be at most {MAX_LENGTH} characters, got {short(given)}")
     for text in given:
         check_text(text, name, "a list of texts")
     if not all(given):

@@ -92,6 +92,18 @@ class UnderWay:
                 del self._jobs[request_id]
                 self._aborted.discard(request_id)
 
+    async def run[T](self, work: Callable[[], T]) -> T:
+        """What some work comes to, in one of the threads.
+
+        Raises:
+          RuntimeError: the engine is closed.
+        """
+        try:
+            running = self.threads.submit(work)
+        except RuntimeError as error:
+            raise RuntimeError(CLOSED) from error
+        return await asyncio.wrap_future(running)
+
     def check(self, job: Job, caller: Caller) -> None:
         """Sees that nothing has gone wrong with a job.
 
@@ -198,15 +210,17 @@ def _let_in(turn: asyncio.Future[None]) -> None:
 
 async def together[T](work: Sequence[Callable[[], Coroutine[Any, Any, T]]], most: int) -> list[T]:
     """What all of it comes to, so many at a time; the first error ends the rest."""
-    room = asyncio.Semaphore(most)
+    results: dict[int, T] = {}
+    left = iter(enumerate(work))  # of all workers: there are no more tasks than may run
 
-    async def one(begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async with room:
-            return await begin()
+    async def some() -> None:
+        for number, begin in left:
+            results[number] = await begin()
 
-    tasks = [asyncio.ensure_future(one(begin)) for begin in work]
+    tasks = [asyncio.ensure_future(some()) for _ in range(min(most, len(work)))]
     try:
-        return list(await asyncio.gather(*tasks))
+        await asyncio.gather(*tasks)
+        return [results[number] for number in range(len(work))]
     finally:
         for task in tasks:
             task.cancel()

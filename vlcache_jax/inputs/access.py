@@ -195,7 +195,7 @@ def _open_regular(path: str, directory: int | None = None) -> FileIO:
 
 
 def _quoted(value: object) -> str:
-    return shorten(repr(str(value)))
+    return short(str(value), 200)
 
 
 LOCAL_ONLY = Access()

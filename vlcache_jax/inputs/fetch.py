@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from vlcache_jax.checks import shorten
+from vlcache_jax.checks import short
 
 FETCH_SECONDS = 20.0
 MAX_REDIRECTS = 5
@@ -107,7 +107,7 @@ def fetch(url: str, *, domains: Sequence[str] | None, max_bytes: int, name: str)
     except OSError as error:
         reason = error.strerror or "no connection"
     place = f" (redirect {redirects})" if redirects else ""
-    raise ValueError(f"{name} must be a URL that can be fetched, got {shorten(repr(url))}: {reason}{place}")
+    raise ValueError(f"{name} must be a URL that can be fetched, got {short(url, 200)}: {reason}{place}")
 
 
 def domain_name(text: str) -> str:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from vlcache_jax.checks import check_whole, shorten
+from vlcache_jax.checks import check_whole, short, shorten
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.heads import Reader, check_parts
 
@@ -384,5 +384,5 @@ def describe(value: Any) -> str:
     if isinstance(value, Image.Image):
         return f"a PIL image of mode {value.mode}"
     if isinstance(value, (str, PathLike)):
-        return shorten(repr(str(value)))
-    return shorten(f"{type(value).__name__} {value!r}")
+        return short(str(value), 200)
+    return f"{type(value).__name__} {short(value, 200)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from vlcache_jax.checks import check_text, short
+from vlcache_jax.fields import parse_json
 from vlcache_jax.foreign import warn
 from vlcache_jax.inputs.images import Named
 from vlcache_jax.inputs.processor import OWN_LIMITS, check_own_limits
@@ -28,6 +28,7 @@ FILES = "files"
 """The library of what clients of a server upload."""
 _FILE = "file-id:"  # begins a URL that names one
 
+_MOST_CALLS = 4096  # of one message
 MAX_UUID = 1024  # characters of a caller's own id of a picture
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Of a message, beside role and content: what the template may use.
@@ -73,7 +74,7 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
     if isinstance(content, str):
         return told | {"content": _plain_text(content, name)}
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-        raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {content!r:.80}")
+        raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {short(content, 80)}")
     parts: list[dict[str, str]] = []
     for i, part in enumerate(content):
         where = f"{name} content[{i}]"
@@ -108,6 +109,8 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
     """Calls as templates have them: arguments are objects, where OpenAI's messages have the JSON of them."""
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise ValueError(f"{name} tool_calls must be a list, got {short(given)}")
+    if len(given) > _MOST_CALLS:
+        raise ValueError(f"{name} tool_calls must be at most {_MOST_CALLS}, got {len(given)}")
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(given):
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -117,7 +120,7 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = parse_json(arguments)
             except (ValueError, RecursionError):
                 arguments = None
         if not isinstance(arguments, Mapping):  # what a model once said wrongly must not end the conversation

@@ -12,6 +12,7 @@ from vlcache_jax.inputs.videos import NO_OPTIONS, SAMPLING, VideoOptions, plain
 
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _KNOWN = (*_PIXELS, "size", *SAMPLING)
+_MOST_VIDEOS = 1024  # of a request that asks something of each
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def read_settings(given: Any, name: str = "mm_processor_kwargs", *, of_request: 
         limits = _size(given["size"], limits, name)
     sampling = {key: plain(given[key]) for key in SAMPLING if key in given}
     each = None
-    if of_request and isinstance(sampling.get("fps"), list):
+    if of_request and isinstance(rates := sampling.get("fps"), list):
+        if len(rates) > _MOST_VIDEOS:
+            raise ValueError(f"{name} fps must have at most {_MOST_VIDEOS} entries, got {len(rates)}")
         each = tuple(VideoOptions.checked(sampling | {"fps": fps}, name) for fps in sampling.pop("fps"))
     return MediaSettings(check_limits(limits, name), VideoOptions.checked(sampling, name), each)
 

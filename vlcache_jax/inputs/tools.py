@@ -7,7 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlcache_jax.checks import check_flags, check_text, short
+from vlcache_jax.checks import check_flags, check_text, exceeds, short
+
+MOST_TOOLS = 1024
+"""Functions that a conversation may offer."""
+_MOST_CHARACTERS = 1 << 20  # of one
 
 # What Qwen2.5 is told, and by default.
 _SYSTEM = "You are a helpful assistant."
@@ -40,6 +44,8 @@ def read_tools(given: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(given, Sequence | None) or isinstance(given, str | bytes):
         raise ValueError(f"tools must be a list, got {short(given)}")
+    if len(given or ()) > MOST_TOOLS:
+        raise ValueError(f"tools must be at most {MOST_TOOLS}, got {len(given or ())}")
     tools = [_read(tool, f"tools[{i}]") for i, tool in enumerate(given or ())]
     counts = Counter(tool_names(tools))
     if twice := next((name for name, count in counts.items() if count > 1), None):
@@ -56,6 +62,8 @@ def _read(tool: Any, name: str) -> dict[str, Any]:
     kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
     if kind != "function":
         raise ValueError(f'{name} must be an object of the type "function", got {short(tool)}')
+    if exceeds(tool, _MOST_CHARACTERS):
+        raise ValueError(f"{name} must have at most {_MOST_CHARACTERS} characters, got {short(tool)}")
     if "function" not in tool:
         tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
     function = tool["function"]

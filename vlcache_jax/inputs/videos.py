@@ -184,6 +184,7 @@ def read_video(
         # The frames keep this memory, not the object that was passed.
         same: Any = (value.__array_interface__["data"], value.shape, value.strides)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        _check_count(len(value), name)
         same = None
     else:
         if isinstance(value, Image.Image):
@@ -245,8 +246,7 @@ def _rate(said: Mapping[str, Any], options: VideoOptions, name: str) -> tuple[fl
 
 def _metadata(given: Any, count: int, name: str) -> dict[str, Any]:
     """What is said of `count` frames, checked."""
-    if not 1 <= count <= MAX_FRAMES:
-        raise ValueError(f"{name} must have 1 to {MAX_FRAMES} frames, got {count}")
+    _check_count(count, name)
     name = f"{name} video_metadata"
     if not isinstance(given, Mapping | None):
         raise ValueError(f"{name} must be a dict such as {{'fps': 30}}, got {short(given)}")
@@ -270,6 +270,11 @@ def _metadata(given: Any, count: int, name: str) -> dict[str, Any]:
             )
         said["frames_indices"] = tuple(numbers)
     return said
+
+
+def _check_count(count: int, name: str) -> None:
+    if not 1 <= count <= MAX_FRAMES:
+        raise ValueError(f"{name} must have 1 to {MAX_FRAMES} frames, got {count}")
 
 
 def plain(value: Any) -> Any:

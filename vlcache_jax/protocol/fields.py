@@ -9,12 +9,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vlcache_jax.checks import short, shorten
+from vlcache_jax.inputs.tools import MOST_TOOLS
 from vlcache_jax.protocol.messages import MESSAGE
 from vlcache_jax.protocol.values import ApiError, Schema, check
 from vlcache_jax.sampling import LISTS, MAX_LOGPROBS, NUMBERS, SamplingParams
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
+MOST_MESSAGES = 1 << 16  # of a conversation; more than any context holds
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 FLAG: Schema = {"type": ["boolean", "null"]}
 OBJECT: Schema = {"type": ["object", "null"]}
@@ -84,6 +86,7 @@ CHAT: Mapping[str, Schema] = {
     "messages": {
         "type": "array",
         "minItems": 1,
+        "maxItems": MOST_MESSAGES,
         "description": "OpenAI's messages: text, `image_url` and `video_url` parts, also as data URLs.",
         "examples": [[{"role": "user", "content": "Where is the star?"}]],
         "items": MESSAGE,
@@ -92,7 +95,10 @@ CHAT: Mapping[str, Schema] = {
     "max_completion_tokens": _sampling("max_tokens"),
     "logprobs": {**FLAG, "examples": [True]},
     "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
-    "tools": told({"type": ["array", "null"], "items": {"type": "object"}}, "Functions that the answer may call."),
+    "tools": told(
+        {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": MOST_TOOLS},
+        "Functions that the answer may call.",
+    ),
     "tool_choice": told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
     "parallel_tool_calls": told(FLAG, "false: where calls are forced, one of them."),
     "include_reasoning": told(FLAG, "false: nothing is told of what was thought, nor of its tokens."),

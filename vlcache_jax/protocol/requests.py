@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
-from vlcache_jax.checks import is_a, short
+from vlcache_jax.checks import short
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.inputs.tools import read_tools
 from vlcache_jax.protocol.fields import (
@@ -272,12 +272,15 @@ def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any], opens_think
 def _prompts(given: Any) -> tuple[str | Sequence[int], ...]:
     if isinstance(given, str):
         return (given,)
-    if given and all(is_a(one, int) for one in given):
+    if given and _are_ids(given):
         return (given,)
     if not given or len(given) > _MAX_PROMPTS:
         raise ApiError(f"prompt must be one text to {_MAX_PROMPTS} of them, got {short(given)}", "prompt")
     for i, one in enumerate(given):
-        is_ids = isinstance(one, list) and bool(one) and all(is_a(token, int) for token in one)
-        if not (isinstance(one, str) or is_ids):
+        if not (isinstance(one, str) or _are_ids(one)):
             raise ApiError(f"prompt[{i}] must be a text or token ids, got {short(one)}", "prompt")
     return tuple(given)
+
+
+def _are_ids(given: Any) -> bool:
+    return isinstance(given, list) and set(map(type, given)) == {int}

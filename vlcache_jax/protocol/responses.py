@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vlcache_jax.checks import short
-from vlcache_jax.protocol.fields import CHAT, FLAG, OBJECT, TEXT_OR_NULL, check_fields, told
+from vlcache_jax.protocol.fields import CHAT, FLAG, MOST_MESSAGES, OBJECT, TEXT_OR_NULL, check_fields, told
 from vlcache_jax.protocol.searching import TYPE, FileSearch
 from vlcache_jax.protocol.tools import SEARCH
 from vlcache_jax.protocol.values import ApiError, Schema
@@ -22,12 +22,17 @@ _OF_CHATS = tuple(
     name for name in CHAT if name not in ("messages", "n", "logprobs", "stream_options", *_RENAMED.values())
 )
 RESPONSES: Mapping[str, Schema] = {
-    "input": {"type": ["string", "array"], "description": "A text, or items: messages, calls and what they returned."},
+    "input": {
+        "type": ["string", "array"],
+        "maxItems": MOST_MESSAGES,
+        "description": "A text, or items: messages, calls and what they returned.",
+    },
     "instructions": told(TEXT_OR_NULL, "A system message, of this response alone."),
     "previous_response_id": told(TEXT_OR_NULL, "The conversation goes on behind that response."),
     "store": told(FLAG, "Keep the response, so that others go on from it; by default it is."),
     "include": {
         "type": ["array", "null"],
+        "maxItems": 64,
         "items": {"type": "string", "enum": ["message.output_text.logprobs", "reasoning.encrypted_content", _RESULTS]},
         "description": "The second is without effect: thinking is told in clear, and may be sent back so.",
     },
@@ -241,6 +246,8 @@ def _content(given: Any, where: str) -> Any:
     """The content of a message."""
     if not isinstance(given, list):
         return given
+    if len(given) > MOST_MESSAGES:
+        raise ApiError(f"{where} must have at most {MOST_MESSAGES} parts, got {len(given)}", where)
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(given):
         if not isinstance(part, dict):

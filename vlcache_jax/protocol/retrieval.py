@@ -11,7 +11,7 @@ import numpy as np
 
 from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.protocol.answers import Counts
-from vlcache_jax.protocol.fields import CHAT, TEXT_OR_NULL, check_fields, told
+from vlcache_jax.protocol.fields import CHAT, MOST_MESSAGES, TEXT_OR_NULL, check_fields, told
 from vlcache_jax.protocol.values import ApiError, Schema
 
 MOST_INPUTS = 2048
@@ -28,7 +28,9 @@ EMBEDDINGS: Mapping[str, Schema] = {
         "Token ids, or a list of lists of them, are taken as they are.",
         "examples": ["a red shoe"],
     },
-    "messages": told({"type": ["array", "null"], "minItems": 1}, "A conversation, in place of `input`."),
+    "messages": told(
+        {"type": ["array", "null"], "minItems": 1, "maxItems": MOST_MESSAGES}, "A conversation, in place of `input`."
+    ),
     "encoding_format": {"enum": ["float", "base64", None]},
     "dimensions": told({"type": ["integer", "null"], "minimum": 1}, "Of the vectors: the first of these."),
     **_BOTH,
@@ -108,8 +110,6 @@ class EmbeddingRequest:
             raise ApiError("body must hold either input or messages", "input")
         field = "input" if "input" in given else "messages"
         inputs = [given["messages"]] if field == "messages" else _inputs(given["input"])
-        if not 1 <= len(inputs) <= MOST_INPUTS:
-            raise ApiError(f"input must hold 1 to {MOST_INPUTS} inputs, got {len(inputs)}", "input")
         is_base64 = given.get("encoding_format") == "base64"
         return cls(inputs, field, given.get("dimensions"), is_base64, Asked.of(given))
 
@@ -150,10 +150,11 @@ class RerankRequest:
             if name not in given:
                 raise ApiError(f"{name} must be there, got none", name)
         listed = given["documents"]
-        if isinstance(listed, Mapping) and isinstance(listed.get("content"), list):  # as vLLM has them
-            listed = [[part] for part in listed["content"]]
+        has_parts = isinstance(listed, Mapping) and isinstance(listed.get("content"), list)  # as vLLM has them
+        listed = listed["content"] if has_parts else listed
         if not isinstance(listed, list) or not 1 <= len(listed) <= MOST_INPUTS:
             raise ApiError(f"documents must be a list of 1 to {MOST_INPUTS}", "documents")
+        listed = [[part] for part in listed] if has_parts else listed
         documents = [_document(one) for one in listed]
         returns = bool(given.get("return_documents", False))
         return cls(_document(given["query"]), documents, listed, given.get("top_n"), returns, Asked.of(given))
@@ -172,15 +173,15 @@ def _inputs(given: Any) -> list[Any]:
     """Each input, as the engine takes it."""
     if not isinstance(given, list):
         return [given]
-    if given and all(_is_id(one) for one in given):
+    if _are_ids(given):
         return [{"prompt_token_ids": given}]
-    if all(isinstance(one, list) and one and all(map(_is_id, one)) for one in given):
-        return [{"prompt_token_ids": one} for one in given]
-    return given
+    if not 1 <= len(given) <= MOST_INPUTS:
+        raise ApiError(f"input must hold 1 to {MOST_INPUTS} inputs, got {len(given)}", "input")
+    return [{"prompt_token_ids": one} for one in given] if all(map(_are_ids, given)) else given
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _document(given: Any) -> Any:

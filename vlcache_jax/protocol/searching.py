@@ -14,6 +14,7 @@ from vlcache_jax.protocol.values import ApiError
 TYPE = "file_search"
 _MOST, _USUAL = 50, 3  # pictures of a search
 _DEEPEST = 8  # filters within filters
+_WIDEST = 1024  # filters beside each other, and values of one
 _FIELDS = ("type", "vector_store_ids", "max_num_results", "filters", "ranking_options")
 _RANKING = ("ranker", "score_threshold", "hybrid_search")
 _ORDER = {"gt": operator.gt, "gte": operator.ge, "lt": operator.lt, "lte": operator.le}
@@ -80,8 +81,9 @@ def _passes(given: Any, where: str, depth: int) -> Passes:
         raise _wrong(where, f"must hold only {', '.join(known)}", unknown[0])
     if kind in ("and", "or"):
         parts = given.get("filters")
-        if not isinstance(parts, list) or not parts or depth == _DEEPEST:
-            raise _wrong(f"{where}.filters", f"must be a list of filters, at most {_DEEPEST} deep", parts)
+        if not isinstance(parts, list) or not 0 < len(parts) <= _WIDEST or depth == _DEEPEST:
+            told = f"must be a list of 1 to {_WIDEST} filters, at most {_DEEPEST} deep"
+            raise _wrong(f"{where}.filters", told, parts)
         inner = [_passes(part, f"{where}.filters[{i}]", depth + 1) for i, part in enumerate(parts)]
         joined = all if kind == "and" else any
         return lambda metadata: joined(passes(metadata) for passes in inner)
@@ -93,8 +95,8 @@ def _passes(given: Any, where: str, depth: int) -> Passes:
         case "eq" | "ne":
             return lambda metadata: (key in metadata and is_same(metadata[key], value)) == (kind == "eq")
         case "in" | "nin":
-            if not isinstance(value, list):
-                raise _wrong(f"{where}.value", "must be a list", value)
+            if not isinstance(value, list) or len(value) > _WIDEST:
+                raise _wrong(f"{where}.value", f"must be a list of at most {_WIDEST} values", value)
             return lambda metadata: (
                 (key in metadata and any(is_same(metadata[key], one) for one in value)) == (kind == "in")
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlcache_jax.checks import is_a, short, shorten
+from vlcache_jax.fields import parse_json
 
 Schema = Mapping[str, Any]
 
@@ -53,20 +54,13 @@ def read_object(text: str | bytes) -> dict[str, Any]:
       ValueError: it is none, or holds numbers that JSON does not have.
     """
     try:
-        found = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        found = parse_json(text)
     except (ValueError, RecursionError) as error:
         shown = shorten(text) if isinstance(text, str) else f"{len(text)} bytes"
         raise ValueError(f"must be JSON, got {shown}: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object, got {short(found)}")
     return found
-
-
-def _finite(text: str) -> float:
-    """JSON has no other numbers, and what reads the answers may refuse them."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no finite number")
-    return number
 
 
 def write(content: Any) -> bytes:
@@ -111,7 +105,7 @@ def check(value: Any, schema: Schema, name: str) -> None:
         _check_bounds(len(value), schema.get("minLength"), schema.get("maxLength"), name, value, "character")
     if isinstance(value, list):
         _check_bounds(len(value), schema.get("minItems"), schema.get("maxItems"), name, value, "item")
-        for i, one in enumerate(value if "items" in schema else ()):
+        for i, one in enumerate(value if "items" in schema and not _are_whole(value, schema["items"]) else ()):
             check(one, schema["items"], f"{name}[{i}]")
     if isinstance(value, dict):
         for key in schema.get("required", ()):
@@ -120,6 +114,13 @@ def check(value: Any, schema: Schema, name: str) -> None:
         for key, one in schema.get("properties", {}).items():
             if value.get(key) is not None:
                 check(value[key], one, f"{name}.{key}")
+
+
+def _are_whole(values: list[Any], schema: Schema) -> bool:
+    """Whether all are integers as a schema of integers has them, seen without a call for each."""
+    if schema.get("type") != "integer" or set(map(type, values)) != {int}:
+        return False
+    return bool(schema.get("minimum", -math.inf) <= min(values) and max(values) <= schema.get("maximum", math.inf))
 
 
 def _is_of(value: Any, kind: str) -> bool:

@@ -28,7 +28,7 @@ VERBS: Mapping[str, Mapping[str, Schema]] = {
     "unpin": _ONE,
     "evict": _ONE,
     "delete": _ONE,
-    "precompute": {"images": {"type": "array", "minItems": 1}, "system": _TEXT, **_SAME},
+    "precompute": {"images": {"type": "array", "minItems": 1, "maxItems": 4096}, "system": _TEXT, **_SAME},
     "release_uuid": {"uuid": {"type": "string", "minLength": 1}, **_OWNER},
 }
 """The fields that each takes; the first must be there."""

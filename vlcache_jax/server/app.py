@@ -25,6 +25,7 @@ from vlcache_jax.cache.shares import payer
 from vlcache_jax.checks import short
 from vlcache_jax.protocol.fields import DETOKENIZE, check_fields
 from vlcache_jax.protocol.requests import TokenizeRequest
+from vlcache_jax.protocol.retrieval import EmbeddingRequest, RerankRequest
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig, check_allowed
@@ -38,12 +39,12 @@ from vlcache_jax.server.inference import (
     Chats,
     Completions,
     check_model,
-    parse_object,
     template_of,
 )
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.names import Names
 from vlcache_jax.server.openapi import document, page
+from vlcache_jax.server.reading import read_off_loop
 from vlcache_jax.server.responses import answer_json, refuse, until_gone
 from vlcache_jax.server.retrieval import Retrieval
 from vlcache_jax.server.searching import Embedder, Searching
@@ -51,8 +52,10 @@ from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Salts, Tenant, Tenants, server_secret
 from vlcache_jax.server.unread import DropUnread
 
-type _Work = Callable[[bytes, Tenant | None], Awaitable[Mapping[str, Any]]]
-"""(a body, whose it is) -> the answer."""
+type _Read[R] = Callable[[dict[str, Any], Tenant | None], R]
+"""(an object of JSON, whose it is) -> what it asks, in a thread."""
+type _Answer[R] = Callable[[R, Tenant | None], Awaitable[Mapping[str, Any]]]
+"""(what is asked, whose it is) -> the answer."""
 
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -123,19 +126,22 @@ class Server:
             Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", Completions(*given, self._doubt), methods=["POST"]),
-            Route("/v1/embeddings", self._call(retrieval.embeddings), methods=["POST"]),
-            Route("/v1/rerank", self._call(retrieval.rerank), methods=["POST"]),
-            Route("/rerank", self._call(retrieval.rerank), methods=["POST"]),  # as vLLM has it, too
+            Route("/v1/embeddings", self._call(_parsed(EmbeddingRequest), retrieval.embeddings), methods=["POST"]),
+            Route("/v1/rerank", rerank := self._call(_parsed(RerankRequest), retrieval.rerank), methods=["POST"]),
+            Route("/rerank", rerank, methods=["POST"]),  # as vLLM has it, too
             Route("/v1/files", files.files, methods=["GET", "POST"]),
             Route("/v1/files/{name}", files.file, methods=["GET", "DELETE"]),
             Route("/v1/files/{name}/content", files.content, methods=["GET"]),
             Route("/libraries", files.libraries, methods=["GET"]),
             Route("/libraries/{library}", files.library, methods=["GET", "POST", "PUT"]),
             Route("/libraries/{library}/{name:path}", files.item, methods=["GET", "DELETE"]),
-            Route("/tokenize", self._call(self._tokenize), methods=["POST"]),
-            Route("/detokenize", self._call(self._detokenize), methods=["POST"]),
+            Route("/tokenize", self._call(_parsed(TokenizeRequest), self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._call(self._read_tokens, self._detokenize), methods=["POST"]),
             Route("/cache", self._cache),
-            *(Route(f"/cache/{verb}", self._call(self._verb(verb)), methods=["POST"]) for verb in admin.VERBS),
+            *(
+                Route(f"/cache/{verb}", self._call(_as_it_is, self._verb(verb)), methods=["POST"])
+                for verb in admin.VERBS
+            ),
             Route("/reset_mm_cache", self._reset_mm_cache, methods=["POST"]),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
         ]
@@ -232,8 +238,7 @@ class Server:
             raise ApiError("there is no such response", status=404)
         return answer_json({"id": name, "object": "response", "deleted": True} if is_delete else found.response)
 
-    async def _tokenize(self, body: bytes, _: Tenant | None) -> Mapping[str, Any]:
-        request = await asyncio.to_thread(lambda: TokenizeRequest.parse(parse_object(body)))
+    async def _tokenize(self, request: TokenizeRequest, _: Tenant | None) -> Mapping[str, Any]:
         check_model(request.model, self.models)
         is_text = isinstance(request.prompt, str)
         settings = {} if is_text else template_of(request, self.config)
@@ -244,15 +249,22 @@ class Server:
         told = {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens.tolist()}
         if request.returns_texts:
             tokenizer = await self.engine.get_tokenizer()
-            told["token_strs"] = tokenizer.convert_ids_to_tokens(told["tokens"])
+            told["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, told["tokens"])
         return told
 
-    async def _detokenize(self, body: bytes, _: Tenant | None) -> Mapping[str, Any]:
-        given = check_fields(parse_object(body), DETOKENIZE, {}, ())
+    def _read_tokens(self, body: dict[str, Any], _: Tenant | None) -> list[int]:
+        """Of a body of `/detokenize`."""
+        known = {**DETOKENIZE, "tokens": {**DETOKENIZE["tokens"], "maxItems": self.engine.max_model_len}}
+        given = check_fields(body, known, {}, ())
         check_model(given.get("model"), self.models)
-        tokenizer, tokens = await self.engine.get_tokenizer(), given.get("tokens")
-        if tokens is None or any(token >= len(tokenizer) for token in tokens):
-            raise ApiError(f"tokens must be from 0 to {len(tokenizer) - 1}, got {short(tokens)}", "tokens")
+        tokens: list[int] | None = given.get("tokens")
+        most = len(self.engine.service.renderer.tokenizer) - 1
+        if tokens is None or max(tokens, default=0) > most:
+            raise ApiError(f"tokens must be from 0 to {most}, got {short(tokens)}", "tokens")
+        return tokens
+
+    async def _detokenize(self, tokens: list[int], _: Tenant | None) -> Mapping[str, Any]:
+        tokenizer = await self.engine.get_tokenizer()
         return {"prompt": await asyncio.to_thread(tokenizer.decode, tokens)}
 
     # Of the cache.
@@ -261,9 +273,9 @@ class Server:
         stats = await asyncio.to_thread(self.engine.cache.stats)
         return answer_json(dataclasses.asdict(stats))
 
-    def _verb(self, verb: str) -> _Work:
-        async def work(body: bytes, _: Tenant | None) -> Mapping[str, Any]:
-            return await asyncio.to_thread(admin.apply, self.engine.cache, self.register, verb, parse_object(body))
+    def _verb(self, verb: str) -> _Answer[dict[str, Any]]:
+        async def work(body: dict[str, Any], _: Tenant | None) -> Mapping[str, Any]:
+            return await asyncio.to_thread(admin.apply, self.engine.cache, self.register, verb, body)
 
         return work
 
@@ -278,19 +290,22 @@ class Server:
     async def _refuse(self, _: Request, error: Exception) -> Response:
         return self._doubt.refuse(error)
 
-    def _call(self, work: _Work) -> _Call:
-        return _Call(work, self.entrance, self.config, self._doubt)
+    def _call[R](self, read: _Read[R], answer: _Answer[R]) -> _Call[R]:
+        return _Call(read, answer, self.entrance, self.config, self._doubt)
 
 
-class _Call:
+class _Call[R]:
     """Answers JSON with JSON (an ASGI application)."""
 
-    def __init__(self, work: _Work, entrance: Entrance, config: ServerConfig, doubt: Doubt):
-        self._work, self._entrance, self._config, self._doubt = work, entrance, config, doubt
+    def __init__(self, read: _Read[R], answer: _Answer[R], entrance: Entrance, config: ServerConfig, doubt: Doubt):
+        self._read, self._answer = read, answer
+        self._entrance, self._config, self._doubt = entrance, config, doubt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def answer() -> Response:
-            return answer_json(await self._work(body, scope.get(TENANT)))
+            tenant = scope.get(TENANT)
+            asked = await read_off_loop(self._read, body, tenant)
+            return await asyncio.to_thread(answer_json, await self._answer(asked, tenant))
 
         try:
             with self._entrance.enter(scope):
@@ -302,6 +317,14 @@ class _Call:
             response = self._doubt.refuse(error)
         if response is not None:
             await response(scope, receive, send)
+
+
+def _parsed[R: (EmbeddingRequest, RerankRequest, TokenizeRequest)](kind: type[R]) -> _Read[R]:
+    return lambda body, _: kind.parse(body)
+
+
+def _as_it_is(body: dict[str, Any], _: Tenant | None) -> dict[str, Any]:
+    return body
 
 
 def _name_of(model: str) -> str:

@@ -17,7 +17,7 @@ from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.errors import as_api_error
-from vlcache_jax.server.inference import Chats, Events, More, Writer, parse_object
+from vlcache_jax.server.inference import Chats, Events, More, Writer
 from vlcache_jax.server.searching import Searching
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Tenant
@@ -54,8 +54,8 @@ class Responses(Chats):
         super().__init__(*given)
         self._stored, self._searching = stored, searching
 
-    def _parse(self, body: bytes, tenant: Tenant | None) -> AskedResponse:
-        request = ResponseRequest.parse(parse_object(body))
+    def _parse(self, body: dict[str, Any], tenant: Tenant | None) -> AskedResponse:
+        request = ResponseRequest.parse(body)
         before: Sequence[Mapping[str, Any]] = ()
         if request.previous is not None:
             found = self._stored.get(request.previous, tenant)

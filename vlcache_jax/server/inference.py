@@ -20,7 +20,7 @@ from vlcache_jax.protocol.answers import Answer, CompletionAnswer
 from vlcache_jax.protocol.chats import ChatFormat
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
-from vlcache_jax.protocol.values import ApiError, read_object, write
+from vlcache_jax.protocol.values import ApiError, write
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.doubt import Doubt
@@ -28,6 +28,7 @@ from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.names import Names
+from vlcache_jax.server.reading import check_allowed, read_off_loop
 from vlcache_jax.server.responses import answer_json, merged, until_gone
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
 from vlcache_jax.serving import NotFiniteError
@@ -94,7 +95,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             await self._doubt.look(error)
 
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
-        request = await asyncio.to_thread(self._parse, body, tenant)
+        request = await read_off_loop(self._read, body, tenant)
         del body
         await self._answer_request(request, sender, tenant)
 
@@ -202,8 +203,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         """What the client is told of what is wrong with its request; `field` is of its body."""
         return as_api_error(error, field, request.options.form)
 
+    def _read(self, body: dict[str, Any], tenant: Tenant | None) -> R:
+        check_allowed(body, self.engine.service.checkpoint.config.text.vocab_size)
+        return self._parse(body, tenant)
+
     @abstractmethod
-    def _parse(self, body: bytes, tenant: Tenant | None) -> R:
+    def _parse(self, body: dict[str, Any], tenant: Tenant | None) -> R:
         """What a body asks."""
 
     @abstractmethod
@@ -236,8 +241,8 @@ class Chats(Inference[ChatRequest]):
             thoughts=config.reasoning_parser != "none",
         )
 
-    def _parse(self, body: bytes, tenant: Tenant | None) -> ChatRequest:
-        return self._chat_request(parse_object(body))
+    def _parse(self, body: dict[str, Any], tenant: Tenant | None) -> ChatRequest:
+        return self._chat_request(body)
 
     def _chat_request(self, found: dict[str, Any]) -> ChatRequest:
         if found.get("chat_template") is not None:  # a program, which clients may not bring
@@ -259,22 +264,14 @@ class Completions(Inference[CompletionRequest]):
 
     prefix, field = "cmpl-", "prompt"
 
-    def _parse(self, body: bytes, tenant: Tenant | None) -> CompletionRequest:
-        return CompletionRequest.parse(parse_object(body))
+    def _parse(self, body: dict[str, Any], tenant: Tenant | None) -> CompletionRequest:
+        return CompletionRequest.parse(body)
 
     def _begin(self, request: CompletionRequest, name: str, model: str) -> Writer:
         return CompletionAnswer(name, model, request.options, request.params.n)
 
     def _prompts(self, request: CompletionRequest) -> Sequence[Any]:
         return [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in request.prompts]
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises an ApiError unless it is an object of JSON."""
-    try:
-        return read_object(body)
-    except ValueError as error:
-        raise ApiError(f"body {error}") from error
 
 
 def template_of(request: ChatRequest | TokenizeRequest, config: ServerConfig) -> Mapping[str, Any]:

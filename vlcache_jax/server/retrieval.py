@@ -15,7 +15,7 @@ from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import Entrance
 from vlcache_jax.server.errors import as_api_error
-from vlcache_jax.server.inference import check_model, check_reuse, parse_object
+from vlcache_jax.server.inference import check_model, check_reuse
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.names import Names
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
@@ -45,9 +45,8 @@ class Retrieval:
         self._engine, self._config, self._models, self._names = engine, config, models, names
         self._entrance, self._metrics, self._register = entrance, metrics, register
 
-    async def embeddings(self, body: bytes, tenant: Tenant | None) -> Mapping[str, Any]:
+    async def embeddings(self, request: EmbeddingRequest, tenant: Tenant | None) -> Mapping[str, Any]:
         """See OpenAI's `/v1/embeddings`."""
-        request = await asyncio.to_thread(lambda: EmbeddingRequest.parse(parse_object(body)))
         settings = self._settings(request.asked, tenant)
         most = _at_a_time(len(request.inputs), tenant)
 
@@ -63,12 +62,11 @@ class Retrieval:
         with self._entrance.answering(tenant, most):
             work = [functools.partial(embed, i, one) for i, one in enumerate(request.inputs)]
             outputs = await together(work, most)
-        self._note(outputs)
-        return request.answer(self._models[0], outputs)
+        await asyncio.to_thread(self._note, outputs)
+        return await asyncio.to_thread(request.answer, self._models[0], outputs)
 
-    async def rerank(self, body: bytes, tenant: Tenant | None) -> Mapping[str, Any]:
+    async def rerank(self, request: RerankRequest, tenant: Tenant | None) -> Mapping[str, Any]:
         """See Jina's and vLLM's `/v1/rerank`."""
-        request = await asyncio.to_thread(lambda: RerankRequest.parse(parse_object(body)))
         settings = self._settings(request.asked, tenant)
         most = _at_a_time(len(request.documents), tenant)
         with self._entrance.answering(tenant, most):
@@ -78,8 +76,8 @@ class Retrieval:
                 raise
             except ValueError as error:
                 raise _error(error, "documents", "documents", RERANK) from error
-        self._note(outputs)
-        return request.answer(self._names.new("rerank-"), self._models[0], outputs)
+        await asyncio.to_thread(self._note, outputs)
+        return await asyncio.to_thread(request.answer, self._names.new("rerank-"), self._models[0], outputs)
 
     def _settings(self, asked: Asked, tenant: Tenant | None) -> dict[str, Any]:
         check_model(asked.model, self._models)
