@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
+import importlib.util
 import json
 import pathlib
 import re
@@ -16,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tests.helper import WITHIN
 from tests.server.helper import data_url, eventually, shows
@@ -27,6 +27,7 @@ from vlcache_jax.server import entrance as entrance_module
 from vlcache_jax.server import inference, lifecycle, unread
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.http_protocol import HEAD_BYTES, HttpProtocol
 from vlcache_jax.server.lifecycle import listening
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -174,6 +175,45 @@ def test_a_body_whose_end_can_be_read_in_two_ways(serve):
     assert b"Transfer-Encoding must be left out beside Content-Length" in found
 
 
+@pytest.mark.parametrize("piece", [b"A: b\r\n", b"a"])
+@pytest.mark.parametrize("begin", [b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"GET /"])
+def test_a_head_without_end_is_refused(serve, begin, piece):
+    """Also where httptools is installed, as in the tests' environment."""
+    assert importlib.util.find_spec("httptools") is not None
+    sent, found = 0, b""
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=WITHIN) as connection:
+        connection.sendall(begin)
+        with contextlib.suppress(ConnectionError):
+            while sent <= 4 * HEAD_BYTES:
+                connection.sendall(piece * (4096 // len(piece)))
+                sent += 4096
+            while part := connection.recv(4096):
+                found += part
+    assert not found or b"a head of at most 65536 bytes" in found  # the answer may be lost with the connection
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=WITHIN) as connection:
+        connection.sendall(begin + piece * (HEAD_BYTES // len(piece)) + piece)  # which is read before the answer
+        found = b""
+        while part := connection.recv(4096):
+            found += part
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head.lower()
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("begin", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"])
+def test_what_is_no_request_is_refused_in_openais_shape(serve, begin):
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=WITHIN) as connection:
+        connection.sendall(begin)
+        found = b""
+        while part := connection.recv(4096):
+            found += part
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head.lower()
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
 def test_a_body_that_is_packed(serve):
     served = serve()
     packed = gzip.compress(json.dumps({"messages": HELLO}).encode())
@@ -318,9 +358,9 @@ def poured(connection, piece, times, wait=0.0):
 
 @pytest.mark.parametrize(("options", "asked", "kind", "status"), REFUSED)
 def test_a_refused_body_without_end_is_read_to_a_bound(serve, monkeypatch, options, asked, kind, status):
-    sizes, received = [], AutoHTTPProtocol.data_received
+    sizes, received = [], HttpProtocol.data_received
     noted = lambda own, data: (sizes.append(len(data)), received(own, data))  # noqa: E731
-    monkeypatch.setattr(AutoHTTPProtocol, "data_received", noted)
+    monkeypatch.setattr(HttpProtocol, "data_received", noted)
     monkeypatch.setattr(unread, "_BYTES", 2**22)
     served = serve(max_body_bytes="1MiB", **options)
     with answered(served, asked, f"Content-Type: {kind}", ENDLESS) as (connection, found):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 MOST = {
     "scans": 64,  # of a progressive JPEG: each may go through the whole picture. Encoders make about ten
     "segments": 4096,  # of a JPEG; Photoshop's resources count, too
+    "fill bytes": 4096,  # between a JPEG's segments, where Pillow reads byte by byte
     "bytes of tables": 1 << 18,
     "bytes of EXIF": 1 << 20,
     "chunks": 1 << 15,  # of a PNG or a WebP; 64 MiB of pixels in pieces of 8 KiB are 8192
@@ -61,6 +62,8 @@ def _jpeg(data: bytes) -> Iterator[tuple[str, int]]:
     """Up to the end of the picture: behind it may be a film, and a thumbnail within a segment has an end of its own."""
     place, is_begun = 2, False
     while found := _MARKER.search(data, place):
+        if not is_begun:
+            yield "fill bytes", found.start() - place
         place, marker = found.end(), data[found.end() - 1]
         if marker == _END and is_begun:
             return

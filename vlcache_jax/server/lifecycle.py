@@ -23,6 +23,7 @@ from vlcache_jax.progress import say
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import Entrance
+from vlcache_jax.server.http_protocol import HEAD_BYTES, HttpProtocol
 
 FAILED = 1
 """Exit code where the engine failed."""
@@ -67,7 +68,8 @@ def http_config(server: Server) -> uvicorn.Config:
     """How uvicorn serves it."""
     config = server.config
     return uvicorn.Config(
-        server.app, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+        server.app, http=HttpProtocol, h11_max_incomplete_event_size=HEAD_BYTES,
+        ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
         log_config=None, log_level="error", access_log=False,  # clients send what it warns of
         ws="none", lifespan="off", server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=int(_LAST),
