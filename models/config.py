@@ -53,6 +53,7 @@ _TEXT: dict[str, Kind] = {
     "rope_scaling": optional(OBJECT),
     "tie_word_embeddings": FLAG,
     "dtype": optional(TEXT),
+    "torch_dtype": optional(TEXT),
     "num_labels": _LABELS,
 }
 _ROPE: dict[str, Kind] = {
@@ -274,7 +275,8 @@ def read_model(
         raise ValueError(f"out_hidden_size must equal hidden_size = {text.hidden_size}, got {vision.out_hidden_size}")
     if vision.hidden_size % (4 * vision.num_heads):
         raise ValueError(f"vision head width must be a multiple of 4, got {vision.hidden_size} / {vision.num_heads}")
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or (raw.get("text_config") or {}).get("dtype")
+    levels = (raw, raw.get("text_config") or {})
+    dtype = next((one[key] for one in levels for key in ("dtype", "torch_dtype") if one.get(key)), None)
     return ModelConfig(
         model_type=config.model_type,
         text=text,
