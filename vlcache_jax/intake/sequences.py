@@ -12,7 +12,7 @@ import numpy as np
 from vlcache_jax.checks import check_text, is_a, short
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.device.memory_plan import MemoryPlan
-from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine.detokenizer import Detokenizer, token_bytes
 from vlcache_jax.engine.grammars import Grammars
 from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
@@ -185,9 +185,9 @@ class SequenceBuilder:
             least=params.min_tokens,
         )
 
-    def token_text(self, token: int) -> str:
-        """Of one token, alone."""
-        return str(self._tokenizer.decode([token]))
+    def token_bytes(self, token: int) -> bytes:
+        """Return what one token spells."""
+        return token_bytes(self._tokenizer, token)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         words = bad_word_tokens(self._tokenizer, params.bad_words or ())
