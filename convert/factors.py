@@ -86,3 +86,64 @@ class StoredFactors:
         wrong = values[~(np.isfinite(values) & (values > 0))]
         self.tensor.release()
         return None if not wrong.size else f"{self.name}: {wrong.size} of {values.size}, such as {wrong[0]:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dequantized:
+    """A stored matrix in 8 bits, or a stack of them, as if it were a tensor of what it stands for.
+
+    Attributes:
+      tensor: the matrix, [..., out, in].
+      factors: its own.
+    """
+
+    tensor: Stored
+    factors: StoredFactors
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self.tensor.file
+
+    @property
+    def dtype(self) -> np.dtype:
+        return SCALE
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes + self.factors.nbytes
+
+    def view(self) -> np.ndarray:
+        """All of it, float32, in memory of its own."""
+        return _product(self.tensor.view(), self.factors.view())
+
+    def matrices(self) -> Iterator[np.ndarray]:
+        """One matrix of a stack after the other."""
+        return map(_product, self.tensor.view(), self.factors.matrices())
+
+    def sha256(self) -> str:
+        """Return the digest of what it stands for."""
+        return hashlib.sha256(self.view().view(np.uint8)).hexdigest()
+
+    def release(self) -> None:
+        self.tensor.release()
+        self.factors.release()
+
+    @property
+    def flaw(self) -> str | None:
+        """See `StoredFactors.flaw`."""
+        return self.factors.flaw
+
+
+def _product(matrix: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Each value of [..., out, in] times the factor of its group."""
+    grouped = matrix.astype(SCALE).reshape(*factors.shape, -1)
+    grouped *= factors[..., None]
+    return grouped.reshape(matrix.shape)

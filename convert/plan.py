@@ -23,7 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from vlcache_jax.convert.factors import StoredFactors
+from vlcache_jax.convert.factors import Dequantized, StoredFactors
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Part, library_name, parameters
 from vlcache_jax.models.quantization import FLOAT8
@@ -35,6 +35,7 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+_NAMES = ", ".join(one.name for one in DTYPES.values())
 _STORED = {**DTYPES, "F8_E4M3": FLOAT8}
 
 _HEAD = "lm_head.weight"
@@ -83,16 +84,18 @@ class Stack:
 
     Attributes:
       name, shape: of that tensor, [E, out, in].
-      experts: what each expert's matrix is made of, one above the other; all of one dtype.
+      experts: what each expert's matrix is made of, one above the other.
     """
 
     name: str
     shape: tuple[int, ...]
-    experts: tuple[tuple[StoredTensor | StoredFactors, ...], ...]
+    experts: tuple[tuple[StoredTensor | StoredFactors | Dequantized, ...], ...]
 
     @property
     def dtype(self) -> np.dtype:
-        return self.experts[0][0].dtype
+        """Of all of them; float32 where some are dequantized and others are not."""
+        found = {part.dtype for parts in self.experts for part in parts}
+        return found.pop() if len(found) == 1 else np.dtype(np.float32)
 
     @property
     def file(self) -> pathlib.Path:
@@ -126,7 +129,7 @@ class Stack:
                 part.release()
 
 
-type Tensor = StoredTensor | Stack | StoredFactors
+type Tensor = StoredTensor | Stack | StoredFactors | Dequantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,10 +231,12 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
             made = parameter if first.kept else parameter.turned()
             plan.append(Source(made, (_stack(first, tensors, problems),)))
         else:
-            found = [tensors.pop(part.tensor, None) for part in parameter.parts]
-            problems += _problems(parameter.parts, found)
-            pairs = zip(parameter.parts, found, strict=True)
-            plan.append(Source(parameter, tuple(_as_part(part, one) for part, one in pairs if one is not None)))
+            parts = tuple(_as_mixed(part, tensors) for part in parameter.parts)
+            found = [_taken(part, tensors, problems) for part in parts]
+            problems += _problems(parts, found)
+            pairs = zip(parts, found, strict=True)
+            whole = tuple(_as_part(part, one) for part, one in pairs if one is not None)
+            plan.append(Source(dataclasses.replace(parameter, parts=parts), whole))
     if config.tie_word_embeddings and _HEAD in tensors:
         # Some tied checkpoints store the head all the same. It may only go unused if it says the same.
         head = tensors.pop(_HEAD)
@@ -260,8 +265,47 @@ def _check_bits(directory: pathlib.Path, config: ModelConfig, stored: Iterable[S
         )
 
 
-def _as_part(part: Part, tensor: StoredTensor) -> StoredTensor | StoredFactors:
+def _as_part(part: Part, tensor: StoredTensor | Dequantized) -> StoredTensor | StoredFactors | Dequantized:
     return tensor if part.factors is None else StoredFactors(tensor, part.factors, part.shape[-2])
+
+
+def _is_mixed(part: Part, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a matrix of this name is stored in 8 bits, though its product is not in 8 bits."""
+    return part.mixed is not None and name in tensors and tensors[name].dtype == FLOAT8
+
+
+def _as_mixed(part: Part, tensors: Mapping[str, StoredTensor]) -> Part:
+    """The part as it is stored: a stack of matrices in 8 bits is [E, out, in]."""
+    return part.turned() if part.is_stack and _is_mixed(part, part.tensor, tensors) else part
+
+
+def _taken(
+    part: Part, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]
+) -> StoredTensor | Dequantized | None:
+    """The tensor of a part, which is no longer among the others; None: it is not there."""
+    if not _is_mixed(part, part.tensor, tensors):
+        return tensors.pop(part.tensor, None)
+    return _dequantized(part, part.tensor, part.tensor_shape, tensors, problems)
+
+
+def _dequantized(
+    part: Part, name: str, shape: tuple[int, ...], tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]
+) -> StoredTensor | Dequantized:
+    """A matrix in 8 bits that is multiplied as what it stands for, as others of its product are not in 8 bits."""
+    assert part.mixed is not None
+    tensor, own = tensors.pop(name), name + part.mixed.quantization.suffix
+    factors, wanted = tensors.pop(own, None), part.mixed.stored_shape(shape)
+    if factors is None:
+        problems.append(("missing", f"{own} {list(wanted)}"))
+        return tensor
+    found = [(one, expected) for one, expected in ((tensor, shape), (factors, wanted)) if one.shape != expected]
+    problems += [
+        ("of another shape", f"{one.name} must be {list(right)}, got {list(one.shape)}") for one, right in found
+    ]
+    if factors.dtype == FLOAT8:
+        problems.append(("of another dtype", f"{own} must be one of {_NAMES}, got {factors.dtype}"))
+    is_wrong = found or factors.dtype == FLOAT8
+    return tensor if is_wrong else Dequantized(tensor, StoredFactors(factors, part.mixed, shape[-2]))
 
 
 def _flawed_factors(plan: Iterable[Source]) -> Iterator[tuple[str, str]]:
@@ -270,20 +314,22 @@ def _flawed_factors(plan: Iterable[Source]) -> Iterator[tuple[str, str]]:
         for tensor in source.tensors:
             singles = [one for parts in tensor.experts for one in parts] if isinstance(tensor, Stack) else [tensor]
             for single in singles:
-                if isinstance(single, StoredFactors) and (flaw := single.flaw) is not None:
+                if isinstance(single, StoredFactors | Dequantized) and (flaw := single.flaw) is not None:
                     yield "with factors that are not finite and above 0", flaw
 
 
-def _problems(parts: Iterable[Part], found: Iterable[StoredTensor | None]) -> Iterator[tuple[str, str]]:
+def _problems(parts: Iterable[Part], found: Iterable[StoredTensor | Dequantized | None]) -> Iterator[tuple[str, str]]:
     """Of the tensors of a parameter's parts, None: not there."""
     for part, tensor in zip(parts, found, strict=True):
         expected = list(part.tensor_shape)
+        if part.mixed is not None and tensor is not None and tensor.dtype == FLOAT8:
+            continue  # what is wrong with it has been found
         if tensor is None:
             yield "missing", f"{part.tensor} {expected}"
         elif tensor.shape != part.tensor_shape:
             yield "of another shape", f"{tensor.name} must be {expected}, got {list(tensor.shape)}"
         elif part.in_8_bits != (tensor.dtype == FLOAT8):
-            wanted = FLOAT8.name if part.in_8_bits else f"one of {', '.join(one.name for one in DTYPES.values())}"
+            wanted = FLOAT8.name if part.in_8_bits else f"one of {_NAMES}"
             yield "of another dtype", f"{tensor.name} must be {wanted}, got {tensor.dtype}"
 
 
@@ -296,12 +342,15 @@ def _is_in_singles(part: Part, tensors: Mapping[str, StoredTensor]) -> bool:
 def _stack(part: Part, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> Stack:
     """What a stack is made from where experts are stored one by one."""
     wanted, outputs = part.singles, part.shape[1]
-    first = next(tensors[name] for names in wanted for name in names if name in tensors)
+    found = [tensors[name] for names in wanted for name in names if name in tensors]
+    first = next((one for one in found if one.dtype != FLOAT8), found[0])
     experts = []
     for names in wanted:
-        singles: list[StoredTensor | StoredFactors] = []
+        singles: list[StoredTensor | StoredFactors | Dequantized] = []
         for name, shape in names.items():
-            if (single := tensors.pop(name, None)) is None:
+            if _is_mixed(part, name, tensors):
+                singles.append(_dequantized(part, name, shape, tensors, problems))
+            elif (single := tensors.pop(name, None)) is None:
                 problems.append(("missing", f"{name} {list(shape)}"))
             elif single.shape != shape:
                 problems.append(("of another shape", f"{single.name} must be {list(shape)}, got {list(single.shape)}"))
@@ -322,7 +371,7 @@ def _as_stored(wanted: list[Parameter], tensors: Mapping[str, StoredTensor]) -> 
     down are never both square, so others do.
     """
     parts = [part for parameter in wanted for part in parameter.parts if part.is_stack and part.kept is None]
-    stacks = [part for part in parts if part.tensor in tensors]
+    stacks = [part for part in parts if part.tensor in tensors and not _is_mixed(part, part.tensor, tensors)]
     is_turned = any(tensors[part.tensor].shape == part.turned().tensor_shape != part.shape for part in stacks)
     return [one.turned() if is_turned and one.parts[0] in parts else one for one in wanted]
 
@@ -330,9 +379,11 @@ def _as_stored(wanted: list[Parameter], tensors: Mapping[str, StoredTensor]) -> 
 def stored_dtype(plan: Iterable[Source], config: ModelConfig) -> np.dtype:
     """The dtype of a checkpoint: that of its tensors, or what `config.json` says where they differ.
 
-    What stays in 8 bits is not asked.
+    What stays in 8 bits does not count, nor do matrices that are left out of that.
     """
-    found = {tensor.dtype for source in plan for part, tensor in source.parts if part.kept is None}
+    found = {
+        tensor.dtype for source in plan for part, tensor in source.parts if part.kept is None and part.mixed is None
+    }
     if len(found) == 1:
         return found.pop()
     if config.dtype is None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.fields import FLAG, OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, real, whole
-from vlcache_jax.models.quantization import Quantization
+from vlcache_jax.models.quantization import PRODUCTS, Quantization
 
 _BLOCKS = whole(1, 1024)
 INDICES = listed(whole(0, 1023), 1024)  # of blocks
@@ -53,6 +53,7 @@ _TEXT: dict[str, Kind] = {
     "rope_scaling": optional(OBJECT),
     "tie_word_embeddings": FLAG,
     "dtype": optional(TEXT),
+    "torch_dtype": optional(TEXT),
     "num_labels": _LABELS,
 }
 _ROPE: dict[str, Kind] = {
@@ -102,7 +103,7 @@ class TextConfig:
     """The decoder.
 
     `mrope_section` counts the rotary frequencies of the T, H and W axes; `intermediate_size` is that of plain MLPs.
-    `quantization` says how matrices are stored in 8 bits, which they stay in; None: they are not.
+    `quantization` says how matrices are stored in 8 bits, which they stay in, and which are left out; None: none is.
     """
 
     vocab_size: int
@@ -126,9 +127,17 @@ class TextConfig:
         """Those of a layer; None: it has a plain MLP."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
+    def quantization_of(self, layer: int, product: str) -> Quantization | None:
+        """How a product's matrix of a layer is stored in 8 bits, one of `quantization.PRODUCTS`; None: it is not."""
+        kept = self.quantization
+        return None if kept is None or (layer, product) in kept.left_out else kept
+
     def first_like(self, layer: int) -> int:
-        """The first layer with weights of the same shapes."""
-        return next(i for i in range(self.num_layers) if self.experts_of(i) == self.experts_of(layer))
+        """The first layer with weights of the same shapes and types."""
+        return next(i for i in range(self.num_layers) if self._kind_of(i) == self._kind_of(layer))
+
+    def _kind_of(self, layer: int) -> tuple[Any, ...]:
+        return self.experts_of(layer), *(self.quantization_of(layer, product) is None for product in PRODUCTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +283,8 @@ def read_model(
         raise ValueError(f"out_hidden_size must equal hidden_size = {text.hidden_size}, got {vision.out_hidden_size}")
     if vision.hidden_size % (4 * vision.num_heads):
         raise ValueError(f"vision head width must be a multiple of 4, got {vision.hidden_size} / {vision.num_heads}")
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or (raw.get("text_config") or {}).get("dtype")
+    levels = (raw, raw.get("text_config") or {})
+    dtype = next((one[key] for one in levels for key in ("dtype", "torch_dtype") if one.get(key)), None)
     return ModelConfig(
         model_type=config.model_type,
         text=text,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vlcache_jax.models import rope
-from vlcache_jax.models.config import ExpertsConfig, TextConfig
+from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.experts import SparseMLP
 from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back, split_product, times
 from vlcache_jax.pallas_kernels import Work, attention, paged_attention, rotate_write, rotated
@@ -44,14 +44,14 @@ class Rows(NamedTuple):
 
 
 class SelfAttention(nnx.Module):
-    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: TextConfig, layer: int = 0, *, dtype: Any, rngs: nnx.Rngs):
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
         # The queries of each KV head, its key, its value: a cut over KV heads is one of the matrix's columns.
         shape = kv_heads, heads // kv_heads + 2, width
-        kept = config.quantization
+        kept, back = (config.quantization_of(layer, product) for product in ("qkv_proj", "o_proj"))
         self.qkv_proj = joined(config.hidden_size, shape, kept, spread=0, bias=config.qkv_bias, dtype=dtype)
-        self.o_proj = leading_back(heads * width, config.hidden_size, kept, bias=False, dtype=dtype, rngs=rngs)
+        self.o_proj = leading_back(heads * width, config.hidden_size, back, bias=False, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
@@ -119,16 +119,17 @@ class SelfAttention(nnx.Module):
 class DecoderLayer(nnx.Module):
     """One decoder layer as a step over rows."""
 
-    def __init__(self, config: TextConfig, experts: ExpertsConfig | None = None, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: TextConfig, layer: int = 0, *, dtype: Any, rngs: nnx.Rngs):
         self.mlp: SparseMLP | GatedMLP
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.self_attn = SelfAttention(config, dtype=dtype, rngs=rngs)
+        self.self_attn = SelfAttention(config, layer, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        width, kept = config.hidden_size, config.quantization
-        if experts is None:
-            self.mlp = GatedMLP(width, config.intermediate_size, kept, bias=False, dtype=dtype, rngs=rngs)
+        width, kept = config.hidden_size, functools.partial(config.quantization_of, layer)
+        if (experts := config.experts_of(layer)) is None:
+            both = kept("gate_up_proj"), kept("down_proj")
+            self.mlp = GatedMLP(width, config.intermediate_size, *both, bias=False, dtype=dtype, rngs=rngs)
         else:
-            self.mlp = SparseMLP(width, experts, kept, dtype=dtype, rngs=rngs)
+            self.mlp = SparseMLP(width, experts, kept("experts"), dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -194,7 +195,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
-            [DecoderLayer(config, config.experts_of(i), dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
+            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_layers)]
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 

@@ -215,20 +215,21 @@ def by_chunks(rowwise: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Ar
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); `back` is the quantization of down."""
 
     def __init__(
         self,
         width: int,
         hidden: int,
         quantization: Quantization | None = None,
+        back: Quantization | None = None,
         *,
         bias: bool,
         dtype: Any,
         rngs: nnx.Rngs,
     ):
         self.gate_up_proj = joined(width, (2, hidden), quantization, spread=1, bias=bias, dtype=dtype)
-        self.down_proj = leading_back(hidden, width, quantization, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = leading_back(hidden, width, back, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array, implementation: str | None = None) -> jax.Array:
         return by_chunks(functools.partial(self._rows, implementation=implementation), x)

@@ -65,6 +65,7 @@ class Part:
         they are published.
       kept: the dtype that it has in a model of any dtype; None: it has the model's.
       factors: of matrices in 8 bits, how they are stored; None: it is something else.
+      mixed: of matrices that are not in 8 bits here, but may be stored so: how their factors are; None: they may not.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class Part:
     is_turned: bool = False
     kept: np.dtype | None = None
     factors: Factors | None = None
+    mixed: Factors | None = None
 
     @property
     def is_stack(self) -> bool:
@@ -114,8 +116,7 @@ class Part:
         """
         folder, _, name = self.tensor.rpartition(".")
         suffix = self.factors.quantization.suffix if self.factors else ""
-        name = name.removesuffix(suffix)
-        names = _JOINED.get(name, (name,))
+        names = _JOINED.get(name := name.removesuffix(suffix), (name,))
         count, rows, columns = self.shape if self.kept else (self.shape[0], *self.shape[:0:-1])
         shape: tuple[int, ...] = (rows // len(names), columns)
         if self.factors:
@@ -166,7 +167,7 @@ def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     found = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple(key.key for key in keys)
-        parts = (_with_kind(config, part, leaf.dtype) for part in _parts(config, path, tuple(leaf.shape)))
+        parts = (_with_kind(config, path, part, leaf.dtype) for part in _parts(config, path, tuple(leaf.shape)))
         found.append(Parameter(path, tuple(leaf.shape), tuple(parts)))
     return tuple(found)
 
@@ -218,10 +219,13 @@ def _parts(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[
         first = last
 
 
-def _with_kind(config: ModelConfig, part: Part, dtype: Any) -> Part:
-    """The part as one of matrices in 8 bits, or of their factors, if it is one."""
+def _with_kind(config: ModelConfig, path: Path, part: Part, dtype: Any) -> Part:
+    """The part of a parameter as one of matrices in 8 bits, of their factors, or of such as are left out, if it is."""
     if (quantization := config.text.quantization) is None:
         return part
+    if path[:2] == ("language_model", "layers") and (path[2], path[-2]) in quantization.left_out:
+        is_matrix = part.is_kernel or part.is_stack
+        return dataclasses.replace(part, mixed=Factors(quantization, _inputs(config, part))) if is_matrix else part
     if dtype == FLOAT8:
         return dataclasses.replace(part, kept=FLOAT8)
     if part.path[-1] not in _FACTORS.values():
@@ -238,7 +242,7 @@ def _inputs(config: ModelConfig, part: Part) -> int:
             return text.num_heads * text.head_dim
         case ("down_proj", _):
             return text.intermediate_size
-        case (_, "down_proj_scale") if text.experts is not None:
+        case (_, "down_proj_scale" | "down_proj") if text.experts is not None:
             return text.experts.intermediate_size
         case _:
             return text.hidden_size

@@ -3,7 +3,8 @@
 Two layouts are published. Qwen's own FP8 has a factor `weight_scale_inv` for each block of 128 x 128 values;
 compressed-tensors has `weight_scale`, for each block, or for each output. Either way a weight is its 8 bits (e4m3)
 times its factor, whatever the name says. Embeddings, norms, the output head, routers and the vision tower are stored as
-ever.
+ever. So are the decoder's matrices that the file leaves out by name or pattern. Queries, keys and values are one product
+here, as are gate and up, and the experts of a layer: a product of which a matrix is left out is not in 8 bits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -24,7 +26,24 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE = np.dtype(np.float32)
 GROUP = 128  # inputs of an output that share a factor in memory
 
+_EXPERTS = "experts"
+PRODUCTS: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+    _EXPERTS: ("mlp.experts",),
+}
+"""What a layer multiplies by: the matrices of each product, in the library's names."""
+
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+# Names of layers, as the library's modules have them and as older releases had them.
+_FOLDERS = ("model.language_model", "language_model.model", "model", "language_model")
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
+_CLASSES = ("Linear", "Module")  # that matrices are of
+
 _KEY = "quantization_config"
+_NAMES = optional(listed(TEXT, 1 << 16))
 _SIZE = whole(1, 1 << 16)
 _BLOCK = Kind(
     "a list of two integers from 1 to 65536", lambda value: listed(_SIZE, 2).accepts(value) and len(value) == 2
@@ -39,11 +58,13 @@ class Quantization:
     Attributes:
       suffix: what a factor's name has behind that of its matrix.
       outputs, inputs: of a block that shares a factor; inputs None are all there are.
+      left_out: products that are not in 8 bits, each as its layer and one of `PRODUCTS`.
     """
 
     suffix: str
     outputs: int
     inputs: int | None
+    left_out: frozenset[tuple[int, str]] = frozenset()
 
     def group(self, inputs: int) -> int:
         """How many inputs share a factor in memory: 128, or what divides both the block's and all `inputs`."""
@@ -62,8 +83,14 @@ class Quantization:
         return np.ascontiguousarray(by_input)  # a block may be wider than the matrix
 
 
-def read_quantization(raw: Mapping[str, Any], path: str | os.PathLike[str]) -> Quantization | None:
+def read_quantization(
+    raw: Mapping[str, Any], path: str | os.PathLike[str], layers: int = 0, experts: int = 0
+) -> Quantization | None:
     """What the content of a `config.json` says of weights in fewer bits; None: nothing.
+
+    Args:
+      layers: of the decoder.
+      experts: of a layer.
 
     Raises:
       ValueError: they are in a format that is not read; the message names it and the file.
@@ -75,10 +102,59 @@ def read_quantization(raw: Mapping[str, Any], path: str | os.PathLike[str]) -> Q
     check_fields({_KEY: config}, {_KEY: OBJECT}, path)
     method = config.get("quant_method")
     if method == "fp8":
-        return _fine_grained(config, path)
-    if method == "compressed-tensors":
-        return _compressed(config, path)
-    raise _unread(path, f"quant_method {short(method)}")
+        kept, takes = _fine_grained(config, path), _fine_grained_names(config, path)
+        modules = PRODUCTS[_EXPERTS]  # the library takes all experts of a layer together
+    elif method == "compressed-tensors":
+        kept, takes = _compressed(config, path), _compressed_names(config, path)
+        modules = tuple(f"mlp.experts.{i}.{name}" for i in range(experts) for name in _OF_EXPERTS)
+    else:
+        raise _unread(path, f"quant_method {short(method)}")
+    left_out = {
+        (layer, product)
+        for layer in range(layers)
+        for product, own in {**PRODUCTS, _EXPERTS: modules}.items()
+        for module in own
+        if not takes(tuple(f"{folder}.layers.{layer}.{module}" for folder in _FOLDERS))
+    }
+    return dataclasses.replace(kept, left_out=frozenset(left_out))
+
+
+def _fine_grained_names(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[tuple[str, ...]], bool]:
+    """Whether a matrix is in 8 bits, given its names, by `should_convert_module` of transformers."""
+    key = "modules_to_not_convert" if config.get("modules_to_not_convert") is not None else "ignored_layers"
+    check_fields(config, {key: _NAMES}, path, section=f"{_KEY}.")
+    ends = tuple(config.get(key) or ())
+    begins = [_pattern(f"(?:{one}){_BOUNDARY}", one, f"{key} of {os.fspath(path)}") for one in ends]
+    return lambda names: not any(name.endswith(ends) or any(one.match(name) for one in begins) for name in names)
+
+
+def _compressed_names(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[tuple[str, ...]], bool]:
+    """The same by compressed-tensors: names, patterns that begin with `re:`, or classes, to be in 8 bits and not."""
+    check_fields(config, {"ignore": _NAMES}, path, section=f"{_KEY}.")
+    groups = config["config_groups"].values()
+    for group in groups:
+        check_fields(group, {"targets": _NAMES}, path, section=f"{_KEY}.config_groups.")
+    targets = [one for group in groups for one in group.get("targets") or _CLASSES]
+    is_target, is_ignored = (
+        _matches(given, f"{key} of {os.fspath(path)}")
+        for key, given in (("targets", targets), ("ignore", config.get("ignore") or []))
+    )
+    return lambda names: any(map(is_target, names)) and not any(map(is_ignored, names))
+
+
+def _matches(given: list[str], where: str) -> Callable[[str], bool]:
+    written = frozenset(given)
+    patterns = [_pattern(one[3:], one, where) for one in given if one.startswith("re:")]
+    if not written.isdisjoint(_CLASSES):
+        return lambda name: True
+    return lambda name: name in written or any(one.match(name) for one in patterns)
+
+
+def _pattern(text: str, written: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{_KEY}.{where} must hold names or patterns, got {short(written)}: {error}") from error
 
 
 def _fine_grained(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Quantization:

@@ -46,10 +46,12 @@ def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")
     family = FAMILIES[model_type]
     check_config(raw, family.FIELDS, path)
-    quantization = read_quantization(raw, path)
+    read_quantization(raw, path)  # a format that is not read is named before what else may be wrong
     try:
         model = family.read_config(library_config(raw, family.FIELDS), raw)
-        return dataclasses.replace(model, text=dataclasses.replace(model.text, quantization=quantization))
     except Exception as error:  # whatever the fields together lead to
         reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} must describe a model that is supported: {reason}") from error
+    text, experts = model.text, model.text.experts
+    quantization = read_quantization(raw, path, text.num_layers, 0 if experts is None else experts.count)
+    return dataclasses.replace(model, text=dataclasses.replace(text, quantization=quantization))

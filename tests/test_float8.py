@@ -74,6 +74,21 @@ def test_answers_are_those_of_what_8_bits_stand_for(made, picture, tmp_path):
     assert_alike(found, expected)
 
 
+@pytest.mark.ladder
+def test_layers_with_and_without_matrices_in_8_bits_answer_together(made, picture, tmp_path):
+    """As the model that they stand for; kinds of layers have programs of their own, and memory is planned for each."""
+    names = [f"model.language_model.layers.1.{name}" for name in ("mlp.down_proj", "self_attn.q_proj")]
+    source = float8.left_out(made[0], tmp_path / "source", names)
+    twin = float8.twin(source, tmp_path / "twin")
+    questions = ("See ", picture, {}), ("See ", picture, {}), ("So", picture, {"reuse": 0.3})
+    found, expected = (asked(directory, tmp_path / "disk", *questions) for directory in (source, twin))
+    assert [image.match for _, _, image in found] == ["miss", "exact", "approximate"]
+    assert_alike(found, expected)
+    checkpoint = open_checkpoint(source)
+    assert [checkpoint.config.text.first_like(i) for i in range(3)] == [0, 1, 0]
+    assert weight_bytes(checkpoint.config, checkpoint.dtype) == checkpoint.nbytes() > open_checkpoint(made[0]).nbytes()
+
+
 def test_a_schedule_of_one_is_none_of_the_other(made):
     source, converted, twin = map(open_checkpoint, made)
     layers = source.config.text.num_layers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from vlcache_jax.engine.completions import CompletionDelta as CompletionDelta
 from vlcache_jax.engine.completions import Logprob as Logprob
 from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
 from vlcache_jax.engine.compressed import Compression as Compression
+from vlcache_jax.engine.detokenizer import spelled
 from vlcache_jax.engine.metrics import Metrics as Metrics
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
 from vlcache_jax.engine.request import Sequence as Running
@@ -352,12 +352,12 @@ class HiddenState:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as dicts, arrays and tuples as lists, members of enums as their values."""
+    """Dataclasses as dicts, arrays, tuples and bytes as lists, members of enums as their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | bytes):
         return [plain(one) for one in value]
     if isinstance(value, np.ndarray):
         return value.tolist()
@@ -373,12 +373,12 @@ class Reporter:
     Args:
       num_layers: of the decoder.
       hidden_size: of it.
-      decode: gives the text of a token.
+      bytes_of: returns what a token spells.
     """
 
-    def __init__(self, num_layers: int, hidden_size: int, decode: Callable[[int], str]):
+    def __init__(self, num_layers: int, hidden_size: int, bytes_of: Callable[[int], bytes]):
         self._num_layers, self._hidden_size = num_layers, hidden_size
-        self._decode = functools.lru_cache(65536)(decode)
+        self._bytes_of = bytes_of
 
     def output(self, planned: Planned, answers: Sequence[Generation], request_id: str = "") -> RequestOutput:
         """Of a request and its answers, of which nothing has been told."""
@@ -444,10 +444,11 @@ class Reporter:
 
     def with_texts(self, logprobs: Sequence[Logprob]) -> tuple[Logprob, ...]:
         """These with the texts of their tokens."""
-        return tuple(
-            dataclasses.replace(one, texts={token: self._decode(token) for token in (one.token, *one.top)})
-            for one in logprobs
-        )
+        return tuple(map(self._with_text, logprobs))
+
+    def _with_text(self, one: Logprob) -> Logprob:
+        found = {token: self._bytes_of(token) for token in (one.token, *one.top)}
+        return dataclasses.replace(one, texts={token: spelled(own) for token, own in found.items()}, token_bytes=found)
 
     def _report(self, planned: Planned, sequence: Running) -> CacheReport:
         plan = sequence.progress.plan if sequence.told.ran is None else sequence.told.ran

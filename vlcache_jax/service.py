@@ -227,7 +227,7 @@ class Service:
         )  # fmt: skip
         intake = Intake(processor, identifier, planner, sequences, threads, quick_threads)
         text = checkpoint.config.text
-        reporter = Reporter(text.num_layers, text.hidden_size, sequences.token_text)
+        reporter = Reporter(text.num_layers, text.hidden_size, sequences.token_bytes)
         caller = Caller(identifier, planner, loop, sequences, reporter, ahead)
         images = ImageCache(cache.store, cache.tier, cache.writer, cache.pages, identifier, renderer, caller)
         return cls(

@@ -95,6 +95,102 @@ def test_weights_stay_in_8_bits_and_stand_for_what_is_published(made, kind, quan
     assert source.nbytes() == sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+def parameter_of(tree, path):
+    for key in path:
+        tree = tree[key]
+    return np.asarray(tree)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization", "modules", "listed", "products"),
+    [
+        ("qwen3_vl", "fp8", ["mlp.down_proj"], None, ["down_proj"]),
+        ("qwen3_vl", "block", ["self_attn.o_proj"], [r"re:.*layers\.1\.self_attn\.o_"], ["o_proj"]),
+        ("qwen3_vl", "fp8", ["mlp.gate_proj", "mlp.up_proj"], None, ["gate_up_proj"]),
+        # A part of a product: the others are what their 8 bits stand for.
+        ("qwen3_vl", "channel", ["self_attn.k_proj", "mlp.up_proj"], None, ["gate_up_proj", "qkv_proj"]),
+        ("qwen3_vl_moe", "block", ["mlp.experts.3.up_proj"], None, ["experts"]),
+        ("qwen3_vl_moe", "fp8", [], [f"{LAYER}.self_attn"], ["o_proj", "qkv_proj"]),
+    ],
+)
+def test_matrices_that_are_left_out_are_not_in_8_bits(made, tmp_path, kind, quantization, modules, listed, products):
+    """They are what is stored, bit for bit; all others stay in 8 bits. A conversion has the same weights."""
+    layer = "model.language_model.layers.0" if products == ["experts"] else LAYER
+    source, _ = made(kind, quantization)
+    names = [f"{layer}.{module}" for module in modules]
+    directory = float8.left_out(source, tmp_path / "source", names, listed)
+    checkpoint, plain = open_checkpoint(directory), open_checkpoint(float8.twin(directory, tmp_path / "twin"))
+    own = {(int(layer[-1]), product) for product in products}
+    assert checkpoint.config.text.quantization.left_out == own
+    exact, expected = open_checkpoint(directory, dtype="float32").load(), plain.load()
+    found = 0
+    for parameter in parameters(checkpoint.config):
+        if parameter.path[0] != "language_model" or parameter.path[2:3] + parameter.path[-2:-1] not in own:
+            continue
+        wanted = parameter_of(expected, parameter.path)
+        np.testing.assert_array_equal(parameter_of(exact, parameter.path), wanted)
+        half = parameter_of(checkpoint.load(), parameter.path)
+        assert half.dtype == checkpoint.dtype
+        np.testing.assert_array_equal(half, wanted.astype(checkpoint.dtype))
+        found += parameter.path[-1] in ("kernel", "gate_up_proj", "down_proj")
+    assert found == len(products) + (products == ["experts"])
+    in_8_bits = [x for x in jax.tree.leaves(exact) if x.dtype == float8.FLOAT8]
+    assert len(in_8_bits) == 4 * checkpoint.config.text.num_layers - found
+
+    report = convert(directory, tmp_path / "out", verify=True)
+    converted = open_checkpoint(tmp_path / "out", verify_weights=True)
+    verify_weights(directory, tmp_path / "out")
+    assert report.fingerprint == checkpoint.fingerprint == converted.fingerprint
+    assert checkpoint.fingerprint != open_checkpoint(source).fingerprint
+    assert report.nbytes == checkpoint.nbytes() == converted.nbytes()
+    assert report.nbytes == sum(x.nbytes for x in jax.tree.leaves(converted.load()))
+
+
+def mixed(tensors, change):
+    """One matrix of `LAYER`'s queries, keys and values as it is where it is left out, and a change of another's."""
+    name = f"{LAYER}.self_attn.v_proj.weight"
+    tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    del tensors[f"{name}_scale_inv"]
+    change(tensors, f"{LAYER}.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda tensors, name: tensors.pop(f"{name}_scale_inv"),
+            f"missing (1):\n  {LAYER}.self_attn.q_proj.weight_scale_inv [3, 3]",
+        ),
+        (
+            lambda tensors, name: tensors.update({f"{name}_scale_inv": np.ones((3, 1), np.float32)}),
+            f"of another shape (1):\n  {LAYER}.self_attn.q_proj.weight_scale_inv must be [3, 3], got [3, 1]",
+        ),
+        (
+            lambda tensors, name: tensors.update({name: tensors[name][:32]}),
+            f"of another shape (1):\n  {LAYER}.self_attn.q_proj.weight must be [96, 80], got [32, 80]",
+        ),
+        (
+            lambda tensors, name: tensors.update({f"{name}_scale_inv": np.ones((3, 3), float8.FLOAT8)}),
+            f"of another dtype (1):\n  {LAYER}.self_attn.q_proj.weight_scale_inv must be one of float32, bfloat16, "
+            "float16, got float8_e4m3fn",
+        ),
+        (
+            lambda tensors, name: tensors.update({f"{name}_scale_inv": np.zeros((3, 3), np.float32)}),
+            f"above 0 (1):\n  {LAYER}.self_attn.q_proj.weight_scale_inv: 9 of 9, such as 0",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_others_of_a_product_is_named(spoiled, change, problem):
+    directory = spoiled(lambda tensors: mixed(tensors, change))
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"].append(f"{LAYER}.self_attn.v_proj")
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError) as error:
+        plan_of(directory)
+    assert str(error.value).endswith(problem)
+    assert "but 1 are not" in str(error.value)
+
+
 @pytest.mark.parametrize(("kind", "quantization"), [("qwen3_vl_moe", "fp8"), ("qwen3_vl", "channel")])
 def test_a_conversion_keeps_them(made, tmp_path, kind, quantization):
     source, plain = made(kind, quantization)

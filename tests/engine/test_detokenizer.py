@@ -1,3 +1,4 @@
+import ast
 import random
 
 import pytest
@@ -63,6 +64,25 @@ def test_any_tokens_are_decoded_as_by_the_tokenizer(tokenizer, skip):
             assert len(whole) - len(so_far) in (0, 1, 2)  # half of a surrogate pair is two
         detokenizer.finish()
         assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_tokens_have_bytes_and_texts_of_their_own(tokenizer):
+    """All of a text together, and parts of characters, too; what is no part is what the library has for it."""
+    for text in (TEXT, "<|im_start|>two words<|im_end|>"):
+        ids = tokenizer(text)["input_ids"]
+        assert b"".join(detokenizers.token_bytes(tokenizer, token) for token in ids).decode() == text
+    parts = 0
+    for token in range(len(tokenizer)):
+        data = detokenizers.token_bytes(tokenizer, token)
+        text, alone = detokenizers.spelled(data), tokenizer.decode([token])
+        if "\ufffd" in alone:
+            assert ast.literal_eval(f"b{text.removeprefix('bytes:')!r}".replace("\\\\", "\\")) == data
+            parts += 1
+        else:
+            assert text == alone
+    assert parts >= 128
+    assert detokenizers.spelled(b" \xe2\x88") == r"bytes: \xe2\x88"
+    assert detokenizers.token_bytes(tokenizer, len(tokenizer)) == b""
 
 
 def test_characters_appear_whole(tokenizer):

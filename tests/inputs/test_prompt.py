@@ -792,6 +792,10 @@ def test_the_template_is_found_in_each_place(tmp_path):
     assert PromptRenderer.from_pretrained(tmp_path).chat_template == "from jinja"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
     assert PromptRenderer.from_pretrained(str(tmp_path)).chat_template == "from json"
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+    assert PromptRenderer.from_pretrained(str(tmp_path)).chat_template == "from json"
+    (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": "from the processor"}))
+    assert PromptRenderer.from_pretrained(str(tmp_path)).chat_template == "from the processor"
 
 
 @pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json and merges.txt"])
@@ -849,6 +853,7 @@ NO_OBJECTS = ("null", "[]", "5", "[" * 100_000, "")
         *(("tokenizer.json", content, "{folder} must hold a tokenizer: ") for content in ("{", "{}", '{"model": 5}')),
         *(("tokenizer_config.json", content, "{path} must be a JSON file") for content in (*NO_OBJECTS, "{")),
         *(("chat_template.json", content, "{path} must be a JSON file") for content in NO_OBJECTS),
+        ("processor_config.json", '{"chat_template": 5}', "chat_template of {path}"),
         *(("chat_template.json", content, "chat_template of {path}") for content in ("{}", '{"chat_template": 5}')),
     ],
 )  # fmt: skip

@@ -95,3 +95,20 @@ def stacked(tensors: dict[str, np.ndarray]) -> None:
             # The library tells published stacks from its own by their shapes, and would not turn a square one.
             assert stack.shape[1] != stack.shape[2]
             tensors[f"{folder}.{name}"] = stack.swapaxes(1, 2)
+
+
+def left_out(source: pathlib.Path, destination: pathlib.Path, modules: list[str], listed: Any = None) -> pathlib.Path:
+    """The same checkpoint with some modules' matrices in bfloat16, which its list names, or as `listed` has it."""
+    shutil.copytree(source, destination)
+    tensors = read(destination / "model.safetensors")
+    for module in modules:
+        name = f"{module}.weight"
+        [suffix] = [own for own in ("_scale_inv", "_scale") if name + own in tensors]
+        tensors[name] = exact(tensors[name], tensors.pop(name + suffix)).astype(ml_dtypes.bfloat16)
+    write(destination / "model.safetensors", tensors)
+    config = json.loads((destination / "config.json").read_text())
+    quantization = config["quantization_config"]
+    key = "modules_to_not_convert" if quantization["quant_method"] == "fp8" else "ignore"
+    quantization[key] += modules if listed is None else listed
+    (destination / "config.json").write_text(json.dumps(config))
+    return destination

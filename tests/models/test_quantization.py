@@ -8,7 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from vlcache_jax.models.quantization import Quantization, read_quantization
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from vlcache_jax.models.quantization import PRODUCTS, Quantization, read_quantization
 
 QWEN = {
     "quant_method": "fp8",
@@ -49,6 +51,84 @@ def test_published_formats_are_read(config, expected):
     assert read_quantization({"text_config": {"quantization_config": config}}, "config.json") == expected
 
 
+def left_out(config, layers=12, experts=2):
+    return read_quantization({"quantization_config": config}, "config.json", layers, experts).left_out
+
+
+LAYER = "model.language_model.layers"
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        [f"{LAYER}.1.mlp.down_proj"],
+        [f"{LAYER}.1", "lm_head"],  # not layer 11
+        [f"{LAYER}.1.mlp.gate", f"{LAYER}.2.mlp"],  # not gate_proj
+        ["o_proj", "mlp.experts"],
+        [rf"{LAYER}.\d.self_attn"],
+        [f"{LAYER}.(0|11).self_attn.(q|v)_proj", "proj"],
+        ["layers.3", "model.visual", "visual"],
+        ["re:.*"],
+        [""],
+    ],
+)
+def test_the_list_of_fp8_leaves_out_what_the_library_does(patterns):
+    """A name from its beginning to the end of a module's name, also as a pattern, or the end of one."""
+    expected = {
+        (layer, product)
+        for layer in range(12)
+        for product, modules in PRODUCTS.items()
+        if not all(should_convert_module(f"{LAYER}.{layer}.{module}", patterns) for module in modules)
+    }
+    assert left_out({**QWEN, "modules_to_not_convert": patterns}) == expected
+    older = {key: value for key, value in QWEN.items() if key != "modules_to_not_convert"}
+    assert left_out({**older, "ignored_layers": patterns}) == expected
+
+
+@pytest.mark.parametrize("folder", ["model", "language_model.model", "language_model"])
+def test_names_of_older_releases_are_read(folder):
+    module = f"{folder}.layers.3.self_attn.k_proj"
+    assert left_out({**QWEN, "modules_to_not_convert": [module]}) == {(3, "qkv_proj")}
+    assert left_out({**COMPRESSED, "ignore": [module]}) == {(3, "qkv_proj")}
+    assert left_out({**COMPRESSED, "ignore": [f"re:{folder}.layers.3.self_attn.*"]}) == {
+        (3, "qkv_proj"),
+        (3, "o_proj"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "expected"),
+    [
+        (["Linear"], ["lm_head", "re:.*mlp.gate$", "re:model.visual.*"], set()),
+        (None, None, set()),
+        (["Linear"], [f"{LAYER}.1.mlp.up_proj"], {(1, "gate_up_proj")}),
+        (["Linear"], [f"{LAYER}.1.mlp", "re:layers.0"], set()),  # whole names, and patterns from the beginning
+        (["Linear"], [r"re:.*layers\.[01]\.self_attn\.o_proj"], {(0, "o_proj"), (1, "o_proj")}),
+        (["Linear"], [f"{LAYER}.0.mlp.experts.1.down_proj"], {(0, "experts")}),
+        (["Linear"], ["Linear"], {(layer, product) for layer in (0, 1) for product in PRODUCTS}),
+        (["re:.*mlp.*"], [], {(layer, product) for layer in (0, 1) for product in ("qkv_proj", "o_proj")}),
+        (
+            ["re:.*(proj)$", f"{LAYER}.0.mlp.gate"],
+            [r"re:.*experts\.\d\.gate_proj", "re:.*1.mlp.gate_proj"],
+            {(0, "experts"), (1, "experts"), (1, "gate_up_proj")},
+        ),
+    ],
+)
+def test_targets_and_ignored_names_of_compressed_tensors(targets, ignore, expected):
+    config = copy.deepcopy(COMPRESSED) | {"ignore": ignore}
+    config["config_groups"]["group_0"]["targets"] = targets
+    assert left_out(config, layers=2) == expected
+
+
+def test_groups_of_one_form_are_in_8_bits_together():
+    config = copy.deepcopy(COMPRESSED)
+    group = config["config_groups"].pop("group_0")
+    config["config_groups"] = {name: {**group, "targets": [f"re:.*{name}"]} for name in ("q_proj", "v_proj", "o_proj")}
+    assert left_out(config, layers=1) == {(0, name) for name in ("qkv_proj", "gate_up_proj", "down_proj", "experts")}
+    config["config_groups"]["k_proj"] = {**group, "targets": ["re:.*k_proj"]}
+    assert left_out(config, layers=1) == {(0, name) for name in ("gate_up_proj", "down_proj", "experts")}
+
+
 def test_a_model_may_have_none():
     assert read_quantization({"text_config": None, "quantization_config": None}, "config.json") is None
 
@@ -68,6 +148,8 @@ def test_a_model_may_have_none():
         ),
         (compressed(type="int"), "weights of 8 bits, type 'int'"),
         (compressed(symmetric=False), "weights that are not symmetric and static"),
+        (compressed(dynamic=True), "weights that are not symmetric and static"),
+        (compressed(dynamic="local"), "weights that are not symmetric and static"),
         (compressed(strategy="tensor"), "strategy 'tensor'"),
         ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "a kv_cache_scheme"),
         (
@@ -101,6 +183,13 @@ def test_other_formats_are_refused_with_a_sentence(config, what):
         (
             {**COMPRESSED, "config_groups": {"a": {"weights": None}}},
             "quantization_config.config_groups.weights of .* must be an object, got None",
+        ),
+        ({**QWEN, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert of .* must be a list"),
+        ({**QWEN, "modules_to_not_convert": ["a("]}, r"modules_to_not_convert of .* or patterns, got 'a\(': missing"),
+        ({**COMPRESSED, "ignore": ["re:*"]}, r"ignore of .* must hold names or patterns, got 're:\*': nothing to"),
+        (
+            {**COMPRESSED, "config_groups": {"a": {"weights": WEIGHTS, "targets": [5]}}},
+            "quantization_config.config_groups.targets of .* must be a list",
         ),
         (compressed(strategy="block"), "weights.block_structure of .* must be a list of two integers from 1 to 65536"),
     ],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlcache_jax.engine.detokenizer import spelled
 from vlcache_jax.inputs.prompt import PromptRenderer
 from vlcache_jax.outputs import (
     CacheReport,
@@ -17,7 +21,7 @@ from vlcache_jax.outputs import (
     PromptOutput,
     RequestDelta,
 )
-from vlcache_jax.protocol.answers import ChatAnswer
+from vlcache_jax.protocol.answers import ChatAnswer, CompletionAnswer
 from vlcache_jax.protocol.chats import ChatFormat
 from vlcache_jax.protocol.requests import Options, Parts
 from vlcache_jax.protocol.response_answers import ResponseAnswer
@@ -44,7 +48,7 @@ def deltas(texts, prompt):
     for i, text in enumerate(texts):
         is_last = i == len(texts) - 1
         tokens = tuple(text.encode())
-        logprobs = tuple(Logprob(-1.0, {}, token, 1, {token: chr(token)}) for token in tokens)
+        logprobs = tuple(Logprob(-1.0, {}, token, 1, {token: chr(token)}, {token: bytes([token])}) for token in tokens)
         one = CompletionDelta(0, text, tokens, "stop" if is_last else None, None, logprobs)
         yield RequestDelta("a", (one,), Metrics(), told if i == 0 or is_last else None, is_last)
 
@@ -63,6 +67,7 @@ def whole(writer, texts, prompt=""):
     told = writer.whole([collector.output()])
     [choice] = told["choices"]
     logprobs = "".join(one["token"] for one in choice["logprobs"]["content"])
+    assert bytes(itertools.chain(*(one["bytes"] for one in choice["logprobs"]["content"]))).decode() == logprobs
     ids = bytes(choice["token_ids"]).decode()
     thought = told["usage"]["completion_tokens_details"]["reasoning_tokens"]
     return choice["message"]["content"], choice["message"].get("reasoning", ""), logprobs, ids, thought
@@ -129,6 +134,78 @@ def test_a_response_has_what_was_thought_and_what_is_said(tokenizer):
         assert part["text"] == "Well."
         assert "".join(one["token"] for one in part["logprobs"]) == "\n\nWell."
         assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("So. Or</think>")}
+
+
+PARTS = "a漢é🙂b"
+OTHERS = {0x41: -3.0, 0xFF: -4.0, 0x1FF: -5.0, 0x2FF: -6.0}  # the last two spell nothing
+
+
+def in_parts(cuts):
+    """A text of which each token is a byte, with others of the same text beside it, in deltas that end at the cuts."""
+    data = PARTS.encode()
+    found = []
+    for i, token in enumerate(data):
+        others = {token: -1.0, **OTHERS} if i % 2 else OTHERS  # the chosen one need not be among the most likely
+        own = {one: bytes([one]) if one < 256 else b"" for one in (token, *others)}
+        texts = {one: spelled(value) for one, value in own.items()}
+        found.append(Logprob(-1.0, dict(others), token, 1 if i % 2 else 7, texts, own))
+    told = PromptOutput("", np.zeros(3, np.int32), 0, CacheReport((), True, "exact", (), 0))
+    text = codecs.getincrementaldecoder("utf-8")()
+    for begin, end in itertools.pairwise([0, *cuts, len(data)]):
+        is_last = end == len(data)
+        reason = "stop" if is_last else None
+        new = tuple(found[begin:end])
+        one = CompletionDelta(0, text.decode(data[begin:end]), tuple(data[begin:end]), reason, None, new)
+        yield RequestDelta("a", (one,), Metrics(), told if begin == 0 or is_last else None, is_last)
+
+
+def collected(found):
+    collector = OutputCollector()
+    for delta in found:
+        collector.add(delta)
+    return collector.output()
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize("cuts", [[], [2, 3, 7], range(1, 11)])
+def test_log_probabilities_of_parts_of_characters(tokenizer, cuts, by_id):
+    """Bytes spell the text; in completions each token has a name of its own, and characters count once."""
+    options = Options(names_ids=by_id)
+
+    def chat():
+        return ChatAnswer("a", "m", options, tokenizer=tokenizer)
+
+    def text():
+        return CompletionAnswer("a", "m", options)
+
+    [choice] = chat().whole([collected(in_parts(cuts))])["choices"]
+    content = choice["logprobs"]["content"]
+    assert bytes(itertools.chain(*(one["bytes"] for one in content))).decode() == PARTS
+    names = [one["token"] for one in content]
+    if by_id:
+        assert names == [f"token_id:{byte}" for byte in PARTS.encode()]
+    else:
+        assert names[:3] == ["a", "bytes:\\xe6", "bytes:\\xbc"]
+    assert [one["bytes"] for one in content[0]["top_logprobs"]] == [[0x41], [0xFF], [], []]
+    assert (content[1]["logprob"], content[1]["top_logprobs"][0]["logprob"]) == (-1.0, -1.0)
+    writer = chat()
+    pieces = [piece for delta in in_parts(cuts) for piece in writer.pieces(delta)]
+    found = [one["logprobs"] for piece in pieces for one in piece["choices"] if one["logprobs"]]
+    assert [one for each in found for one in each["content"]] == content
+
+    [choice] = text().whole([collected(in_parts(cuts))])["choices"]
+    told = choice["logprobs"]
+    assert told["tokens"] == names
+    for i, (name, top) in enumerate(zip(names, told["top_logprobs"], strict=True)):
+        assert len(top) == 5
+        assert top[name] == told["token_logprobs"][i] == -1.0
+    expected = {"token_id:65" if by_id else "A", "token_id:511" if by_id else "", "token_id:767"}
+    assert expected < told["top_logprobs"][0].keys()
+    before = [PARTS.encode()[:i].decode(errors="ignore") for i in range(len(PARTS.encode()))]
+    assert told["text_offset"] == list(map(len, before))
+    writer = text()
+    pieces = [piece["choices"][0]["logprobs"] for delta in in_parts(cuts) for piece in writer.pieces(delta)]
+    assert {key: list(itertools.chain(*(one[key] for one in pieces))) for key in told} == told
 
 
 def test_a_forced_call_comes_behind_thinking(renderer):

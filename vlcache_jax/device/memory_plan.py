@@ -330,7 +330,8 @@ def dequantized_bytes(config: ModelConfig, is_host: bool, count: int = 1) -> int
     if config.text.quantization is None:
         return 0
     kept = [one for one in parameters(config) if one.parts[0].in_8_bits]
-    largest = max(math.prod(one.shape) // (one.shape[0] if one.parts[0].is_stack else 1) for one in kept)
+    sizes = (math.prod(one.shape) // (one.shape[0] if one.parts[0].is_stack else 1) for one in kept)
+    largest = max(sizes, default=0)
     # In float32, rounded, and what a product takes in another order.
     return 3 * 4 * count * (largest if is_host else min(largest, TILE))
 

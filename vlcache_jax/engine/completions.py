@@ -13,12 +13,14 @@ class TokenLogprob:
     Attributes:
       logprob: its log-probability.
       rank: 1 for the most likely token, 2 for the next one.
-      decoded_token: its text.
+      decoded_token: its text; of a part of a character `bytes:\\xe2\\x80`, its bytes as OpenAI writes them.
+      token_bytes: the bytes that it spells.
     """
 
     logprob: float
     rank: int
     decoded_token: str | None
+    token_bytes: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Logprob(abc.Mapping[int, TokenLogprob]):
       top: log-probabilities of the most likely tokens, by token id.
       token: its id.
       rank: 1 for the most likely token, 2 for the next one.
-      texts: of all these tokens, by token id.
+      texts, token_bytes: of all these tokens, by token id; see `TokenLogprob`.
     """
 
     chosen: float
@@ -38,11 +40,14 @@ class Logprob(abc.Mapping[int, TokenLogprob]):
     token: int
     rank: int
     texts: dict[int, str] = field(default_factory=dict)
+    token_bytes: dict[int, bytes] = field(default_factory=dict)
 
     def __getitem__(self, token: int) -> TokenLogprob:
         if token == self.token:
-            return TokenLogprob(self.chosen, self.rank, self.texts.get(token))
-        return TokenLogprob(self.top[token], 1 + list(self.top).index(token), self.texts.get(token))
+            logprob, rank = self.chosen, self.rank
+        else:
+            logprob, rank = self.top[token], 1 + list(self.top).index(token)
+        return TokenLogprob(logprob, rank, self.texts.get(token), self.token_bytes.get(token))
 
     def __iter__(self) -> abc.Iterator[int]:
         yield self.token

@@ -136,6 +136,19 @@ class _TokenBytes(dict[int, bytes]):
         return spelled
 
 
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return what a token spells, also a special one; a part of a character has a part of its bytes."""
+    return _token_bytes(tokenizer, False)[token]
+
+
+def spelled(data: bytes) -> str:
+    """Return a token's bytes as text; if they are part of a character, then as OpenAI writes them: `bytes:\\xe2\\x80`."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{str(data)[2:-1]}"
+
+
 def _byte_alphabet() -> dict[str, int]:
     """The character that stands for each byte in a byte-level vocabulary: itself if it can be printed, or U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

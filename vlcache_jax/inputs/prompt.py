@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.checks import check_flags, check_text, short
-from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, read_object
+from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, optional, read_object
 from vlcache_jax.files import check_readable
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.expansion import Expander
@@ -200,8 +200,8 @@ class PromptRenderer:
     def from_pretrained(cls, directory: str | PathLike[str], *, access: Access = LOCAL_ONLY) -> PromptRenderer:
         """Reads the tokenizer and the chat template of a checkpoint.
 
-        The template is taken, as in the library's processors, from chat_template.json, else chat_template.jinja, else
-        the tokenizer's configuration.
+        The template is taken, as in the library's processors, from processor_config.json, else chat_template.json, else
+        chat_template.jinja, else the tokenizer's configuration.
 
         Raises:
             ValueError: no directory, no tokenizer in it, a damaged file, or a tokenizer without the image tokens.
@@ -214,11 +214,13 @@ class PromptRenderer:
         except Exception as error:  # the library and its parser raise nearly anything
             raise ValueError(f"{directory} must hold a tokenizer: {type(error).__name__}: {error}") from error
         template = tokenizer.chat_template
-        legacy = Path(directory, "chat_template.json")
-        if legacy.exists():
-            found = read_object(legacy)
-            check_fields(found, {"chat_template": either(TEXT, OBJECT)}, legacy, required=True)
-            template = found["chat_template"]
+        for file, is_required in (("chat_template.json", True), ("processor_config.json", False)):
+            if not (path := Path(directory, file)).exists():
+                continue
+            found = read_object(path)
+            kind = either(TEXT, OBJECT)
+            check_fields(found, {"chat_template": kind if is_required else optional(kind)}, path, required=is_required)
+            template = found.get("chat_template") or template
         if isinstance(template, dict):
             template = template.get("default")
         return cls(tokenizer, template, access=access)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.checks import check_text, short
+from vlcache_jax.checks import check_text, is_a, short
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.device.memory_plan import MemoryPlan
-from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine.detokenizer import Detokenizer, token_bytes
 from vlcache_jax.engine.grammars import Grammars
 from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
@@ -21,6 +21,7 @@ from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
 
+_ENDS = "eos_token_id"
 _GENERATION = {
     "do_sample": optional(FLAG),
     "temperature": optional(real(0, 1e9)),
@@ -184,9 +185,9 @@ class SequenceBuilder:
             least=params.min_tokens,
         )
 
-    def token_text(self, token: int) -> str:
-        """Of one token, alone."""
-        return str(self._tokenizer.decode([token]))
+    def token_bytes(self, token: int) -> bytes:
+        """Return what one token spells."""
+        return token_bytes(self._tokenizer, token)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         words = bad_word_tokens(self._tokenizer, params.bad_words or ())
@@ -273,16 +274,43 @@ def _as_uint32(seed: int) -> int:
 def read_generation_config(
     directory: pathlib.Path, tokenizer: Any, vocab_size: int
 ) -> tuple[dict[str, Any], frozenset[int]]:
-    """The checkpoint's defaults for sampling, and its end tokens."""
-    path = directory / "generation_config.json"
+    """Return a checkpoint's defaults for sampling, and its end tokens.
+
+    `generation_config.json` has both; without that file `config.json` has them, at the top or in `text_config`. End
+    tokens are those of `config.json`, too, if the other file names none. The tokenizer's own is always one of them.
+
+    Raises:
+      ValueError: a file is damaged, or names end tokens that the model does not have.
+    """
+    own, model = directory / "generation_config.json", directory / "config.json"
+    generation = _read_generation(own) if own.exists() else _read_generation(model)
+    path = own
+    if (ends := _end_tokens(generation)) is None:
+        path, ends = model, _end_tokens(_read_generation(model))
+    for end in ends or ():
+        if not is_a(end, int) or not 0 <= end < vocab_size:
+            raise ValueError(f"eos_token_id of {path} must be token ids below {vocab_size}, got {short(ends)}")
+    spoken = tokenizer.eos_token_id
+    return generation, frozenset(ends or ()) | {end for end in (spoken,) if end is not None and end < vocab_size}
+
+
+def _read_generation(path: pathlib.Path) -> dict[str, Any]:
+    """The sampling parameters and end tokens of a file; of `config.json` the top level comes first."""
+    if not path.exists():
+        return {}
     try:
-        generation = read_object(path) if path.exists() else {}
-        check_fields(generation, _GENERATION)
-        SamplingParams().resolve(generation)
-        ends = generation.get("eos_token_id", tokenizer.eos_token_id)
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-        if not all(isinstance(end, int) and 0 <= end < vocab_size for end in ends):
-            raise ValueError(f"eos_token_id must be token ids below {vocab_size}, got {short(ends)}")
-    except (ValueError, TypeError, AttributeError) as error:
+        raw = read_object(path)
+        nested = raw.get("text_config")
+        levels = (nested if isinstance(nested, dict) else {}, raw)
+        found = {name: one[name] for one in levels for name in (*_GENERATION, _ENDS) if one.get(name) is not None}
+        check_fields(found, _GENERATION)
+        SamplingParams().resolve(found)
+    except ValueError as error:
         raise ValueError(f"{path} must hold usable sampling parameters: {error}") from error
-    return generation, frozenset(ends)
+    return found
+
+
+def _end_tokens(generation: abc.Mapping[str, Any]) -> list[Any] | None:
+    """The end tokens that a file names; None: it names none."""
+    named = generation.get(_ENDS)
+    return named if named is None or isinstance(named, list) else [named]

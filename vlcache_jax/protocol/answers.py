@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import itertools
 import time
@@ -222,7 +223,7 @@ class ChatAnswer(Answer):
         if joined.calls:
             message |= {"content": joined.content or None, "tool_calls": joined.calls}
         end = self._end(answer) | {"finish_reason": parser.finish_reason(answer.finish_reason)}
-        return {"index": index, "message": message, "logprobs": _logprobs(answer.logprobs)} | end
+        return {"index": index, "message": message, "logprobs": self._logprobs(answer.logprobs)} | end
 
     def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
         parser = self._parser(index, prompt)
@@ -238,7 +239,10 @@ class ChatAnswer(Answer):
         if not delta and not self._is_told(one):
             return None
         end = self._end(one) | {"finish_reason": parser.finish_reason(one.finish_reason)}
-        return {"index": index, "delta": delta, "logprobs": _logprobs(one.logprobs)} | end
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(one.logprobs)} | end
+
+    def _logprobs(self, told: Sequence[Logprob] | None) -> dict[str, Any] | None:
+        return None if told is None else {"content": [logprob(one, by_id=self.options.names_ids) for one in told]}
 
     def _parser(self, index: int, prompt: str) -> AnswerParser:
         if index not in self._parsers:
@@ -279,18 +283,45 @@ class CompletionAnswer(Answer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._lengths: dict[int, int] = {}  # characters of a stream's answers so far
+        self._offsets: dict[int, _Offsets] = {}  # of its answers
 
     def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
-        logprobs = _text_logprobs(answer.logprobs, 0)
+        logprobs = self._logprobs(index, answer.logprobs)
         return {"index": index, "text": answer.text, "logprobs": logprobs} | self._end(answer)
 
     def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
         if not one.text and not self._is_told(one):
             return None
-        begin = self._lengths.get(index, 0)
-        self._lengths[index] = begin + sum(len(token.texts[token.token]) for token in one.logprobs or ())
-        return {"index": index, "text": one.text, "logprobs": _text_logprobs(one.logprobs, begin)} | self._end(one)
+        return {"index": index, "text": one.text, "logprobs": self._logprobs(index, one.logprobs)} | self._end(one)
+
+    def _logprobs(self, index: int, told: Sequence[Logprob] | None) -> dict[str, Any] | None:
+        if told is None:
+            return None
+        offsets, by_id = self._offsets.setdefault(index, _Offsets()), self.options.names_ids
+        names = [_names(one, by_id=by_id) for one in told]
+        return {
+            "tokens": [own[one.token] for own, one in zip(names, told, strict=True)],
+            "token_logprobs": [one.chosen for one in told],
+            "top_logprobs": [
+                {own[token]: one[token].logprob for token in (*one.top, one.token)}
+                for own, one in zip(names, told, strict=True)
+            ],
+            "text_offset": [offsets.take(one.token_bytes[one.token]) for one in told],
+        }
+
+
+class _Offsets:
+    """Counts the characters of an answer before each of its tokens; one that is not complete does not count."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def take(self, token: bytes) -> int:
+        """Return where the next token begins."""
+        begin = self._length
+        self._length += len(self._decoder.decode(token))
+        return begin
 
 
 def cache_report(cache: CacheReport) -> dict[str, Any]:
@@ -319,30 +350,28 @@ def cache_report(cache: CacheReport) -> dict[str, Any]:
     }
 
 
-def logprob(one: Logprob) -> dict[str, Any]:
-    """Of a chat's token, as OpenAI writes it."""
+def logprob(one: Logprob, *, by_id: bool = False) -> dict[str, Any]:
+    """Return what a chat's answer has of a token; `by_id`: tokens are named by their ids."""
 
-    def named(token: int, value: float) -> dict[str, Any]:
+    def named(token: int) -> dict[str, Any]:
+        name = _id_name(token) if by_id else one.texts[token]
+        return {"token": name, "logprob": one[token].logprob, "bytes": list(one.token_bytes[token])}
+
+    return named(one.token) | {"top_logprobs": list(map(named, one.top))}
+
+
+def _names(one: Logprob, *, by_id: bool) -> dict[int, str]:
+    """Names of a token and of the most likely ones: their texts, or for those of a text that is taken their ids."""
+    names: dict[str, int] = {}
+    for token in one:
         text = one.texts[token]
-        is_whole = "\ufffd" not in text  # else it is a part of a character, whose bytes are not known here
-        return {"token": text, "logprob": value, "bytes": list(text.encode()) if is_whole else None}
-
-    return named(one.token, one.chosen) | {"top_logprobs": [named(token, value) for token, value in one.top.items()]}
+        names[_id_name(token) if by_id or text in names else text] = token
+    return {token: name for name, token in names.items()}
 
 
-def _logprobs(told: Sequence[Logprob] | None) -> dict[str, Any] | None:
-    return None if told is None else {"content": list(map(logprob, told))}
-
-
-def _text_logprobs(told: Sequence[Logprob] | None, begin: int) -> dict[str, Any] | None:
-    """Of a completion's tokens; `begin` is where the first one stands."""
-    if told is None:
-        return None
-    tokens = [one.texts[one.token] for one in told]
-    offsets = list(itertools.accumulate(map(len, tokens), initial=begin))[: len(tokens)]
-    top = [{one.texts[token]: value for token, value in one.top.items()} for one in told]
-    values = [one.chosen for one in told]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+def _id_name(token: int) -> str:
+    """A token by its id, as vLLM writes it."""
+    return f"token_id:{token}"
 
 
 def _vllm_logprobs(one: Logprob) -> Mapping[str, Any]:

@@ -73,6 +73,7 @@ _BOTH: dict[str, Schema] = {
     ),
     "response_format": told(OBJECT, "`json_object`, or `json_schema`: what the answer must be."),
     "return_token_ids": told(FLAG, "Also answer with the token ids of prompt and answers."),
+    "return_tokens_as_token_ids": told(FLAG, "Log-probabilities name tokens `token_id:7`, not by their texts."),
     "return_cache_report": told(FLAG, "Also answer with `cache`: what of each image was reused."),
     **{
         name: told({}, _UNUSED)
@@ -136,7 +137,6 @@ _ABSENT_IN_BOTH: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),
     "truncation_side": (None,),
-    "return_tokens_as_token_ids": (None, False),
     "return_prompt_text": (None, False),
     "logprob_token_ids": (None, []),
     "thinking_token_budget": (None,),

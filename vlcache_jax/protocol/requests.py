@@ -42,6 +42,7 @@ class Options:
       include_usage: a stream ends with its usage.
       continuous_usage: each piece has the usage so far.
       returns_token_ids, returns_cache: what is told beside the answers.
+      names_ids: log-probabilities name tokens by their ids.
       form: field of the body that says what the answer must be, if one does.
     """
 
@@ -55,6 +56,7 @@ class Options:
     continuous_usage: bool = False
     returns_token_ids: bool = False
     returns_cache: bool = False
+    names_ids: bool = False
     form: str = "structured_outputs"
 
     @classmethod
@@ -84,6 +86,7 @@ class Options:
             continuous_usage=bool((told or {}).get("continuous_usage_stats")),
             returns_token_ids=bool(body.get("return_token_ids")),
             returns_cache=bool(body.get("return_cache_report")),
+            names_ids=bool(body.get("return_tokens_as_token_ids")),
             form=[*forms, cls.form][0],
         )
 

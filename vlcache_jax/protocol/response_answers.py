@@ -153,7 +153,7 @@ class ResponseAnswer:
         said = (logprobs or {}).get("content") or []
         if (text := delta.get("content")) or said:
             yield from self._open("message")
-            self._items[-1].logprobs += [one | {"bytes": one["bytes"] or []} for one in said]
+            self._items[-1].logprobs += said
             yield from self._add("response.output_text.delta", text or "", content_index=0, logprobs=said)
         for piece in delta.get("tool_calls") or ():
             function = piece["function"]
