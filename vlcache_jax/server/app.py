@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -124,8 +125,10 @@ class Server:
             Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", Completions(*given, self._doubt), methods=["POST"]),
             Route("/v1/embeddings", self._call(retrieval.embeddings), methods=["POST"]),
-            Route("/v1/rerank", self._call(retrieval.rerank), methods=["POST"]),
-            Route("/rerank", self._call(retrieval.rerank), methods=["POST"]),  # as vLLM has it, too
+            # vLLM has these paths, too; the second version is Cohere's.
+            *(Route(path, self._call(retrieval.rerank), methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
+            Route("/v2/rerank", self._call(functools.partial(retrieval.rerank, cohere=True)), methods=["POST"]),
+            *(Route(path, self._call(retrieval.score), methods=["POST"]) for path in ("/score", "/v1/score")),
             Route("/v1/files", files.files, methods=["GET", "POST"]),
             Route("/v1/files/{name}", files.file, methods=["GET", "DELETE"]),
             Route("/v1/files/{name}/content", files.content, methods=["GET"]),
