@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.compress.scores import Received
+from vlcache_jax.compress.scores import USUAL, Received
 from vlcache_jax.device.compressed_work import alike_layers
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.programs.compress import Compact, EmptySums
@@ -111,7 +111,7 @@ class FilledAnswers:
         """
         runner, kept = self._runner, Kept(counts, [], [])
         rung = round_up(self._tables.shape[1], runner.shapes.page_rungs)
-        program, [sums, _] = Compact(rung, Received("kv_head")), runner.run(EmptySums(rung))
+        program, [sums, _] = Compact(rung), runner.run(EmptySums(rung))
         for i, table in enumerate(self._tables):
             lease = self._pages.take(counts, self._steps)
             if lease is None:
@@ -119,7 +119,9 @@ class FilledAnswers:
             kept.leases.append(lease)
             received = jax.random.uniform(jax.random.key(i), sums.shape)
             for layer, count in enumerate(counts):
-                numbers = np.array([layer, self._length, count, max(1, count // 10)], np.int32)
+                numbers = np.array(
+                    [layer, self._length, count, max(1, count // 10), USUAL[Received("kv_head")]], np.int32
+                )
                 target = lease.tables[layer][:rung]
                 with runner.compressed.taken() as arrays:
                     arrays[:], tokens = runner.run(

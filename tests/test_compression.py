@@ -14,8 +14,10 @@ import pytest
 from tests.compress.example import kept_of
 from tests.helper import (
     ALONE,
+    FEW,
     SIZES,
     assert_nothing_left,
+    compilations,
     each_family,
     give_compressed_pages,
     give_pages,
@@ -36,6 +38,7 @@ from vlcache_jax.device.programs.window import CompressedWindow
 from vlcache_jax.engine.compressed import Compression
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.study.budgets import POLICIES
 from vlcache_jax.study.probe import Probe
 
 SETTINGS = SIZES | {"ladder": ALONE, "compressed_kv_bytes": 2**22, "use_tqdm": False}
@@ -206,6 +209,25 @@ def test_each_policy_keeps_what_it_says(llm, conversations, compress):
         ):
             check(reference, conversation, output, compressor)
         llm.reset_prefix_cache()
+
+
+@pytest.mark.ladder
+@one_device
+@ONE
+def test_nothing_compiles_after_warmup(family_checkpoint, conversations):
+    """Every policy that a word stands for; scores of one's own are compiled where they are first asked for."""
+    with LLM(family_checkpoint, **SIZES | {"ladder": FEW}, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
+        programs = llm.service.device.runner.programs
+        count, _ = llm.warmup(verbose=False)
+        assert count == programs.num_programs
+        with compilations() as compiled:
+            for name in POLICIES:
+                outputs = ask(llm, *conversations, compress=f"{name}-0.2")
+                assert all(output.compression.policy == f"{name}-0.2" for output in outputs)
+        assert not compiled
+        assert programs.num_programs == count
+        ask(llm, conversations[0], compress=VLCache(0.2, granularity="layer"))
+        assert programs.num_programs == count + 1
 
 
 @ONE

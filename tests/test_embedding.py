@@ -77,6 +77,16 @@ def test_prompts_have_the_published_forms(llm, pictures):
     assert texts(own) == texts([own]) == [SYSTEM.format("Be terse.", "cat")]
     assert texts(user("cat"), instruction="Find.") == [SYSTEM.format("Find.", "cat")]
     assert texts({"prompt": "as it is"}) == ["as it is"]
+    # What clients of vLLM send: an assistant's turn that is empty and open is the published form.
+    empty = {"role": "assistant", "content": [{"type": "text", "text": ""}]}
+    for turn in (empty, {"role": "assistant", "content": ""}):
+        assert texts({"messages": [*own, turn], "continue_final_message": True}) == texts(own)
+    assert texts({"messages": user("cat"), "add_generation_prompt": True}) == texts(user("cat"))
+    closed = "<|im_start|>assistant\n"
+    [without] = texts({"messages": user("cat"), "add_generation_prompt": False})
+    assert without + closed == texts(user("cat"))[0]
+    [shut] = texts({"messages": [*own, empty], "add_generation_prompt": False})
+    assert shut == texts(own)[0] + "<|im_end|>\n"
     assert [punctuated(text) for text in ("a", "a?", "找", "找。", " ")] == ["a.", "a?", "找.", "找。", ""]
 
 
@@ -201,6 +211,22 @@ def test_what_is_wrong_is_said(llm, pictures, checkpoints):
     for given in ({"prompt": "a"}, [{"role": "system", "content": "b"}, *user("a")]):
         with pytest.raises(ValueError, match=r"instruction must be left out beside .*, got both for inputs"):
             llm.embed(given, instruction="Find")
+    empty = {"role": "assistant", "content": ""}
+    for given in ([*user("a"), empty], {"messages": [*user("a"), empty], "continue_final_message": False}):
+        with pytest.raises(
+            ValueError, match=r"inputs must not end with an assistant's turn that is empty and closed: "
+        ):
+            llm.embed(given, use_tqdm=False)
+    for given, message in (
+        ({"messages": user("a"), "speed": 3}, r"inputs must hold only messages, chat_template, "),
+        ({"messages": [{"content": "a"}]}, r"inputs messages\[0\] must have the role "),
+        (
+            {"messages": [*user("a"), empty], "continue_final_message": True, "add_generation_prompt": True},
+            r"inputs add_generation_prompt must be False where continue_final_message is True",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.embed(given, use_tqdm=False)
     with pytest.raises(ValueError, match=r"^query must be"):
         llm.rerank(3, ["a"])
     outputs = llm.embed(["a", 3, "b" * 5000], on_error="return", use_tqdm=False)

@@ -24,7 +24,8 @@ from vlcache_jax.serving import Call, RequestError
 from vlcache_jax.under_way import UnderWay, together
 
 Input = str | Mapping[str, Any] | Sequence[Any]
-"""A string, a part of a message, a list of parts, a conversation, or a dict with a `prompt` as it is."""
+"""A string, a part of a message, a list of parts, a conversation, a dict of `messages` with `TemplateOptions`, or one
+with a `prompt` as it is."""
 Document = str | Mapping[str, Any] | Sequence[Any]
 """A string, a part of a message, or a list of parts."""
 
@@ -169,7 +170,8 @@ class Embeds:
 
         Args:
           inputs: a string, a part of a message, such as `{"type": "image", "image": "shoe.jpg"}`, or a conversation; or
-            a list of inputs, of which each may also be a list of parts. A dict with a "prompt" is taken as it is.
+            a list of inputs, of which each may also be a list of parts. A dict of "messages" is a conversation with
+            options of the template, such as `"continue_final_message": True`. One with a "prompt" is taken as it is.
           instruction: what the vectors are for, as the system message; None: "Represent the user's input."
           dimensions: of the vectors; None: as many as the model has. Shorter ones are the first of these.
           reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`.
@@ -250,7 +252,7 @@ class EmbedsAsync:
         """The vector of one input; see `LLM.embed`.
 
         Args:
-          given: a string, a part of a message, a list of parts, a conversation, or a dict with a "prompt".
+          given: a string, a part of a message, a list of parts, a conversation, or a dict; see `LLM.embed`.
           request_id, reuse, cache_salt, priority, mm_processor_kwargs: see `generate`.
           instruction, dimensions: see `LLM.embed`.
 

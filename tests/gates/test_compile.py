@@ -15,7 +15,6 @@ from research.compile_report import compile_prefill, prefill_bounds
 from research.compiled import SLOTS, abstract_runner, compile_for, compile_program
 from research.thunks import first_layers
 from vlcache_jax.benchmarks.floor import MODELS
-from vlcache_jax.compress.scores import Received
 from vlcache_jax.device.programs.compress import Compact, Observe, ReadPages, WritePages
 from vlcache_jax.device.programs.encode import Encode
 from vlcache_jax.device.programs.keep import KeepLayer, KeepRows
@@ -336,7 +335,7 @@ def test_compressing_a_prompt_and_decoding_behind_it() -> None:
     assert observe.alias == sums
     assert observe.temp < 2 * sums + 64 * 2**20
 
-    compact = compile_for(runner, Compact(pages, Received("kv_head")))
+    compact = compile_for(runner, Compact(pages))
     moved = 2 * PAGE * pages * text.num_kv_heads * text.head_dim * 2
     assert compact.alias == pool
     assert compact.temp < 2 * moved + 64 * 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import dataclasses
 import importlib
@@ -19,6 +20,7 @@ from PIL import Image
 
 from tests.inputs.test_images import fetched
 from vlcache_jax.assets import PICTURES
+from vlcache_jax.inputs import images
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.films import FilmFile, Head
 from vlcache_jax.inputs.processor import ImageProcessor
@@ -428,7 +430,53 @@ def test_names_of_encoded_frames():
     assert names[3] is None
 
 
+def sent(frames):
+    """JPEG frames as data URLs, and as the one URL in which clients of vLLM send them."""
+    texts = []
+    for frame in frames:
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, "JPEG")
+        texts.append(base64.b64encode(file.getvalue()).decode())
+    return [f"data:image/jpeg;base64,{text}" for text in texts], f"data:video/jpeg;base64,{','.join(texts)}"
+
+
+def test_frames_of_one_url_are_the_list_of_them(checkpoints):
+    renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
+    for count in (1, 5):
+        urls, url = sent(noise(count))
+        expected = read_video(urls, metadata=FPS)
+        shapes = [
+            ({"type": "video_url", "video_url": {"url": url}}, {}),
+            ({"video_url": url.replace("data:video/jpeg", "data:VIDEO/JPEG")}, {}),
+            ({"type": "video", "video": url}, {}),
+            ({"type": "video", "url": url}, {}),
+        ]
+        for part, said in shapes:
+            found = renderer.video({**part, "video_metadata": FPS, **said})
+            assert found.film.same == expected.film.same
+            pairs = [(i, i) for i in range(count)]
+            assert found.film.names(pairs) == expected.film.names(pairs)
+            np.testing.assert_array_equal(
+                list(found.film.decode(range(count))), list(expected.film.decode(range(count)))
+            )
+    with pytest.warns(UserWarning, match="the frames are taken for 2 a second"):
+        assert renderer.video({"video_url": url}).film.fps is None
+
+
+def test_frames_of_one_url_are_counted_before_they_are_decoded(monkeypatch):
+    monkeypatch.setattr(images, "_decode_data_url", lambda *_: pytest.fail("a frame was decoded"))
+    with pytest.raises(ValueError, match="clip must have 1 to 65536 frames in one URL, got 65537: send a file"):
+        read_video("data:video/jpeg;base64," + "," * 65536, metadata=FPS, name="clip")
+
+
 BAD = {
+    "nothing of a URL": ("data:video/jpeg;base64,", {}, "frames[0] must not be empty, got 0 bytes"),
+    "a frame of a URL": (f"{sent(noise(1))[1]},@@", {}, "frames[1] must be valid base64, got '@@'"),
+    "metadata of a URL": (
+        sent(noise(2))[1],
+        {"video_metadata": {"fps": 1, "frames_indices": [3]}},
+        "must be 2 ascending numbers within",
+    ),
     "nothing": ([], {}, "must have 1 to 1048576 frames, got 0"),
     "sizes": ([noise(1)[0], noise(1, 40, 61)[0]], {}, "frames[1] must be 40x60 like the frames before it, got 40x61"),
     "corrupt": (

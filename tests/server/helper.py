@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from PIL import Image
 
 from tests import helper
 from tests.helper import LADDER, WITHIN
-from vlcache_jax import AsyncLLM
+from vlcache_jax import AsyncLLM, CacheConfig
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.lifecycle import listening
+from vlcache_jax.testing import make_checkpoint
 
 WORDS = [*helper.WORDS, "--ladder", json.dumps(dataclasses.asdict(LADDER))]
 """`SIZES`, as the command takes them."""
@@ -55,6 +57,16 @@ class Running:
     def json(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
         status, _, found = self.ask(method, path, body, **headers)
         return status, json.loads(found)
+
+
+def open_reranker(folder: Path) -> AsyncLLM:
+    """An engine whose model knows "yes" and "no"; its checkpoint and its disk lie in the folder."""
+    directory = make_checkpoint(
+        folder / "model", "qwen3_vl", seed=5, tie_word_embeddings=True, text={"vocab_size": 300},
+        corpus=["yes", "no"] * 50,
+    )  # fmt: skip
+    cache = CacheConfig(disk=folder / "disk")
+    return AsyncLLM(directory, use_tqdm=False, allowed_local_media_path=None, cache=cache, **helper.SIZES)
 
 
 @contextlib.contextmanager
@@ -108,11 +120,11 @@ def eventually(is_true: Any) -> bool:
     return bool(is_true())
 
 
-def data_url(pixels: np.ndarray) -> str:
+def data_url(pixels: np.ndarray, kind: str = "PNG") -> str:
     """A picture as a URL."""
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    Image.fromarray(pixels).save(file, kind)
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def shows(*urls: str, text: str = "What is it?") -> list[dict[str, Any]]:

@@ -12,11 +12,9 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.helper import SIZES
-from tests.server.helper import data_url, eventually
-from vlcache_jax import LLM, AsyncLLM, CacheConfig
+from tests.server.helper import data_url, eventually, open_reranker
+from vlcache_jax import LLM
 from vlcache_jax.library import Library
-from vlcache_jax.testing import make_checkpoint
 
 CHAT, ADMIN = "/v1/chat/completions", "root"
 KEYS = {"a": "alice", "b": "bob"}
@@ -24,12 +22,7 @@ KEYS = {"a": "alice", "b": "bob"}
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    directory = make_checkpoint(
-        tmp_path_factory.mktemp("embedder") / "model", "qwen3_vl", seed=5,
-        tie_word_embeddings=True, text={"vocab_size": 300}, corpus=["yes", "no"] * 50,
-    )  # fmt: skip
-    cache = CacheConfig(disk=tmp_path_factory.mktemp("disk"))
-    engine = AsyncLLM(directory, use_tqdm=False, allowed_local_media_path=None, cache=cache, **SIZES)
+    engine = open_reranker(tmp_path_factory.mktemp("embedder"))
     yield engine
     engine.service.close()
 
@@ -142,7 +135,7 @@ def test_what_is_wrong_is_said(serve, pictures):
         ("/v1/rerank", {"documents": ["a"]}, "query", "query must be there, got none"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", "documents must have at least 1 item"),
         ("/v1/rerank", {"query": "a", "documents": ["b", 3]}, "documents", "documents[1] must be a string"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "top_n must be at least 1"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n must be at least 0"),
     ):
         status, found = served.json("POST", path, body)
         assert status == 400, (body, found)

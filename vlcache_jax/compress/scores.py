@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -105,6 +105,26 @@ class Drawn(Received):
         K, W = seen.received.shape
         keys = jax.random.split(jax.random.key(seen.seed ^ np.uint32(self.seed)), K)
         return jax.vmap(functools.partial(jax.random.uniform, shape=(W,)))(keys)
+
+
+# Scores of the policies that a word stands for. One program has all of them, so that a warm-up compiles them.
+USUAL: Mapping[Scores, int] = {
+    scores: number
+    for number, scores in enumerate(
+        (
+            Received("kv_head"),
+            Pooled("kv_head", 5),
+            Normalized("kv_head"),
+            Earliest("kv_head"),
+            Drawn("kv_head"),
+        )
+    )
+}
+
+
+def usual_scores(number: jax.Array, seen: Seen) -> jax.Array:
+    """What the scores of this number in `USUAL` make of `seen` [K, W]; the number is an int32 scalar of the device."""
+    return jax.lax.select_n(number, *(scores(seen) for scores in USUAL))
 
 
 def kept_tokens(score: jax.Array, length: jax.Array, count: jax.Array, window: jax.Array, *, most: int) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.policies import Compressor, make_counts, make_observed, make_windows
-from vlcache_jax.compress.scores import seeds
+from vlcache_jax.compress.scores import USUAL, seeds
 from vlcache_jax.device.clock import Clock
 from vlcache_jax.device.ladder import Ladder, round_up
 from vlcache_jax.device.packed import pack
@@ -230,10 +230,12 @@ class Compactor:
         assert compressor is not None
         pages = self._rung(lease.table)
         received = self._runner.run(EmptySums(pages))[0] if found.sums is None else found.sums
-        program, table = Compact(pages, compressor.scores), _table(lease.table, pages)
+        usual = USUAL.get(compressor.scores)
+        program = Compact(pages, compressor.scores if usual is None else None)
+        table = _table(lease.table, pages)
         seed, pool = seeds(answer.layout, len(compression.kept)), self._runner.pool.make()
         for layer, (count, window) in enumerate(zip(compression.kept, found.windows, strict=True)):
-            numbers = np.array([layer, compression.prompt_tokens, count, window], np.int32)
+            numbers = np.array([layer, compression.prompt_tokens, count, window, usual or 0], np.int32)
             target = _table(compressed.tables[layer][:pages], pages)
             with self._runner.compressed.taken() as arrays:
                 arrays[:], tokens = self._runner.run(

@@ -452,6 +452,11 @@ class PromptRenderer:
             return np.asarray(encoding.ids, np.int32)
 
     @cached_property
+    def adds_special_tokens(self) -> bool:
+        """Whether the tokenizer adds tokens of its own to every text."""
+        return bool(self.tokenizer.backend_tokenizer.num_special_tokens_to_add(False))
+
+    @cached_property
     def _longest_token(self) -> int:
         """Characters that a token can stand for; added tokens may be longer than all others."""
         return max(map(len, self.tokenizer.get_vocab()))

@@ -52,27 +52,37 @@ class InputRenderer:
         """The prompt of a string, a message's part, a list of parts, a conversation, or a dict with a `prompt`.
 
         A conversation, whose members have roles, says itself what instruction it has, if it begins with a system
-        message; a `prompt` or `prompt_token_ids` is taken as it is, see `PromptRenderer.from_prompt`.
+        message. A dict of `messages` is a conversation with `TemplateOptions`. Without them the prompt ends where the
+        assistant's turn begins, as the models are trained. A `prompt` or `prompt_token_ids` is taken as it is, see
+        `PromptRenderer.from_prompt`.
 
         Raises:
-            ValueError: it is none of these, it is wrong, or there is an instruction beside one that it has.
+            ValueError: it is none of these, it is wrong, there is an instruction beside one that it has, or it ends
+                with an assistant's turn that is empty and closed.
         """
         if isinstance(given, Mapping) and any(key in given for key in _RAW):
             if self.instruction is not None:
                 raise ValueError(f"instruction must be left out beside a prompt as it is, got both for {name}")
             return self.renderer.from_prompt(given, name=name)
-        messages = given if _is_conversation(given) else [{"role": "user", "content": parts_of(given, name)}]
+        options: Mapping[str, Any] = {}
+        if isinstance(given, Mapping) and "messages" in given:
+            messages, options = given["messages"], {key: one for key, one in given.items() if key != "messages"}
+            if not _is_conversation(messages):  # it is wrong, and the renderer says how
+                return self._rendered(messages, options, name, added=0)
+        else:
+            messages = given if _is_conversation(given) else [{"role": "user", "content": parts_of(given, name)}]
+        _check_last_turn(messages[-1], options, name)
         if messages[0].get("role") not in ("system", "developer"):
             own = _system(punctuated(self.instruction or "") or EMBEDDING_INSTRUCTION)
-            return self._rendered([own, *messages], name, added=1)
+            return self._rendered([own, *messages], options, name, added=1)
         if self.instruction is not None:
             raise ValueError(f"instruction must be left out beside a system message, got both for {name}")
-        return self._rendered(messages, name, added=0)
+        return self._rendered(messages, options, name, added=0)
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], name: str, *, added: int) -> Prompt:
+    def _rendered(self, messages: Any, options: Mapping[str, Any], name: str, *, added: int) -> Prompt:
         """Errors count messages as the caller has them, without those `added`."""
         try:
-            return self.renderer.from_conversation(messages, settings=self.settings, name=name)
+            return self.renderer.from_conversation({"messages": messages, **options}, settings=self.settings, name=name)
         except ValueError as error:
             told = re.sub(r"(?<=messages\[)\d+(?=\])", lambda found: str(int(found[0]) - added), str(error), count=1)
             raise ValueError(told) from error
@@ -160,6 +170,24 @@ def punctuated(instruction: str) -> str:
 def _is_conversation(given: Any) -> bool:
     is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     return is_list and bool(given) and all(isinstance(one, Mapping) and "role" in one for one in given)
+
+
+def _check_last_turn(message: Mapping[str, Any], options: Mapping[str, Any], name: str) -> None:
+    """Raises a ValueError if a conversation ends with an assistant's turn that is empty, and nothing says how.
+
+    The models are trained with that turn open. Closed, as vLLM renders it by default, it gives another vector.
+    """
+    says_how = options.get("continue_final_message") or options.get("add_generation_prompt") is not None
+    if message.get("role") != "assistant" or says_how or message.get("tool_calls"):
+        return
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    if all(text == "" for text in texts):
+        raise ValueError(
+            f"{name} must not end with an assistant's turn that is empty and closed: write continue_final_message = "
+            "true beside the messages, or leave that turn out"
+        )
 
 
 def _system(text: str) -> dict[str, Any]:

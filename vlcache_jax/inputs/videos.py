@@ -20,7 +20,10 @@ from vlcache_jax.inputs.images import describe, read_encoded, read_image
 from vlcache_jax.inputs.processor import AREA
 
 _ARRAY = "an array [T, H, W, 3] or [T, 3, H, W] of whole numbers from 0 to 255"
-_ACCEPTED = f"a list of frames, {_ARRAY}, or a file: a path, bytes, a data:, file: or http(s) URL"
+_SENT = "data:video/jpeg;base64,"  # begins a URL of JPEG frames, in vLLM's form
+_MOST_SENT = 1 << 16  # frames of such a URL
+_FILES = "a path, bytes, a data:, file: or http(s) URL"
+_ACCEPTED = f"a list of frames, {_ARRAY}, frames as one URL {_SENT}A,B,C, or a file: {_FILES}"
 _COUNT = whole(1, MAX_FRAMES)
 _SIDE = whole(1, 1 << 20)
 _RATE = real(1e-6, 1e6)
@@ -167,7 +170,8 @@ def read_video(
 
     Args:
         value: a list of frames, each as `read_image` takes an image; an array or tensor [T, H, W, 3] or [T, 3, H, W] of
-            any type that holds whole numbers from 0 to 255; or a file: a path, bytes, a data:, file:// or http(s) URL.
+            any type that holds whole numbers from 0 to 255; JPEG frames as one URL, `data:video/jpeg;base64,A,B,C`,
+            which is the list of these; or a file: a path, bytes, a data:, file:// or http(s) URL.
         options: what is asked of it.
         metadata: of frames, in the library's words: `fps` of the film that they are from, `frames_indices` of each in
             it, its `total_num_frames` (or those of the part of it that the frames were sampled from), and
@@ -179,6 +183,7 @@ def read_video(
         ValueError: another type, shape or values, no frames, metadata that do not suit the frames, or what `read_image`
             refuses.
     """
+    value = _sent_frames(value, name)
     if hasattr(value, "__array__") and not isinstance(value, str | bytes):  # numpy's own of these have it
         value = _pixels(value, name)
         # The frames keep this memory, not the object that was passed.
@@ -205,6 +210,16 @@ def read_video(
     numbers, total = said.get("frames_indices"), said.get("total_num_frames") or len(pictures)
     film = Frames(name, pictures, (same, fps, numbers, total), fps, numbers, total)
     return VideoSource(name, film, options.over(VideoOptions(do_sample_frames=said.get("do_sample_frames"))))
+
+
+def _sent_frames(value: Any, name: str) -> Any:
+    """The frames of a URL that a client sampled, as data URLs; any other value as it is."""
+    if not isinstance(value, str) or value[: len(_SENT)].lower() != _SENT:
+        return value
+    count = value.count(",")  # counted before anything is copied or decoded
+    if count > _MOST_SENT:
+        raise ValueError(f"{name} must have 1 to {_MOST_SENT} frames in one URL, got {count}: send a file instead")
+    return [f"data:image/jpeg;base64,{frame}" for frame in value[len(_SENT) :].split(",")]
 
 
 def _pixels(value: Any, name: str) -> npt.NDArray[np.uint8]:

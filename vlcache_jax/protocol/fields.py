@@ -169,6 +169,18 @@ ABSENT_IN_TEXT: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# What to write in place of fields that are not supported.
+_INSTEAD: Mapping[str, str] = {
+    "media_io_kwargs": "write fps and num_frames beside the video, or in mm_processor_kwargs",
+    "chat_template": "start the server with --chat-template",
+    "truncate_prompt_tokens": "send a shorter text",
+    "max_tokens_per_query": "send a shorter query",
+    "max_tokens_per_doc": "send shorter documents",
+    "embed_dtype": "vectors are float32",
+    "endianness": "vectors are little-endian",
+    "use_activation": "vectors have length 1, and scores are probabilities",
+}
+
 # Of what `SamplingParams` checks itself, what means something else in a chat, or may be other than JSON has it.
 _ALSO_CHECKED = ("logprobs", "logit_bias")
 
@@ -188,7 +200,8 @@ def check_fields(
     """
     for name, allowed in absent.items():
         if not any(is_same(body.get(name), one) for one in allowed):
-            raise ApiError(f"{name} is not supported, got {short(body[name])}", name)
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise ApiError(f"{name} is not supported, got {short(body[name])}{instead}", name)
     for name, value in body.items():
         if name in absent or name in also:
             continue

@@ -1,17 +1,21 @@
-"""What a client asks to embed or to rank, and the answers, in the shapes of OpenAI, Jina and vLLM."""
+"""What a client asks to embed, to rank or to score, and the answers, in the shapes of OpenAI, Jina, Cohere and vLLM."""
 
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 
+from vlcache_jax.checks import short
 from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
+from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.protocol.answers import Counts
-from vlcache_jax.protocol.fields import CHAT, MOST_MESSAGES, TEXT_OR_NULL, check_fields, told
+from vlcache_jax.protocol.fields import CHAT, FLAG, MOST_MESSAGES, OBJECT, TEXT_OR_NULL, check_fields, told
+from vlcache_jax.protocol.requests import template_options
 from vlcache_jax.protocol.values import ApiError, Schema
 
 MOST_INPUTS = 2048
@@ -19,7 +23,16 @@ _PART: Schema = {"type": ["string", "object", "array"]}
 _BOTH: Mapping[str, Schema] = {
     "model": CHAT["model"],
     "instruction": told(TEXT_OR_NULL, "What vectors or scores are for; absent: the model's own words."),
-    **{name: CHAT[name] for name in ("mm_processor_kwargs", "priority", "cache_salt", "reuse", "user", "metadata")},
+    **{
+        name: CHAT[name]
+        for name in ("mm_processor_kwargs", "priority", "cache_salt", "reuse", "user", "metadata", "request_id")
+    },
+}
+_ABSENT_IN_BOTH: Mapping[str, tuple[Any, ...]] = {
+    "truncate_prompt_tokens": (None,),
+    "truncation_side": (None,),
+    "padding": (None, "do_not_pad"),
+    "use_activation": (None, True),
 }
 EMBEDDINGS: Mapping[str, Schema] = {
     "input": {
@@ -31,33 +44,62 @@ EMBEDDINGS: Mapping[str, Schema] = {
     "messages": told(
         {"type": ["array", "null"], "minItems": 1, "maxItems": MOST_MESSAGES}, "A conversation, in place of `input`."
     ),
+    "add_generation_prompt": told(
+        FLAG, "Of messages: end where the assistant's turn begins; absent: unless the last message is continued."
+    ),
+    "continue_final_message": told(FLAG, "Of messages: end within the last one."),
+    "chat_template_kwargs": told(OBJECT, "Of messages: names that the chat template uses."),
+    "add_special_tokens": told(FLAG, "false: refused if the tokenizer adds tokens of its own."),
     "encoding_format": {"enum": ["float", "base64", None]},
     "dimensions": told({"type": ["integer", "null"], "minimum": 1}, "Of the vectors: the first of these."),
     **_BOTH,
 }
 ABSENT_IN_EMBEDDINGS: Mapping[str, tuple[Any, ...]] = {
-    "truncate_prompt_tokens": (None,),
-    "add_special_tokens": (None, True),
+    **_ABSENT_IN_BOTH,
     "normalize": (None, True),
     "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "chat_template": (None,),
+    "media_io_kwargs": (None, {}),
+}
+_OF_PAIRS: Mapping[str, Schema] = {
+    "chat_template_kwargs": told(
+        {"type": ["object", "null"], "properties": {"instruction": TEXT_OR_NULL}, "additionalProperties": False},
+        "`instruction`, in vLLM's other place.",
+    ),
+    **_BOTH,
 }
 RERANK: Mapping[str, Schema] = {
     "query": {**_PART, "description": "A text, a part of a message, or a list of parts.", "examples": ["red shoes"]},
     "documents": {
-        "type": ["array", "object"],
+        "type": ["array", "object", "string"],
         "minItems": 1,
-        "description": "Texts, parts of messages, or lists of parts; an object with `text`, or with `content`.",
+        "description": "A list of texts, parts of messages, lists of parts, or objects with `text` or `content`. What "
+        "is no list is one document.",
         "examples": [["a shoe", "a hat"]],
     },
-    "top_n": told({"type": ["integer", "null"], "minimum": 1}, "How many are told of; absent: all."),
+    "top_n": told({"type": ["integer", "null"], "minimum": 0}, "How many are told of; absent or 0: all."),
     "return_documents": told({"type": ["boolean", "null"]}, "true: with the texts of documents."),
-    **_BOTH,
+    **_OF_PAIRS,
 }
 ABSENT_IN_RERANK: Mapping[str, tuple[Any, ...]] = {
-    "truncate_prompt_tokens": (None,),
-    "max_tokens_per_doc": (None,),
+    **_ABSENT_IN_BOTH,
+    "max_tokens_per_query": (None, 0),
+    "max_tokens_per_doc": (None, 0),
     "softmax_normalize": (None, True),
+    "activation": (None, True),
+    "softmax": (None, True),
 }
+SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+"""Names of a query, or of several, and of what they are compared with: those of vLLM, the newest first."""
+_SIDE: Schema = {
+    "type": ["string", "object", "array", "null"],
+    "minItems": 1,
+    "description": "A text, an object with `content`, a list of parts, or a list of these. One query is compared with "
+    "each document, several with as many.",
+}
+SCORE: Mapping[str, Schema] = {**{name: _SIDE for names in SIDES for name in names}, **_OF_PAIRS}
+ABSENT_IN_SCORE = {**ABSENT_IN_RERANK, "encoding_format": (None, "float")}
 
 
 @dataclass(frozen=True)
@@ -94,6 +136,8 @@ class EmbeddingRequest:
       dimensions: of the vectors; None: all.
       is_base64: how they are told.
       asked: the rest.
+      template: of messages.
+      adds_special_tokens: whether the tokenizer is to add tokens of its own; None: as it does.
     """
 
     inputs: Sequence[Any]
@@ -101,6 +145,8 @@ class EmbeddingRequest:
     dimensions: int | None
     is_base64: bool
     asked: Asked
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    adds_special_tokens: bool | None = None
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -108,10 +154,20 @@ class EmbeddingRequest:
         given = check_fields(body, EMBEDDINGS, ABSENT_IN_EMBEDDINGS, ())
         if ("input" in given) == ("messages" in given):
             raise ApiError("body must hold either input or messages", "input")
-        field = "input" if "input" in given else "messages"
-        inputs = [given["messages"]] if field == "messages" else _inputs(given["input"])
+        name, template = "input" if "input" in given else "messages", template_options(given)
+        if name == "input" and (beside := [key for key, value in template.items() if value]):
+            raise ApiError(f"{beside[0]} must be left out beside input: it is of messages", beside[0])
+        inputs = [given["messages"]] if name == "messages" else _inputs(given["input"])
         is_base64 = given.get("encoding_format") == "base64"
-        return cls(inputs, field, given.get("dimensions"), is_base64, Asked.of(given))
+        return cls(
+            inputs,
+            name,
+            given.get("dimensions"),
+            is_base64,
+            Asked.of(given),
+            template,
+            given.get("add_special_tokens"),
+        )
 
     def answer(self, model: str, outputs: Sequence[EmbeddingOutput]) -> dict[str, Any]:
         """The body of the answer."""
@@ -145,28 +201,97 @@ class RerankRequest:
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
         """Raises an ApiError if a field is wrong, unknown or not supported."""
-        given = check_fields(body, RERANK, ABSENT_IN_RERANK, ())
+        given = _instructed(check_fields(body, RERANK, ABSENT_IN_RERANK, ()))
         for name in ("query", "documents"):
             if name not in given:
                 raise ApiError(f"{name} must be there, got none", name)
-        listed = given["documents"]
-        has_parts = isinstance(listed, Mapping) and isinstance(listed.get("content"), list)  # as vLLM has them
-        listed = listed["content"] if has_parts else listed
-        if not isinstance(listed, list) or not 1 <= len(listed) <= MOST_INPUTS:
-            raise ApiError(f"documents must be a list of 1 to {MOST_INPUTS}", "documents")
-        listed = [[part] for part in listed] if has_parts else listed
+        listed = _listed(given["documents"], "documents")
         documents = [_document(one) for one in listed]
         returns = bool(given.get("return_documents", False))
-        return cls(_document(given["query"]), documents, listed, given.get("top_n"), returns, Asked.of(given))
+        return cls(_document(given["query"]), documents, listed, given.get("top_n") or None, returns, Asked.of(given))
 
-    def answer(self, name: str, model: str, outputs: Sequence[RerankOutput]) -> dict[str, Any]:
-        """The body of the answer."""
+    def answer(self, name: str, model: str, outputs: Sequence[RerankOutput], *, cohere: bool = False) -> dict[str, Any]:
+        """The body of the answer; with what Cohere's second version has beside it."""
         results: list[dict[str, Any]] = []
         for one in outputs[: self.top_n]:
             results.append({"index": one.index, "relevance_score": one.score})
             if self.returns_documents:
                 results[-1]["document"] = _told(self.given[one.index])
-        return {"id": name, "model": model, "usage": _usage(outputs), "results": results}
+        usage = _usage(outputs)
+        told = {"id": name, "model": model, "usage": usage, "results": results}
+        if cohere:
+            tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}
+            told["meta"] = {"api_version": {"version": "2"}, "tokens": tokens}
+        return told
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """How well pairs go together is asked for.
+
+    Attributes:
+      pairs: of each score the query and the document, what `AsyncLLM.rerank` takes.
+      places: of each what the client calls them, such as ("queries", "documents[1]").
+      asked: the rest.
+    """
+
+    pairs: Sequence[tuple[Any, Any]]
+    places: Sequence[tuple[str, str]]
+    asked: Asked
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Raises an ApiError if a field is wrong, unknown or not supported."""
+        given = _instructed(check_fields(body, SCORE, ABSENT_IN_SCORE, ()))
+        present = {name for names in SIDES for name in names if name in given}
+        names = next((names for names in SIDES if present == set(names)), None)
+        if names is None:
+            known = "; ".join(" and ".join(names) for names in SIDES)
+            raise ApiError(f"body must hold one of the pairs {known}, got {', '.join(sorted(present)) or 'none'}")
+        queries, documents = (_listed(given[name], name) for name in names)
+        if len(queries) not in (1, len(documents)):
+            raise ApiError(
+                f"{names[0]} must be one, or as many as {names[1]}, got {len(queries)} and {len(documents)}", names[0]
+            )
+        numbers = [(0 if len(queries) == 1 else i, i) for i in range(len(documents))]
+        places = [_places(given, names, pair) for pair in numbers]
+        pairs = [(_document(queries[i]), _document(documents[j])) for i, j in numbers]
+        return cls(pairs, places, Asked.of(given))
+
+    def answer(self, name: str, model: str, outputs: Sequence[RerankOutput]) -> dict[str, Any]:
+        """The body of the answer; outputs are those of the pairs, in their order."""
+        data = [{"index": i, "object": "score", "score": one.score} for i, one in enumerate(outputs)]
+        head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
+        return {**head, "data": data, "usage": _usage(outputs)}
+
+
+def _places(given: Mapping[str, Any], names: tuple[str, str], numbers: tuple[int, int]) -> tuple[str, str]:
+    """What a client calls the members of a pair."""
+    first, second = (
+        f"{name}[{number}]" if isinstance(given[name], list) else name
+        for name, number in zip(names, numbers, strict=True)
+    )
+    return first, second
+
+
+def _instructed(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields with an instruction that stands in `chat_template_kwargs`, vLLM's other place of it."""
+    own = given.get("chat_template_kwargs") or {}
+    for name, value in own.items():
+        if name != "instruction":
+            raise ApiError(
+                f"chat_template_kwargs must hold only instruction, got {short(name)}", "chat_template_kwargs"
+            )
+        given = given if value is None else {**given, name: value}
+    return given
+
+
+def _listed(given: Any, name: str) -> list[Any]:
+    """Documents or queries; what is no list is one."""
+    listed = given if isinstance(given, list) else [given]
+    if not 1 <= len(listed) <= MOST_INPUTS:
+        raise ApiError(f"{name} must be 1 to {MOST_INPUTS}, got {len(listed)}", name)
+    return listed
 
 
 def _inputs(given: Any) -> list[Any]:

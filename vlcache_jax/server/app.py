@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from vlcache_jax.cache.shares import payer
 from vlcache_jax.checks import short
 from vlcache_jax.protocol.fields import DETOKENIZE, check_fields
 from vlcache_jax.protocol.requests import TokenizeRequest
-from vlcache_jax.protocol.retrieval import EmbeddingRequest, RerankRequest
+from vlcache_jax.protocol.retrieval import EmbeddingRequest, RerankRequest, ScoreRequest
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig, check_allowed
@@ -106,6 +107,9 @@ class Server:
         given = engine, config, self.models, self.entrance, self._metrics, self.register, names
         self._doubt = Doubt(engine, self.entrance, self._metrics)
         retrieval, files = Retrieval(*given), Files(engine, config, self.entrance, self.register, names)
+        rerank = self._call(_parsed(RerankRequest), retrieval.rerank)
+        score = self._call(_parsed(ScoreRequest), retrieval.score)
+        cohere = self._call(_parsed(RerankRequest), functools.partial(retrieval.rerank, cohere=True))
         self._stored = StoredResponses()
         responses = Responses(
             *given, self._doubt, stored=self._stored, searching=Searching(engine, self.register, embedder)
@@ -127,8 +131,10 @@ class Server:
             Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", Completions(*given, self._doubt), methods=["POST"]),
             Route("/v1/embeddings", self._call(_parsed(EmbeddingRequest), retrieval.embeddings), methods=["POST"]),
-            Route("/v1/rerank", rerank := self._call(_parsed(RerankRequest), retrieval.rerank), methods=["POST"]),
-            Route("/rerank", rerank, methods=["POST"]),  # as vLLM has it, too
+            # vLLM has these paths, too; the second version is Cohere's.
+            *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
+            Route("/v2/rerank", cohere, methods=["POST"]),
+            *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
             Route("/v1/files", files.files, methods=["GET", "POST"]),
             Route("/v1/files/{name}", files.file, methods=["GET", "DELETE"]),
             Route("/v1/files/{name}/content", files.content, methods=["GET"]),
@@ -319,7 +325,7 @@ class _Call[R]:
             await response(scope, receive, send)
 
 
-def _parsed[R: (EmbeddingRequest, RerankRequest, TokenizeRequest)](kind: type[R]) -> _Read[R]:
+def _parsed[R: (EmbeddingRequest, RerankRequest, ScoreRequest, TokenizeRequest)](kind: type[R]) -> _Read[R]:
     return lambda body, _: kind.parse(body)
 
 

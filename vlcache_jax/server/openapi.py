@@ -11,7 +11,15 @@ from typing import Any
 from vlcache_jax import __version__
 from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES, RESPONSES
-from vlcache_jax.protocol.retrieval import ABSENT_IN_EMBEDDINGS, ABSENT_IN_RERANK, EMBEDDINGS, RERANK
+from vlcache_jax.protocol.retrieval import (
+    ABSENT_IN_EMBEDDINGS,
+    ABSENT_IN_RERANK,
+    ABSENT_IN_SCORE,
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+    SIDES,
+)
 from vlcache_jax.server.admin import VERBS
 from vlcache_jax.server.entrance import ADMIN, OPEN
 
@@ -144,6 +152,9 @@ _SCHEMAS: Mapping[str, Any] = {
         **_body(EMBEDDINGS, absent=ABSENT_IN_EMBEDDINGS), "oneOf": [{"required": ["input"]}, {"required": ["messages"]}]
     },
     "RerankRequest": _body(RERANK, "query", "documents", absent=ABSENT_IN_RERANK),
+    "ScoreRequest": {
+        **_body(SCORE, absent=ABSENT_IN_SCORE), "anyOf": [{"required": list(names)} for names in SIDES]
+    },
     "TokenizeRequest": {**_body(TOKENIZE), "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     "DetokenizeRequest": _body(DETOKENIZE, "tokens"),
     **{_request(verb): _body(fields, next(iter(fields))) for verb, fields in VERBS.items()},
@@ -227,6 +238,15 @@ def _paths() -> dict[str, Any]:
     order = {"id": _TEXT, "model": _TEXT, "usage": usage, "results": _list(ranked)}
     for path in ("/v1/rerank", "/rerank"):
         post(path, "How well documents suit a query, the best first.", "RerankRequest", _json(_object(order)))
+    tokens_read = _object({"input_tokens": _COUNT, "output_tokens": _COUNT})
+    meta = _object({"api_version": _object({"version": _TEXT}), "tokens": tokens_read})
+    post("/v2/rerank", "The same, with what Cohere's answers have beside it.", "RerankRequest",
+         _json(_object({**order, "meta": meta})))  # fmt: skip
+    score = _object({"index": _COUNT, "object": {"enum": ["score"]}, "score": {"type": "number"}})
+    scores = {"id": _TEXT, "object": {"enum": ["list"]}, "created": _COUNT, "model": _TEXT, "data": _list(score),
+              "usage": usage}  # fmt: skip
+    for path in ("/score", "/v1/score"):
+        post(path, "How well queries and documents go together, pair by pair.", "ScoreRequest", _json(_object(scores)))
     _add_files(paths)
     post("/tokenize", "The tokens that the model sees, images expanded.", "TokenizeRequest", _json(tokens))
     post("/detokenize", "The text of tokens.", "DetokenizeRequest", _json(_object({"prompt": _TEXT})))

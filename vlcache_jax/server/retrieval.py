@@ -10,7 +10,16 @@ from typing import Any
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
-from vlcache_jax.protocol.retrieval import EMBEDDINGS, RERANK, Asked, EmbeddingRequest, RerankRequest, counts_of
+from vlcache_jax.protocol.retrieval import (
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+    Asked,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    counts_of,
+)
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import Entrance
@@ -49,6 +58,10 @@ class Retrieval:
         """See OpenAI's `/v1/embeddings`."""
         settings = self._settings(request.asked, tenant)
         most = _at_a_time(len(request.inputs), tenant)
+        if request.adds_special_tokens is False and self._engine.service.renderer.adds_special_tokens:
+            raise ApiError(
+                "add_special_tokens must be true: the tokenizer adds some to every text", "add_special_tokens"
+            )
 
         async def embed(number: int, given: Any) -> EmbeddingOutput:
             try:
@@ -60,13 +73,13 @@ class Retrieval:
                 raise _error(error, "input", name, EMBEDDINGS) from error
 
         with self._entrance.answering(tenant, most):
-            work = [functools.partial(embed, i, one) for i, one in enumerate(request.inputs)]
+            work = [functools.partial(embed, i, one) for i, one in enumerate(self._inputs(request))]
             outputs = await together(work, most)
         await asyncio.to_thread(self._note, outputs)
         return await asyncio.to_thread(request.answer, self._models[0], outputs)
 
-    async def rerank(self, request: RerankRequest, tenant: Tenant | None) -> Mapping[str, Any]:
-        """See Jina's and vLLM's `/v1/rerank`."""
+    async def rerank(self, request: RerankRequest, tenant: Tenant | None, *, cohere: bool = False) -> Mapping[str, Any]:
+        """See Jina's and vLLM's `/v1/rerank`; with what Cohere's `/v2/rerank` tells beside it."""
         settings = self._settings(request.asked, tenant)
         most = _at_a_time(len(request.documents), tenant)
         with self._entrance.answering(tenant, most):
@@ -77,7 +90,36 @@ class Retrieval:
             except ValueError as error:
                 raise _error(error, "documents", "documents", RERANK) from error
         await asyncio.to_thread(self._note, outputs)
-        return await asyncio.to_thread(request.answer, self._names.new("rerank-"), self._models[0], outputs)
+        write = functools.partial(request.answer, self._names.new("rerank-"), self._models[0], outputs, cohere=cohere)
+        return await asyncio.to_thread(write)
+
+    async def score(self, request: ScoreRequest, tenant: Tenant | None) -> Mapping[str, Any]:
+        """See vLLM's `/score`."""
+        settings = self._settings(request.asked, tenant)
+        most = _at_a_time(len(request.pairs), tenant)
+
+        async def score(pair: tuple[Any, Any], places: tuple[str, str]) -> RerankOutput:
+            query, document = pair
+            try:
+                [output] = await self._engine.rerank(query, [document], most=1, **settings)
+            except NotFiniteError:
+                raise
+            except ValueError as error:
+                raise _pair_error(error, *places) from error
+            return output
+
+        with self._entrance.answering(tenant, most):
+            work = [functools.partial(score, *one) for one in zip(request.pairs, request.places, strict=True)]
+            outputs = await together(work, most)
+        await asyncio.to_thread(self._note, outputs)
+        return await asyncio.to_thread(request.answer, self._names.new("score-"), self._models[0], outputs)
+
+    def _inputs(self, request: EmbeddingRequest) -> Sequence[Any]:
+        """What the engine embeds; messages with how they become text."""
+        if request.field != "messages":
+            return request.inputs
+        own = {} if self._config.chat_template is None else {"chat_template": self._config.chat_template}
+        return [{"messages": one, **request.template, **own} for one in request.inputs]
 
     def _settings(self, asked: Asked, tenant: Tenant | None) -> dict[str, Any]:
         check_model(asked.model, self._models)
@@ -101,7 +143,15 @@ def _error(error: ValueError, called: str, name: str, fields: Mapping[str, Any])
     told = as_api_error(error)
     message = told.message
     if name == "messages":
-        message = re.sub(rf"^{called} (?=messages\[)", "", message)
+        message = re.sub(rf"^{called} (?=messages\[|add_generation_prompt|continue_final|chat_template)", "", message)
     message = re.sub(rf"^{called}\b(?!\[)", name, message)
     param = re.split(r"\W", message, maxsplit=1)[0]
     return ApiError(message, param if param in fields else None, told.status, told.code, told.retry_after)
+
+
+def _pair_error(error: ValueError, query: str, document: str) -> ApiError:
+    """What the client is told of a pair, whose members it calls so."""
+    told = as_api_error(error)
+    message = re.sub(r"^documents\[0\]", document, re.sub(r"^query\b", query, told.message))
+    param = re.split(r"\W", message, maxsplit=1)[0]
+    return ApiError(message, param if param in SCORE else None, told.status, told.code, told.retry_after)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.compress.scores import Received, Scores, Seen, kept_tokens
+from vlcache_jax.compress.scores import Scores, Seen, kept_tokens, usual_scores
 from vlcache_jax.device.packed import unpack
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.shapes import MOVED_PAGES, Halves, Params, Shapes, ints
@@ -144,23 +144,26 @@ def _observe(
 
 @dataclass(frozen=True)
 class Compact(Program[tuple[Halves, jax.Array]]):
-    """(the compressed pool with what a layer keeps of a prompt of up to `pages` pages, W; which tokens these are)."""
+    """(the compressed pool with what a layer keeps of a prompt of up to `pages` pages, W; which tokens these are).
+
+    Attributes:
+      scores: those of a policy with options, or of a user's own; None: those of `USUAL` that an argument numbers.
+    """
 
     name = "compact"
     donates = (0,)
     gives = SECOND, WHOLE
     pages: int
-    scores: Scores
+    scores: Scores | None = None
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        # Others are compiled when somebody asks for them.
-        return [cls(pages, Received("kv_head")) for pages in shapes.page_rungs] if shapes.compressed_slots else []
+        return [cls(pages) for pages in shapes.page_rungs] if shapes.compressed_slots else []
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         received, _ = _sums(shapes, self.pages)
         return (
-            [[shapes.compressed] * 2], [shapes.pool] * 2, received, ints(4), jax.ShapeDtypeStruct((), jnp.uint32),
+            [[shapes.compressed] * 2], [shapes.pool] * 2, received, ints(5), jax.ShapeDtypeStruct((), jnp.uint32),
             ints(self.pages), ints(self.pages),
         )  # fmt: skip
 
@@ -181,7 +184,7 @@ class Compact(Program[tuple[Halves, jax.Array]]):
           halves: K and V of the layer.
           received: see `Observe`.
           numbers: the layer's; of the prompt's tokens how many there are, how many are kept, and how many of these are
-            the last ones; int32 [4].
+            the last ones; the number of the scores in `USUAL`; int32 [5].
           seed: see `vlcache_jax.compress.scores.Seen`.
           table: pages of the prompt, int32 [W].
           target: pages of what is kept, int32 [W].
@@ -189,10 +192,11 @@ class Compact(Program[tuple[Halves, jax.Array]]):
         Returns:
           (the pool, the tokens that each head keeps as `kept_tokens` gives them).
         """
-        number, length, count, window = numbers
+        number, length, count, window, usual = numbers
         copies = shapes.devices.copies  # of a head, each with its share of the queries
         of_heads = received[number].reshape(-1, copies, received.shape[-1]).mean(1)
-        score = self.scores(Seen(of_heads, length, window, seed))
+        seen = Seen(of_heads, length, window, seed)
+        score = usual_scores(usual, seen) if self.scores is None else self.scores(seen)
         of_head = kept_tokens(score, length, count, window, most=PAGE * self.pages)  # [K, 128 W]
         token = jnp.repeat(of_head, copies, axis=0)
         source = table.at[token // PAGE].get(mode="clip") * PAGE + token % PAGE
