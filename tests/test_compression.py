@@ -36,6 +36,7 @@ from vlcache_jax.device.programs.compress import Compact, Observe, ReadPages, Wr
 from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.device.programs.window import CompressedWindow
 from vlcache_jax.engine.compressed import Compression
+from vlcache_jax.engine.scheduler import order
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.study.budgets import POLICIES
@@ -370,6 +371,44 @@ def test_without_room_it_waits_and_what_never_fits_is_an_error(llm, conversation
         )
         with pytest.raises(ValueError, match=message):
             ask(llm, conversations[0], params=[wrong], compress=compress)
+
+
+@ONE
+def test_who_waits_for_pages_has_them_by_priority_then_by_arrival(llm, conversations, monkeypatch):
+    """Whichever prompts were through the layers first."""
+    [alone] = ask(llm, conversations[2], compress="vl-cache-0.3")
+    scheduler, begun = llm.service.engine.scheduler, []
+    give_compressed_pages(llm, scheduler.compressed.needed(alone.compression.kept, GREEDY.max_tokens - 1))
+    compacted = scheduler.compacted
+    monkeypatch.setattr(scheduler, "compacted", lambda sequence: begun.append(sequence) or compacted(sequence))
+    driver, priorities = Driver(llm), (2, 1, 0, 1, 0)
+    jobs = [driver.arrive(Asked(conversations[2], GREEDY, "exact", one, compress="vl-cache-0.3")) for one in priorities]
+    while driver.step():
+        scheduler.decoding.sort(key=order, reverse=True)
+    assert [tokens([driver.output(job)]) for job in jobs] == [tokens([alone])] * 5
+    assert begun == [jobs[number].sequences[0] for number in (2, 4, 1, 3, 0)]
+
+
+@ONE
+def test_each_layer_has_a_seed_of_its_own(llm, conversations, monkeypatch):
+    """By which `random` draws; every policy's program gets it."""
+    runner, given = llm.service.device.runner, []
+    run = runner.run
+
+    def noted(program, *arguments):
+        if isinstance(program, Compact):
+            given.append((int(arguments[3][0]), int(arguments[4])))
+        return run(program, *arguments)
+
+    driver = Driver(llm)
+    monkeypatch.setattr(runner, "run", noted)
+    job = driver.arrive(Asked(conversations[2], GREEDY, "exact", compress="vl-cache-0.3"))
+    [sequence] = job.sequences
+    driver.finish()
+    driver.output(job)
+    layers = runner.config.text.num_layers
+    assert given == list(enumerate(seeds(sequence.layout, layers).tolist()))
+    assert len({seed for _, seed in given}) == layers > 1
 
 
 @ONE

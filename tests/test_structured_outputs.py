@@ -208,8 +208,9 @@ def test_with_other_parameters(llm):
     assert len(set(drawn)) > 1
     assert all(re.fullmatch("[a-z]{9}", text) for text in drawn)
     for left in ({"bad_words": ["a"]}, {"allowed_token_ids": [98]}):
-        with pytest.raises(RequestError, match="sampling_params must leave a token that is allowed, got none"):
-            llm.chat([QUESTION], held(regex="aaa", **left))
+        for regex in ("aaa", "b" + "a" * 40):  # so many forced tokens would be a step of their own
+            with pytest.raises(RequestError, match="sampling_params must leave a token that is allowed, got none"):
+                llm.chat([QUESTION], held(regex=regex, **left))
 
 
 SCALARS = st.sampled_from([

@@ -52,6 +52,8 @@ def test_pyramid():
     assert whole(pyramid(40, 60, 4) + 0.5, 62) == (60, 47, 33, 20)
     assert pyramid(40, 198, 1) == pytest.approx([40])
     assert PyramidKV(0.1).counts(2000, None, 4) == (371, 257, 143, 29)  # 20 of the window in each
+    # The first example and a window of 4.44: 82.44, 57.11, 31.78 and 6.44 tokens, rounded at the end.
+    assert PyramidKV(4 / 9).counts(100, None, 4) == (82, 57, 32, 6)
 
 
 def test_whole():

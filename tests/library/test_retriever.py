@@ -2,6 +2,7 @@
 
 import functools
 import time
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -33,6 +34,13 @@ def library(llm):
     yield library
     for item in library.items():
         library.remove(item.id)
+
+
+class Ranked(NamedTuple):
+    """As of `LLM.rerank`."""
+
+    index: int
+    score: float
 
 
 def plain(value):
@@ -72,6 +80,7 @@ def test_what_is_alike_comes_first(library):
     assert [hit.id for hit in retriever.search(shown(plain(80)), k=1)] == ["85"]
     assert [hit.id for hit in retriever.search("bright", filter={"kind": "even"})] == ["170", "0"]
     assert [hit.id for hit in retriever.search("bright", filter=lambda said: said["value"] < 100)] == ["85", "0"]
+    assert [hit.id for hit in retriever.search("bright", 1, filter={"kind": "even"})] == ["170"]  # not the nearest
     assert retriever.search("bright", filter={"kind": "none"}) == retriever.search("bright", filter={"other": 1}) == []
 
 
@@ -98,6 +107,27 @@ def test_it_sees_the_library_as_it_is(library):
     del calls[:]
     assert [hit.id for hit in Retriever(library, counted, name="brightness").search("bright")] == ["b"]
     assert calls == [1]  # the query
+
+
+def test_equal_ones_come_by_their_ids(library):
+    """And so do those that are left out."""
+    retriever, near = Retriever(library, means), Retriever(library, means, exact=0)
+    library.add_many({name: plain(0) for name in "fcadbe"} | {"z": plain(255)}, use_tqdm=False)
+    for k in (7, 6, 3, 1):
+        assert [hit.id for hit in retriever.search("dark", k)] == list("abcdefz")[:k]
+    assert [hit.id for hit in near.search("dark", 7)] == list("abcdefz")
+
+
+def test_an_update_that_it_did_not_see(llm, library):
+    """The vector of an item's old version is not that of its new one."""
+    retriever = Retriever(library, means)
+    library.add_many({"a": plain(255), "b": plain(128)}, use_tqdm=False)
+    assert [hit.id for hit in retriever.search("bright")] == ["a", "b"]
+    other = Library(llm, "products", keep_bytes=True)  # its changes are embedded by nobody
+    other.update(plain(0), "a")
+    for searching in (retriever, Retriever(library, means)):
+        assert [hit.id for hit in searching.search("bright")] == ["b", "a"]
+        assert [hit.id for hit in searching.search("dark", 1)] == ["a"]
 
 
 def test_what_was_there_before(llm, library):
@@ -157,6 +187,25 @@ def test_a_reranker(llm, library):
     best = sorted(scores, key=lambda i: -scores[i])[:2]
     assert [hit.id for hit in hits] == [names[i] for i in best]
     assert [hit.score for hit in hits] == pytest.approx([scores[i] for i in best], abs=1e-4)
+
+
+def test_a_reranker_sees_more_than_are_wanted(llm):
+    """Four times as many, so that it may bring up what the vectors do not; of fewer, all."""
+    seen = []
+
+    class Reversed:
+        def rerank(self, query, documents, **options):
+            seen.append(len(documents))
+            return [Ranked(i, float(i)) for i in reversed(range(len(documents)))]
+
+    kept = Library(llm, "ranked", keep_bytes=True)
+    names = [f"{value}" for value in range(250, 150, -10)]  # from the brightest
+    kept.add_many({name: plain(int(name)) for name in names}, use_tqdm=False)
+    retriever = Retriever(kept, means, reranker=Reversed())
+    assert [hit.id for hit in retriever.search("bright", 1)] == [names[3]]
+    assert [hit.id for hit in retriever.search("bright", 2)] == [names[7], names[6]]
+    assert [hit.id for hit in retriever.search("bright", 4)] == names[:5:-1]
+    assert seen == [4, 8, 10]
 
 
 def test_another_owner(llm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import itertools
 
 import numpy as np
@@ -112,6 +113,50 @@ def test_streamed_is_whole(tokenizer, pieces, prompt, tells):
         assert streamed(answer(tokenizer, tells_thoughts=tells), texts, prompt) == expected
     assert expected[2] == expected[3]
     assert len("".join(pieces)) == len(expected[2]) + (0 if tells else expected[4])
+
+
+# So long that one event may have several pieces of it.
+ARGUMENTS = '{"a": "' + "x" * 300 + '", "b": "' + "y" * 300 + '", "c": [1, {"d": 2}]}'
+CALL = f'<tool_call>{{"name": "f", "arguments": {ARGUMENTS}}}</tool_call>'
+
+
+@given(st.lists(st.integers(1, 2 * len(CALL) - 1), max_size=6))
+def test_streamed_calls_are_whole(tokenizer, cuts):
+    """An event has one piece of a call; the pieces have all of its arguments, however many come in one event."""
+    edges = sorted({0, *cuts, 2 * len(CALL)})
+    texts = [(2 * CALL)[begin:end] for begin, end in itertools.pairwise(edges)]
+    writer, heads, arguments = answer(tokenizer, calls=True), [], ["", ""]
+    for delta in deltas(texts, ""):
+        for piece in writer.pieces(delta):
+            pieces = piece["choices"][0]["delta"].get("tool_calls", [])
+            assert len({one["index"] for one in pieces}) == len(pieces)
+            for one in pieces:
+                if "id" in one:
+                    heads.append((one["id"], one["type"], one["function"]["name"]))
+                arguments[one["index"]] += one["function"]["arguments"]
+    assert arguments == [ARGUMENTS] * 2
+    assert [head[1:] for head in heads] == [("function", "f")] * 2
+    assert len(set(heads)) == 2
+
+
+def test_where_the_tokens_of_a_completion_stand():
+    """In the whole text, in each piece of a stream; each answer of a prompt counts from 0."""
+
+    def told(writer):
+        offsets = {0: [], 1: []}
+        for delta in deltas(["Wel", "l", ". ", "So."], ""):
+            one = dataclasses.replace(delta.outputs[0], index=1)
+            for piece in writer.pieces(dataclasses.replace(delta, outputs=(*delta.outputs, one))):
+                [choice] = piece["choices"]
+                offsets[choice["index"]] += choice["logprobs"]["text_offset"]
+        return offsets
+
+    assert told(CompletionAnswer("a", "m", Options(stream=True), 2)) == {0: list(range(9)), 1: list(range(9))}
+    collector = OutputCollector()
+    for delta in deltas(["Wel", "l", ". ", "So."], ""):
+        collector.add(delta)
+    [choice] = CompletionAnswer("a", "m").whole([collector.output()])["choices"]
+    assert choice["logprobs"]["text_offset"] == list(range(9))
 
 
 def test_a_response_has_what_was_thought_and_what_is_said(tokenizer):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlcache_jax.protocol.deltas import Delta, Joined
+from vlcache_jax.protocol.deltas import CallDelta, Delta, Joined, joined_pieces
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.reasoning import ReasoningParser, is_opened, thinks
 from vlcache_jax.protocol.tools import ToolParser
@@ -67,6 +67,15 @@ def test_streamed_is_whole_for_any_cut(name, text, data):
         assert Counter(said) <= Counter(text + "{}" * len(calls))
         if not calls:
             assert expected.content == text
+
+
+def test_pieces_of_one_event_are_joined_by_call():
+    """In the order of the calls; a head keeps its id and name."""
+    heads = [CallDelta(0, "", "a", "f"), CallDelta(1, "", "b", "g")]
+    pieces = [CallDelta(0, "{"), heads[1], CallDelta(1, "{}"), CallDelta(0, '"x": 1'), CallDelta(0, "}")]
+    assert joined_pieces([heads[0], *pieces]) == [CallDelta(0, '{"x": 1}', "a", "f"), CallDelta(1, "{}", "b", "g")]
+    assert joined_pieces(pieces[3:]) == [CallDelta(0, '"x": 1}')]
+    assert joined_pieces([]) == []
 
 
 @given(st.lists(st.sampled_from([WEATHER, NONE, BRACES, "Some <b>text</b>", "{}"]), max_size=6))

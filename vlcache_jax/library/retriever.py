@@ -304,9 +304,9 @@ def _nearest(index: _Index, vector: Vectors, k: int, passes: Callable[[Item], bo
         return _among_neighbours(index, vector, k, passes)
     scores = index.vectors @ vector
     rows = np.arange(len(scores)) if passes is None else np.flatnonzero([passes(item) for item in index.items])
-    if len(rows) > k:
-        rows = rows[np.argpartition(-scores[rows], k - 1)[:k]]
-    rows = rows[np.lexsort((rows, -scores[rows]))]
+    if len(rows) > k:  # several may be as near as the last one that is wanted
+        rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
+    rows = rows[np.lexsort((rows, -scores[rows]))][:k]
     return [(index.items[row], float(scores[row])) for row in rows.tolist()]
 
 
