@@ -301,11 +301,13 @@ def measure(port: int, rows: Sequence[Row], within: float) -> list[dict[str, Any
 
 
 @contextlib.contextmanager
-def serving(model: str) -> Iterator[int]:
-    """A server in a process of its own; its port."""
-    words = ["serve", model, "--port", "0", "--max-body-bytes", str(MAX_BODY), "--allow-remote-images"]
-    for domain in DOMAINS:
-        words += ["--allowed-media-domains", domain]
+def serving(model: str, *more: str) -> Iterator[tuple[int, int]]:
+    """A server in a process of its own; its port, and the process's id.
+
+    Args:
+      more: words of the command.
+    """
+    words = ["serve", model, "--port", "0", *more]
     code = "from vlcache_jax.commands.cli import main; main()"
     with subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -319,7 +321,7 @@ def serving(model: str) -> Iterator[int]:
             if found is None:
                 raise RuntimeError(f"the server did not start: {''.join(said)}")
             threading.Thread(target=process.stderr.read, daemon=True).start()  # it must not wait for a reader
-            yield int(found[1])
+            yield int(found[1]), process.pid
         finally:
             process.terminate()
 
@@ -348,7 +350,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args(arguments)
     check_writable("out", args.out)
-    with serving(args.model) as port, bait() as (inner, listener):
+    words = ["--max-body-bytes", str(MAX_BODY), "--allow-remote-images"]
+    for domain in DOMAINS:
+        words += ["--allowed-media-domains", domain]
+    with serving(args.model, *words) as (port, _), bait() as (inner, listener):
         rows = measure(port, all_rows(inner), args.within)
         assert not was_taken(listener), "a picture was asked for from inside"
     head = environment("llguidance", "pillow", "uvicorn") | {"model": args.model, "within": args.within}

@@ -393,7 +393,6 @@ BOMBS = {
     "unclosed": {"regex": "(a"},
     "looks ahead": {"regex": "a(?=b)"},
     "repeats": {"regex": "a{1000000}"},
-    "repeats of repeats": {"regex": "(a{1000}){1000}"},
     "nested groups": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
     "nested schema": {"json": '{"properties":{"a":' * 300 + "{}" + "}}" * 300},
     "kind of value": {"json": {"type": "foo"}},
@@ -401,6 +400,8 @@ BOMBS = {
     "states": {"json": {"type": "string", "allOf": [{"pattern": f"{c}.{{20}}{c}"} for c in "abcdefghij"]}},
     "product": {"json": {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(20)]}},
     "unknown rule": {"grammar": "start: b"},
+    "endless rule": {"grammar": "start: start"},
+    "no character": {"regex": r"[^\s\S]"},
     "nothing": {"grammar": ""},
     "tag without trigger": {"structural_tag": TAG | {"triggers": ["<g"]}},
     "tag without anything": {"structural_tag": {}},
@@ -425,6 +426,9 @@ def test_what_cannot_be_used_reaches_no_device(llm, name):
     [
         ("unclosed", r"unclosed group, got '\(a'"),
         ("nested groups", r"exceed the maximum [^,]+, got '\(\(\("),
+        ("endless reference", "no text fits it: it may refer to itself in a loop without an end, got '{"),
+        ("endless rule", "no text fits it: it may refer to itself in a loop without an end, got 'start"),
+        ("no character", r"it matches no text, got '\[\^"),
         ("repeats", "lexer error: too many expressions constructed, got 'a"),
         (
             "tag without anything",
@@ -436,6 +440,29 @@ def test_why_something_cannot_be_used(llm, name, message):
     """Without the grammar that is made of it."""
     with pytest.raises(ValueError, match=f"must be usable: {message}"):
         answer(llm, SamplingParams(structured_outputs=BOMBS[name]))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "(a{1000}){1000}"},
+        {"regex": "(((a{2,100}){100}){100}){2,}"},
+        {"regex": r"(b|\(a{400}){300}"},
+        {"regex": "([(]a{400}){300}"},
+        {"grammar": "start: /(a{1000}){1000}/"},
+    ],
+)
+def test_repeats_of_repeats_are_counted(given):
+    """Before any compiler sees them."""
+    with pytest.raises(ValueError, match=r"must have repetitions of at most 100000 together, got \d+$"):
+        StructuredOutputs(**given)
+
+
+@pytest.mark.parametrize(
+    "regex", ["(a{300}){300}", "a{1000}b{1000}", r"(a\){1000}(b{1000})", "[)]{1000}(a{99}|[{]){99}"]
+)
+def test_repeats_beside_each_other_are_not_multiplied(regex):
+    assert StructuredOutputs(regex=regex).text == regex
 
 
 @pytest.mark.parametrize("regex", ["a{5000}", "(a|aa)*b", "foo**", "(x+x+)+y"])

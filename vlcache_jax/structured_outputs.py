@@ -17,8 +17,14 @@ from vlcache_jax.foreign import STRUCTURED, takes_foreign
 MAX_LENGTH = 1 << 16  # characters of one: what is longer may take seconds to compile
 MAX_MULTIPLE = 100_000  # the same of `multipleOf`, whose automaton has as many states
 
+MAX_REPEATS = 100_000  # of repetitions of repetitions; the compiler writes out each
+
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
+# What stands for itself, classes of characters, groups, and how often one is repeated.
+_REPEAT = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<open>\()|(?P<close>\))|\{(?P<least>\d{1,18})(?P<most>,\d{0,18})?\}"
+)
 _ESCAPED = re.compile(r"\\u00([0-9a-fA-F]{2})")
 
 
@@ -75,6 +81,8 @@ class StructuredOutputs:
         if len(text) > MAX_LENGTH:
             raise ValueError(f"{self.name} must be at most {MAX_LENGTH} characters, got {len(text)}")
         _check_multiples(text, self.name)
+        if self.kind in ("regex", "grammar"):
+            _check_repeats(text, self.name)
 
     @classmethod
     def of(cls, given: Any) -> Self | None:
@@ -182,3 +190,22 @@ def _check_multiples(text: str, name: str) -> None:
             together = math.lcm(together, int(digits) * 10 ** max(int(zeros), 0))
         if together > MAX_MULTIPLE or not is_usual:
             raise ValueError(f"{name} must have multipleOf of a common multiple up to {MAX_MULTIPLE}, got {found:.40}")
+
+
+def _check_repeats(text: str, name: str) -> None:
+    """What counts of repetitions within each other multiply to is the size of an expression."""
+    levels, closed = [1], 1  # repetitions in each open group; in the one that was closed last
+    end = -1  # of that one
+    for found in _REPEAT.finditer(text):
+        if found["open"]:
+            levels.append(1)
+        elif found["close"]:
+            closed, end = levels.pop(), found.end()
+            levels = levels or [1]  # it was no group's
+            levels[-1] = max(levels[-1], closed)
+        elif found["least"]:
+            most = (found["most"] or "").removeprefix(",") or found["least"]
+            times = int(most) * (inner := closed if found.start() == end else 1)
+            levels[-1] = max(levels[-1], times)
+            if times > MAX_REPEATS and inner > 1:  # of what is not nested, the compiler says it
+                raise ValueError(f"{name} must have repetitions of at most {MAX_REPEATS} together, got {times}")

@@ -1,9 +1,15 @@
 """What bodies of requests are read as. (Whole tables of wrong ones go through HTTP, in tests/server.)"""
 
+import random
+from typing import Any
+
+import jsonschema
 import pytest
 
 from vlcache_jax import SamplingParams
+from vlcache_jax.inputs.parts import ROLES, read_message
 from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, CHAT
+from vlcache_jax.protocol.messages import MESSAGE
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.values import ApiError, check, read_object, write
 
@@ -115,3 +121,31 @@ def test_json_is_read_and_written():
             read_object(wrong)
     assert write({"a": "é"}) == '{"a": "é"}'.encode()
     assert write({"a": "\ud800"}) == b'{"a": "\\ud800"}'
+
+
+VALUES: list[Any] = [
+    None, False, 0, 0.0, "", "a", [], {}, True, 1, ["a"], {"a": 1}, [None], [""], [{"text": "a"}],
+    [{"type": "text", "text": "a"}], [{"type": None, "text": "a"}], [{"type": "thinking", "thinking": "a"}],
+    [{"function": {"name": "f"}}], [{"function": {"name": "f", "arguments": "{}"}, "id": "a"}], [{"function": {}}],
+]  # fmt: skip
+KEYS = ("content", "name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content", "refusal", "unknown")
+
+
+def test_messages_are_taken_where_the_document_says_so():
+    """Of routes that are documented by one schema: chats and `/tokenize`."""
+    rng, schema = random.Random(0), jsonschema.Draft202012Validator(MESSAGE)
+    taken = 0
+    for _ in range(1500):
+        message = {"role": rng.choice([*ROLES, *ROLES, "nobody"])}
+        message |= {
+            key: rng.choice(VALUES[: rng.choice((8, len(VALUES)))]) for key in rng.sample(KEYS, rng.randrange(1, 5))
+        }
+        try:
+            check(message, MESSAGE, "messages[0]")
+            read_message(message, "messages[0]", lambda *_: None)
+            is_taken = True
+        except ValueError:
+            is_taken = False
+        assert is_taken == schema.is_valid(message), message
+        taken += is_taken
+    assert 100 < taken < 1400

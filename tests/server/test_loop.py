@@ -162,7 +162,7 @@ def test_what_is_walked_on_the_event_loop_is_seen(turns, monkeypatch):
     served, counted = turns
 
     async def walks(*_):
-        return {"prompt": [str.lower(one) for one in map(lambda _: "A", range(MOST))]}
+        return {"prompt": [json.dumps(number) for number in range(MOST)]}
 
     monkeypatch.setattr(type(served.server), "check_health", walks)
     served.ask("GET", "/health")

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 Bits = npt.NDArray[np.int32]
 
+_LOOP = "no text fits it: it may refer to itself in a loop without an end"
+_NO_TEXT = dict.fromkeys(("json", "json_object", "grammar", "structural_tag"), _LOOP) | dict.fromkeys(
+    ("regex", "choice"), "it matches no text"
+)
 _KEPT = 64  # compiled grammars
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 500,
@@ -260,6 +264,8 @@ def _try(matcher: llguidance.LLMatcher, ends: Bits) -> None:
 def _why(error: Exception, asked: StructuredOutputs) -> str:
     """What is wrong with what was asked, without a grammar round it that nobody wrote."""
     told = str(error).replace("<non-verbose/>", "")
+    if told.strip() == "NoExtensionBias":  # the compiler's word for it
+        return _NO_TEXT[asked.kind]
     if asked.kind != "grammar" and (found := re.findall(r"(?m)^\s*error: (.+)", told)):  # of a regular expression
         told = found[-1]
     return shorten(" ".join(told.split()) or type(error).__name__)

@@ -10,7 +10,8 @@ from vlcache_jax.inputs.parts import MAX_UUID, ROLES, TEXT_KEYS
 from vlcache_jax.protocol.values import Schema
 
 _EMPTY: Schema = {"enum": [None, [], {}], "description": "What is empty says nothing."}
-_NAME = {"anyOf": [{"type": "string"}, {"enum": [None, False, 0, [], {}]}]}
+_NOTHING: Schema = {"enum": [None, False, 0, "", [], {}]}
+_NAME: Schema = {"anyOf": [{"type": "string"}, _NOTHING]}
 _SOME = {"type": "string", "minLength": 1}
 _URL = {
     "type": "string",
@@ -54,7 +55,8 @@ def _content(*parts: Schema) -> dict[str, Any]:
 
 
 def _message(*roles: str, needs: str = "content", **properties: Schema) -> dict[str, Any]:
-    return _object({"role": {"enum": list(roles)}, "name": _NAME, **properties}, "role", needs, rest=_EMPTY)
+    known = {"role": {"enum": list(roles)}, "name": _NAME, "tool_call_id": _NAME, **_OR_NOT, **properties}
+    return _object(known, "role", needs, rest=_EMPTY)
 
 
 _CALLS = {
@@ -72,14 +74,14 @@ _CALLS = {
         "required": ["function"],
     },
 }
-# What an assistant may have said beside a content, or without one.
+# What a message may have beside a content, or without one; templates use what an assistant has said.
 _SAID: dict[str, Any] = {
     "tool_calls": {**_CALLS, "minItems": 1},
     "reasoning": _SOME,
     "reasoning_content": _SOME,
     "refusal": _SOME,
 }
-_OR_NOT: dict[str, Any] = {"tool_calls": {"anyOf": [_CALLS, _NAME]}} | {
+_OR_NOT: dict[str, Any] = {"tool_calls": {"anyOf": [_CALLS, _NOTHING]}} | {
     name: _NAME for name in _SAID if name != "tool_calls"
 }
 
@@ -88,13 +90,8 @@ MESSAGE: Schema = {
     "required": ["role"],
     "properties": {"role": {"type": "string", "enum": list(ROLES)}, "content": {"type": ["string", "array", "null"]}},
     "anyOf": [
-        _message("system", "developer", content=_content(*_TEXTS)),
         _message("user", content=_content(*_TEXTS, *_MEDIA)),
-        _message("tool", content=_content(*_TEXTS), tool_call_id=_NAME),
-        _message("assistant", content=_content(*_TEXTS), **_OR_NOT),
-        *(
-            _message("assistant", needs=name, content={"enum": [None, []]}, **{**_OR_NOT, name: said})
-            for name, said in _SAID.items()
-        ),
+        _message(*(role for role in ROLES if role != "user"), content=_content(*_TEXTS)),
+        *(_message(*ROLES, needs=name, content={"enum": [None, []]}, **{name: said}) for name, said in _SAID.items()),
     ],
 }

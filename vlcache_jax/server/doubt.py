@@ -16,6 +16,9 @@ from vlcache_jax.server.responses import refuse
 from vlcache_jax.serving import NotFiniteError
 
 
+_DOUBTFUL = RuntimeError, NotFiniteError
+
+
 class Doubt:
     """Hears of the errors of requests.
 
@@ -33,7 +36,8 @@ class Doubt:
         """What the client is told of an error, behind which somebody looks at the engine."""
         self.count(error)
         response = refuse(as_api_error(error))
-        response.background = BackgroundTask(self.look, error)
+        if isinstance(error, _DOUBTFUL):  # others would keep their bodies, by the frames of their tracebacks
+            response.background = BackgroundTask(self.look, error)
         return response
 
     def count(self, error: Exception) -> None:
@@ -44,7 +48,7 @@ class Doubt:
     async def look(self, error: Exception) -> None:
         """After an error of the engine, which ends all that run, one of them finds out: unless a plain text is
         answered, nothing is any more."""
-        if self._is_asking or not isinstance(error, RuntimeError | NotFiniteError):
+        if self._is_asking or not isinstance(error, _DOUBTFUL):
             return
         self._is_asking = True
         try:

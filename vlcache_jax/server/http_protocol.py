@@ -11,7 +11,7 @@ from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.responses import refuse
 
 HEAD_BYTES = 1 << 16
-"""Of a request's head at most. h11 holds heads to it; httptools, which uvicorn prefers where it is, holds them to nothing."""
+"""Of a request's head at most. h11 holds to it; httptools, which uvicorn prefers where it is, has no limit."""
 
 
 class HttpProtocol(H11Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import os
 import signal
@@ -149,6 +150,8 @@ class _Process:
         except Exception as error:
             self._server.entrance.failure = f"it could not be compiled: {error}"
             return
+        gc.collect()
+        gc.freeze()  # a large body's values would have all that there is looked through, and others wait for that
         place = self._config.uds or _url(self._config, self._place)
         say(f"ready: {' '.join(self._server.models)} at {place} (try {_try(self._config, self._place)})")
 

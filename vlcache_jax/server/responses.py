@@ -89,9 +89,10 @@ async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | N
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for one in (working, leaving):
-            one.cancel()
+        working.cancel()
+        leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+        del working, leaving  # an error that is raised here has this frame, and would keep itself and all that it has
 
 
 async def _leaves(receive: Receive) -> None:
