@@ -3,8 +3,8 @@
 Two layouts are published. Qwen's own FP8 has a factor `weight_scale_inv` for each block of 128 x 128 values;
 compressed-tensors has `weight_scale`, for each block, or for each output. Either way a weight is its 8 bits (e4m3)
 times its factor, whatever the name says. Embeddings, norms, the output head, routers and the vision tower are stored as
-ever. So are the decoder's matrices that the file leaves out by name or pattern. Queries, keys and values are one product
-here, as are gate and up, and the experts of a layer: a product of which a matrix is left out is not in 8 bits.
+ever, and so are matrices of the decoder that the file leaves out by name or pattern. Queries, keys and values are one
+product here, as are gate and up, and the experts of a layer: a product of which a matrix is left out is not in 8 bits.
 """
 
 from __future__ import annotations

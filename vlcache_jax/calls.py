@@ -104,6 +104,12 @@ class Caller:
             for one, own in zip(params, compress, strict=True)
         ]
         prompts = self._prompts(call)
+        asked = [
+            self._sequences.held(one[0], prompt) or one
+            if isinstance(one, tuple) and isinstance(prompt, Prompt)
+            else one
+            for one, prompt in zip(asked, prompts, strict=True)
+        ]
 
         def failed(row: int, error: str) -> RequestOutput:
             prompt = prompts[row]

@@ -46,6 +46,8 @@ class StructuredOutputs:
         Tokens that are added to the vocabulary, such as `<tool_call>`, are meant as such there.
       disable_any_whitespace: no white space between the tokens of JSON.
       whitespace_pattern: a regular expression of the white space there; None: any.
+      enable_in_reasoning: it holds from the first token, also if the prompt opens the model's thinking. By default the
+        model then thinks freely, and the answer after `</think>` is held.
 
     Raises:
       ValueError: it is none of these, or too long.
@@ -60,9 +62,10 @@ class StructuredOutputs:
     structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    enable_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "enable_in_reasoning"):
             if not isinstance(given := getattr(self, name) or False, bool):
                 raise ValueError(f"structured_outputs.{name} must be true or false, got {short(given)}")
             object.__setattr__(self, name, given)

@@ -426,6 +426,20 @@ def user(*parts):
             user({"type": "image_url", "image_url": {"url": "a", "size": "low"}}),
             "image_url must hold only url, detail, got 'si",
         ),
+        (
+            user({"type": "image_url", "image_url": {"url": "a", "detail": "tiny"}}),
+            "content[0] image_url.detail must be one of auto, low, high, original, got 'tiny'",
+        ),
+        *(
+            (
+                user(part),
+                "detail must be auto or high for an uploaded image, which is shown as it was stored, got 'low'",
+            )
+            for part in (
+                {"type": "input_image", "file_id": "a", "detail": "low"},
+                {"type": "image_url", "image_url": {"url": "file-id:a", "detail": "low"}},
+            )
+        ),
         (user({"type": "image_url", "image_url": {}}), "must have a string as image_url or as its url, got NoneType"),
         (user({"type": "image_url", "url": "a"}), "must hold only type, image_url, uuid, min_pixels, max_pi"),
         (user(image(FIRST), image("no/file.png")), "images[1] must be the path of a readable file, got 'no/file.png'"),
@@ -471,12 +485,11 @@ def test_a_checkpoint_without_a_template_takes_prompts_only():
 # --- what clients of others write -----------------------------------------------------------------------------------
 
 
-def test_openais_extra_keys_are_ignored_with_a_warning(renderer):
+def test_openais_shapes_of_parts(renderer):
     plain = renderer.from_conversation(user(image(FIRST), text("a")))
     url = f"data:image/png;base64,{base64.b64encode(png(FIRST)).decode()}"
     shown = {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
-    with pytest.warns(UserWarning, match="^the detail of an image is ignored$"):
-        assert renderer.from_conversation(user(shown, text("a"))).text == plain.text
+    assert renderer.from_conversation(user(shown, text("a"))).text == plain.text
     unset = {"type": "image_url", "image_url": {"url": url, "detail": None}}
     newer = {"type": "input_image", "image_url": url, "detail": "auto", "file_id": None, "uuid": "one"}
     for same in (user(unset, text("a")), user(newer, "a"), user(newer, {"type": "input_text", "text": "a"})):
@@ -485,6 +498,35 @@ def test_openais_extra_keys_are_ignored_with_a_warning(renderer):
     refused = [*user(text("a")), {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]
     spoken = [*user(text("a")), {"role": "assistant", "content": [{"type": "output_text", "text": "No."}]}]
     assert renderer.from_conversation(refused).text == renderer.from_conversation(spoken).text
+
+
+@pytest.mark.parametrize(
+    ("detail", "own", "limits"),
+    [
+        (None, {}, {}),
+        ("auto", {}, {}),
+        ("high", {}, {}),
+        ("original", {"min_pixels": 9}, {"min_pixels": 9}),
+        ("low", {}, {"max_pixels": 512 * 512}),
+        ("low", {"min_pixels": 9}, {"min_pixels": 9, "max_pixels": 512 * 512}),
+        ("low", {"min_pixels": 10**6}, {"min_pixels": 10**6, "max_pixels": 10**6}),
+        ("low", {"max_pixels": 9}, {"max_pixels": 9}),
+        (
+            "low",
+            {"resized_height": 56, "resized_width": 28, "max_pixels": 9},
+            {"resized_height": 56, "resized_width": 28},
+        ),
+    ],
+)
+def test_the_detail_of_an_image_is_its_size(renderer, detail, own, limits):
+    url = f"data:image/png;base64,{base64.b64encode(png(FIRST)).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url, "detail": detail}, **own}
+    [source] = renderer.from_conversation(user(part, text("a"))).sources
+    assert source.limits == limits
+    if not own:
+        newer = {"type": "input_image", "image_url": url, "detail": detail}
+        [source] = renderer.from_conversation(user(newer, text("a"))).sources
+        assert source.limits == limits
 
 
 def test_the_template_gets_what_else_a_message_holds(renderer):

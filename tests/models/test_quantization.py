@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import pytest
-
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from vlcache_jax.models.quantization import PRODUCTS, Quantization, read_quantization

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlcache_jax.engine.detokenizer import spelled
-from vlcache_jax.inputs.prompt import PromptRenderer
+from vlcache_jax.inputs.prompt import PromptRenderer, Template
 from vlcache_jax.outputs import (
     CacheReport,
     CompletionDelta,
@@ -253,18 +253,40 @@ def test_log_probabilities_of_parts_of_characters(tokenizer, cuts, by_id):
     assert {key: list(itertools.chain(*(one[key] for one in pieces))) for key in told} == told
 
 
-def test_a_forced_call_comes_behind_thinking(renderer):
+def test_what_is_held_comes_after_thinking(renderer):
     """Whose template says so: the request's own, the given one, or the checkpoint's."""
-    opens = "{{ messages[0].content }}</think>{% if add_generation_prompt %}<think>{% endif %}"
+    opens = "{{ messages[0].content }}{{ tools }}</think>{% if add_generation_prompt %}<think>{% endif %}"
+    messages = [{"role": "user", "content": "Hello"}]
     tools = [{"type": "function", "function": {"name": "look"}}]
-    body = {"messages": [{"role": "user", "content": "Hello"}], "tools": tools, "tool_choice": "required"}
-    for chats, more, is_behind in (
-        (ChatFormat(renderer), {}, False),
-        (ChatFormat(renderer), {"chat_template": opens}, True),
-        (ChatFormat(renderer, opens), {}, True),
-        (ChatFormat(renderer, opens), {"add_generation_prompt": False}, False),
-        (ChatFormat(renderer, opens, thoughts=False), {}, False),
-        (ChatFormat(renderer, opens), {"chat_template": 5}, False),  # what is wrong is told later
-    ):
-        held = chats.request(body | more, {}).params.structured_outputs
-        assert held.text.startswith("start: thinking") == is_behind
+    for asked in ({"tools": tools, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        body = {"messages": messages, **asked}
+        for chats, more, is_after in (
+            (ChatFormat(renderer), {}, False),
+            (ChatFormat(renderer), {"chat_template": opens}, True),
+            (ChatFormat(renderer, opens), {}, True),
+            (ChatFormat(renderer, opens), {"add_generation_prompt": False}, False),
+            (ChatFormat(renderer, opens, thoughts=False), {}, False),
+        ):
+            request = chats.request(body | more, {})
+            template = Template(**{"chat_template": chats.chat_template, **request.template})
+            prompt = renderer.from_conversation(messages, template=template)
+            held = request.params.structured_outputs
+            assert (prompt.opens_thought and not held.enable_in_reasoning) == is_after
+            answer = chats.answer(request, "a", "m")
+            assert answer.parts.thoughts == chats.thoughts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("What does <think> mean?", False),
+        ("What is this?", False),
+    ],
+)
+def test_a_text_of_a_template_opens_thinking_by_its_end(renderer, prompt, opened):
+    thinking = PromptRenderer(renderer.tokenizer, renderer.chat_template + "{# </think> #}")
+    assert thinking.from_prompt(prompt).opens_thought == opened
+    assert thinking.from_prompt(renderer.tokenizer(prompt)["input_ids"]).opens_thought == opened
+    assert not renderer.from_prompt(prompt).opens_thought

@@ -61,8 +61,6 @@ def test_right_calls_are_taken_and_read(takes):
     assert takes(COLOGNE, tool_choice=NAMED)
     assert takes(COLOGNE, tool_choice={"type": "function", "name": "weather"})
     assert takes(f"{NOW}\n{NOW}")
-    for thought in ("So.</think>\n\n", "</think>\n\n", "So </think\n\nWell.\n</think>\n\n"):
-        assert takes(thought + NOW, is_opened=True)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,6 @@ def test_how_many_calls_and_which(takes):
     assert not takes(f"{NOW}\n{NOW}", parallel=False)
     assert not takes(f"{COLOGNE}\n{COLOGNE}", tool_choice=NAMED)
     assert not takes(NOW, tool_choice=NAMED)
-    assert not takes(NOW, is_opened=True)
 
 
 def test_nothing_is_forced():

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlcache_jax.inputs.thinking import is_opened, thinks
 from vlcache_jax.protocol.deltas import CallDelta, Delta, Joined, joined_pieces
 from vlcache_jax.protocol.parsing import AnswerParser
-from vlcache_jax.protocol.reasoning import ReasoningParser, is_opened, thinks
+from vlcache_jax.protocol.reasoning import ReasoningParser
 from vlcache_jax.protocol.tools import ToolParser
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, {"a": 2}]}}\n</tool_call>'
@@ -180,6 +181,17 @@ def test_what_is_no_call_stays_content(text):
     content, calls = called(f"{text}\n{WEATHER}")  # and the next one is read, where no string is open
     if text.endswith("</tool_call>"):
         assert (content, len(calls)) == (text, 1)
+
+
+def test_one_call_at_most_is_told():
+    calls = [f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>' for n in range(3)]
+    text = f"So. {calls[0]}\n{calls[1]} and\n{calls[2].removesuffix('</tool_call>')}"
+    for pieces in ([text], list(text)):
+        parser = AnswerParser("a", has_tools=True, is_single=True)
+        found = Joined.of([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
+        assert (found.content, len(found.calls)) == ("So. and", 1)
+        assert found.calls[0]["function"]["arguments"] == '{"n": 0}'
+        assert parser.finish_reason("stop") == "tool_calls"
 
 
 def test_an_answer_that_is_cut_off():

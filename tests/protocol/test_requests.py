@@ -1,6 +1,7 @@
 """What bodies of requests are read as. (Whole tables of wrong ones go through HTTP, in tests/server.)"""
 
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -11,6 +12,7 @@ from vlcache_jax.inputs.parts import ROLES, read_message
 from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, CHAT
 from vlcache_jax.protocol.messages import MESSAGE
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
+from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError, check, read_object, write
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -57,10 +59,113 @@ def test_a_cache_key_of_openai_is_no_salt():
 def test_what_there_is_not_is_refused_by_name(name):
     for nothing in ABSENT_IN_CHAT[name]:
         parsed(**{name: nothing})
-    with pytest.raises(ApiError, match=f"^{name} is not supported") as told:
+    with pytest.raises(ApiError, match=f"^{name} is not supported, got 'something'(: .+)?$") as told:
         parsed(**{name: "something"})
     assert (told.value.param, told.value.status) == (name, 400)
     assert name not in CHAT
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("store", True, "leave it out, or ask /v1/responses, which keeps responses"),
+        ("service_tier", "flex", "set priority"),
+        ("service_tier", "priority", "set priority"),
+        ("verbosity", "low", "say in a message how long the answer is to be, or set max_tokens"),
+        ("prompt_cache_options", {"mode": "explicit"}, "leave it out: what is cached is for the server's options"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused_with_what_to_write(name, value, remedy):
+    given = {name: value}
+    for read in (parsed, lambda **more: CompletionRequest.parse({"prompt": "a", **more})):
+        with pytest.raises(ApiError) as told:
+            read(**given)
+        assert told.value.message == f"{name} is not supported, got {value!r}: {remedy}"
+
+
+HYBRID = "{% if enable_thinking is false %}<think>\n\n</think>{% endif %}"
+ALWAYS = "{{ message.content.split('</think>') }}<think>"
+LEVELS = "{{ reasoning_effort }}</think>"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "own", "asked"),
+    [
+        (HYBRID, "none", {}, {"enable_thinking": False}),
+        (HYBRID, "none", {"a": 1, "enable_thinking": False}, {"a": 1, "enable_thinking": False}),
+        (HYBRID, "medium", {"a": 1}, {"a": 1}),
+        (HYBRID, None, {"enable_thinking": True}, {"enable_thinking": True}),
+        (ALWAYS, "medium", {}, {}),
+        ("{{ messages }}", "none", {}, {}),  # it does not think
+        *((LEVELS, effort, {"a": 1}, {"a": 1, "reasoning_effort": effort}) for effort in ("none", "low", "xhigh")),
+    ],
+)
+def test_effort_is_what_the_template_makes_of_it(template, effort, own, asked):
+    body = {"messages": HELLO, "reasoning_effort": effort, "chat_template_kwargs": own}
+    for more, given in (({}, template), ({"chat_template": template}, "{{ another }}")):
+        request = ChatRequest.parse(body | more, {"max_tokens": None}, given)
+        assert request.template.get("chat_template_kwargs", {}) == asked
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "own", "message"),
+    [
+        (
+            ALWAYS,
+            "none",
+            {},
+            "must be one that the chat template has, got 'none': take a model that does not think, or",
+        ),
+        (HYBRID, "high", {}, "must be one that the chat template has, got 'high': leave it out, or set what it has"),
+        ("{{ messages }}", "low", {}, "must be one that the chat template has, got 'low': leave it out"),
+        (HYBRID, "none", {"enable_thinking": True}, "must be left out where chat_template_kwargs has enable_thinking"),
+        (
+            LEVELS,
+            "low",
+            {"reasoning_effort": "high"},
+            "left out where chat_template_kwargs has reasoning_effort, got 'lo",
+        ),
+        (LEVELS, "some", {}, "must be one of none, minimal, low, medium, high, xhigh, max, got 'some'"),
+        (LEVELS, 5, {}, "must be a string, got 5"),
+    ],
+)
+def test_an_effort_that_the_template_does_not_have_is_refused(template, effort, own, message):
+    body = {"messages": HELLO, "reasoning_effort": effort, "chat_template_kwargs": own}
+    with pytest.raises(ApiError, match=rf"^reasoning_effort .*{re.escape(message)}") as told:
+        ChatRequest.parse(body, {"max_tokens": None}, template)
+    assert told.value.param == "reasoning_effort"
+
+
+def test_what_a_response_asks_of_thinking():
+    def read(**body):
+        return ResponseRequest.parse({"input": "a", **body}).chat
+
+    assert read(reasoning={"effort": "none", "summary": "auto", "generate_summary": None}) == {
+        "reasoning_effort": "none"
+    }
+    assert read(reasoning={"context": "auto", "mode": "standard"}, text={"verbosity": "medium"}) == {}
+    assert read(stream=True, stream_options={"include_usage": True, "include_obfuscation": False}) == {"stream": True}
+    for body, param, message in (
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "must be one of none, minimal"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "must be one of auto, got 'detailed'"),
+        ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary", "must be one of auto"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context", "must be one of auto"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "must be one of standard"),
+        ({"reasoning": {"budget": 5}}, "reasoning", "must hold only effort, summary"),
+        (
+            {"stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "must be one of False",
+        ),
+        ({"stream_options": {"more": True}}, "stream_options", "must hold only include_usage, include_obfuscation"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported, got 'low': say in a message"),
+        ({"service_tier": "flex"}, "service_tier", "is not supported, got 'flex': set priority"),
+        ({"reasoning_effort": "none"}, "reasoning_effort", "body must hold only"),
+        ({"request_id": "a"}, "request_id", "body must hold only"),
+    ):
+        with pytest.raises(ApiError, match=re.escape(message)) as told:
+            read(**body)
+        assert told.value.param == param
 
 
 def test_what_a_completion_asks():

@@ -127,8 +127,16 @@ def test_what_has_no_effect_is_accepted(chats):
     plain = chats.create(messages=HELLO, **SHORT).choices[0].message.content
     given = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "store": False}
     more = {"tools": [], "response_format": {"type": "text"}, "modalities": ["text"], "priority": 3, "min_p": None}
+    more |= {"service_tier": "default", "verbosity": "medium", "reasoning_effort": "medium", "session_id": "s"}
     body = SHORT["extra_body"] | more | {"mm_processor_kwargs": None}
     assert chats.create(messages=HELLO, **SHORT | {"extra_body": body} | given).choices[0].message.content == plain
+
+
+def test_an_answer_has_the_id_that_is_asked_for(served):
+    for path, asked in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "One"})):
+        prefix = "chatcmpl" if "chat" in path else "cmpl"
+        found = served.json("POST", path, asked | {"max_tokens": 1, "request_id": "mine-7"})[1]
+        assert found["id"] == f"{prefix}-mine-7"
 
 
 def test_histories_as_clients_send_them(chats):
@@ -203,6 +211,10 @@ WRONG = [
     ({"stream_options": {}, "stream": False}, 400, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, 400, "stream_options.include_obfuscation"),
+    ({"store": True}, 400, "store"),
+    ({"reasoning_effort": "high"}, 400, "reasoning_effort"),
+    ({"request_id": ""}, 400, "request_id"),
     ({"stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
     ({"priority": "high"}, 400, "priority"),
     ({"priority": 1.5}, 400, "priority"),
@@ -399,7 +411,6 @@ def test_pictures_that_are_refused_cost_nothing(served, url, monkeypatch):
     assert found["error"]["param"].startswith("messages")
 
 
-@pytest.mark.filterwarnings("ignore:the detail of an image")
 def test_pictures_as_clients_name_them(chats, picture, textured_image):
     for more in ({"detail": "auto"}, {"detail": "high"}, {"detail": "low"}):
         part = {"type": "image_url", "image_url": {"url": picture, **more}}

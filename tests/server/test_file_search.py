@@ -184,7 +184,9 @@ def test_what_bounds_a_search(served, client):
     assert results(max_num_results=1) == ["sku-1"]
     assert results(filters={"type": "gt", "key": "price", "value": 10})[:1] == ["sku-2"]
     assert results(filters={"type": "eq", "key": "price", "value": 7}) == []
-    assert results(ranking_options={"score_threshold": 0.99999}) == ["sku-1"]
+    weights = {"embedding_weight": 1, "text_weight": 0}
+    ranked = {"score_threshold": 0.99999, "ranker": "default-2024-11-15", "hybrid_search": weights}
+    assert results(ranking_options=ranked) == ["sku-1"]
     short = responses.create(**ONCE | {"max_output_tokens": 3})
     assert short.status == "incomplete"
     assert {item.type for item in short.output} <= {"file_search_call", "message"}
@@ -263,6 +265,11 @@ def test_functions_stand_beside_it(served, client):
         ),
         ({"ranking_options": []}, "tools[0].ranking_options must hold only"),
         ({"ranking_options": {"score_threshold": "x"}}, "tools[0].ranking_options.score_threshold must be a number"),
+        ({"ranking_options": {"ranker": "none"}}, "tools[0].ranking_options.ranker must be auto"),
+        (
+            {"ranking_options": {"hybrid_search": {"embedding_weight": 1, "text_weight": 1}}},
+            "tools[0].ranking_options.hybrid_search must be left out or have text_weight 0",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(served, tool, where):

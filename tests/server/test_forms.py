@@ -133,8 +133,12 @@ def test_thinking_is_told_apart(serve):
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 8}
     plain = serve(chat_template=template, reasoning_parser="none").json("POST", CHAT, body)[1]
     assert plain["choices"][0]["message"]["content"].strip("\n") == message["reasoning"].strip("\n")
-    # A form of its own begins at once.
-    formed = served.json("POST", CHAT, body | {"structured_outputs": {"choice": ["yes"]}, "ignore_eos": False})[1]
+    # A form of its own holds what comes after that, and where thinking is not told apart, all.
+    form = body | {"structured_outputs": {"choice": ["yes"]}, "ignore_eos": False}
+    formed = served.json("POST", CHAT, form)[1]["choices"][0]["message"]
+    assert formed["content"] == ""
+    assert formed["reasoning"]
+    formed = serve(chat_template=template, reasoning_parser="none").json("POST", CHAT, form)[1]
     assert formed["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
 
 

@@ -142,7 +142,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 def spelled(data: bytes) -> str:
-    """Return a token's bytes as text; if they are part of a character, then as OpenAI writes them: `bytes:\\xe2\\x80`."""
+    """Return a token's bytes as text; those of a part of a character as OpenAI writes them, `bytes:\\xe2\\x80`."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.checks import short, shorten
+from vlcache_jax.inputs.thinking import CLOSE
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.structured_outputs import StructuredOutputs
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import llguidance
 
 Bits = npt.NDArray[np.int32]
+type _Held = tuple[StructuredOutputs, bool]  # what is asked, and whether it holds after the model's thinking
 
 _LOOP = "no text fits it: it may refer to itself in a loop without an end"
 _NO_TEXT = dict.fromkeys(("json", "json_object", "grammar", "structural_tag"), _LOOP) | dict.fromkeys(
@@ -59,7 +61,7 @@ class Grammars:
         self._tokenizer, self._ends, self._vocab_size = tokenizer, ends, vocab_size
         self._built: llguidance.LLTokenizer | None = None
         self._added: dict[str, int] = {}  # ids of tokens that are added to the vocabulary
-        self._known: OrderedDict[StructuredOutputs, llguidance.LLMatcher] = OrderedDict()
+        self._known: OrderedDict[_Held, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # of these
         self._compiling = ThreadPoolExecutor(1, "vlcache-grammars")
         self._filling = ThreadPoolExecutor(1, "vlcache-masks")
@@ -68,52 +70,59 @@ class Grammars:
         """Reads the vocabulary, so that the first grammar need not wait for it."""
         return self._compiling.submit(self._vocabulary)
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: SamplingParams, *, opens_thought: bool = False) -> None:
         """Compiles what an answer is held to, if it is not yet.
+
+        Args:
+          opens_thought: the prompt ends within the model's thinking. What is held is what comes after that.
 
         Raises:
           ValueError: it cannot be, or is too large.
         """
-        if params.structured_outputs is not None:
-            self._compiled(params.structured_outputs)
+        if (asked := params.structured_outputs) is not None:
+            self._compiled(_held(asked, opens_thought))
 
-    def matcher(self, params: SamplingParams) -> Matcher | None:
-        """Says of a new answer what may come next; None: everything."""
-        if params.structured_outputs is None:
+    def matcher(self, params: SamplingParams, *, opens_thought: bool = False) -> Matcher | None:
+        """Says of a new answer what may come next, see `check`; None: everything."""
+        if (asked := params.structured_outputs) is None:
             return None
         ends = bits(self._ends, self._vocab_size)
-        return Matcher(self._compiled(params.structured_outputs), params, ends, self._filling)
+        return Matcher(self._compiled(_held(asked, opens_thought)), params, ends, self._filling)
 
     def close(self) -> None:
         """What is under way is given up."""
         for threads in (self._compiling, self._filling):
             threads.shutdown(cancel_futures=True)
 
-    def _compiled(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
-        return self._find(asked) or self._compiling.submit(self._compile, asked).result()
+    def _compiled(self, held: _Held) -> llguidance.LLMatcher:
+        return self._find(held) or self._compiling.submit(self._compile, held).result()
 
-    def _find(self, asked: StructuredOutputs) -> llguidance.LLMatcher | None:
+    def _find(self, held: _Held) -> llguidance.LLMatcher | None:
         with self._lock:
-            if asked in self._known:
-                self._known.move_to_end(asked)
-            return self._known.get(asked)
+            if held in self._known:
+                self._known.move_to_end(held)
+            return self._known.get(held)
 
-    def _compile(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
+    def _compile(self, held: _Held) -> llguidance.LLMatcher:
         import llguidance
 
-        if (known := self._find(asked)) is not None:  # many may have asked for it at once
+        if (known := self._find(held)) is not None:  # many may have asked for it at once
             return known
+        asked, is_after_thought = held
         try:
             if not self._ends:
                 raise ValueError("the checkpoint must have end tokens")
             vocabulary = self._vocabulary()
             limits = llguidance.LLParserLimits(**_LIMITS)
-            matcher = llguidance.LLMatcher(vocabulary, _source(asked, self._added), log_level=0, limits=limits)
+            source = _source(asked, self._added)
+            if is_after_thought:
+                source = _after_thought(source, self._added, self._ends)
+            matcher = llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
             _try(matcher, bits(self._ends, self._vocab_size))
         except Exception as error:  # a converter in Python may raise anything
             raise ValueError(f"{asked.name} must be usable: {_why(error, asked)}, got {short(asked.text)}") from error
         with self._lock:
-            self._known[asked] = matcher
+            self._known[held] = matcher
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return matcher
@@ -298,6 +307,28 @@ def _source(asked: StructuredOutputs, added: dict[str, int]) -> str:
     if asked.kind == "structural_tag":
         return _tags(json.loads(asked.text), added)
     return llguidance.grammar_from(asked.kind, asked.text)  # type: ignore[arg-type]
+
+
+def _held(asked: StructuredOutputs, opens_thought: bool) -> _Held:
+    return asked, opens_thought and not asked.enable_in_reasoning
+
+
+def _after_thought(source: str, added: dict[str, int], ends: frozenset[int]) -> str:
+    """A grammar that takes what a model thinks, then `</think>` and an empty line, then what another grammar takes.
+
+    The thinking is any text, and any added tokens but those that end it or the answer.
+    """
+    if (close := added.get(CLOSE)) is None:
+        rules = [f"thought[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/"]
+    else:
+        # The tag as text would end the thinking for who reads it, but not here.
+        text = f"/(.|\\n)+/ & ~/(.|\\n)*{re.escape(CLOSE).replace('/', chr(92) + '/')}(.|\\n)*/"
+        others = sorted(set(added.values()) - ends - {close})
+        piece = f"TEXT | <[{','.join(map(str, others))}]>" if others else "TEXT"
+        rules = [f"thought: ({piece})* <[{close}]>", f"TEXT: {text}"]
+    thinking = "\n".join([f"start: thought {json.dumps(chr(10) * 2)} @answer", *rules])
+    held = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [{"lark_grammar": thinking}, held[0] | {"name": "answer"}, *held[1:]]})
 
 
 def _tags(asked: dict[str, Any], added: dict[str, int]) -> str:

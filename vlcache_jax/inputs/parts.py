@@ -29,6 +29,9 @@ FILES = "files"
 _FILE = "file-id:"  # begins a URL that names one
 
 _MOST_CALLS = 4096  # of one message
+DETAILS = ("auto", "low", "high", "original")
+_LOW = 512 * 512  # pixels of an image of low detail, as OpenAI has it
+
 MAX_UUID = 1024  # characters of a caller's own id of a picture
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Of a message, beside role and content: what the template may use.
@@ -149,6 +152,7 @@ def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
     part = {key: value for key, value in part.items() if value is not None}
     if "file_id" in part:
         check_keys(part, ("type", "file_id", "detail"), name)
+        _check_uploaded(part.get("detail"), name)
         return {"type": "image", "library": FILES, "id": part["file_id"]}
     check_keys(part, ("type", "image_url", "detail", "uuid", "file_id"), name)
     url = part.get("image_url")
@@ -164,19 +168,37 @@ def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]
         return _named(part, name), {}
     if part["type"] == "image_url":
         check_keys(part, ("type", "image_url", "uuid", *OWN_LIMITS), name)
-        value = part.get("image_url")
+        value, detail = part.get("image_url"), None
         if isinstance(value, Mapping):
             check_keys(value, ("url", "detail"), f"{name} image_url")
-            if value.get("detail") not in (None, "auto"):
-                warn("the detail of an image is ignored")
-            value = value.get("url")
+            detail, value = value.get("detail"), value.get("url")
+            limits = _detailed(detail, limits, name)
         if not isinstance(value, str):
             raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
         if value.startswith(_FILE):
+            _check_uploaded(detail, name)
             return _named({"library": FILES, "id": value.removeprefix(_FILE)}, name), {}
         return value, limits
     check_keys(part, ("type", "uuid", *_IMAGE_KEYS, *OWN_LIMITS), name)
     return _only(part, _IMAGE_KEYS, name), limits
+
+
+def _detailed(detail: Any, limits: dict[str, int], name: str) -> dict[str, int]:
+    """The limits of an image, with that of OpenAI's `detail`; its own come first."""
+    if detail not in (None, *DETAILS):
+        raise ValueError(f"{name} image_url.detail must be one of {', '.join(DETAILS)}, got {short(detail)}")
+    if detail != "low" or not limits.keys().isdisjoint(("max_pixels", "resized_height")):
+        return limits
+    return {**limits, "max_pixels": max(_LOW, limits.get("min_pixels", 0))}
+
+
+def _check_uploaded(detail: Any, name: str) -> None:
+    """Raises a ValueError unless an uploaded image is shown as large as it was stored."""
+    if detail not in (None, "auto", "high", "original"):
+        raise ValueError(
+            f"{name} detail must be auto or high for an uploaded image, which is shown as it was stored, "
+            f"got {short(detail)}"
+        )
 
 
 def _named(part: Mapping[str, Any], name: str) -> Named:

@@ -44,6 +44,7 @@ from vlcache_jax.inputs.parts import (
 )
 from vlcache_jax.inputs.processor import overrule
 from vlcache_jax.inputs.settings import NO_SETTINGS, MediaSettings, read_settings
+from vlcache_jax.inputs.thinking import OPEN, is_opened, thinks
 from vlcache_jax.inputs.tools import read_tools, written_out
 from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, read_video
 
@@ -134,6 +135,7 @@ class Prompt:
         uuids: the caller's own id of each of them, or None.
         limits: min_pixels and max_pixels of this request; empty means the engine's.
         name: what error messages call it, such as "conversations[2]".
+        opens_thought: the text ends within the thinking that comes before the answer.
     """
 
     text: str = field(repr=False)
@@ -142,6 +144,7 @@ class Prompt:
     uuids: tuple[str | None, ...] = ()
     limits: Mapping[str, int] = field(default_factory=dict)
     name: str = "prompt"
+    opens_thought: bool = False
 
     def limits_of(self, source: Source) -> Mapping[str, int]:
         """Of the pixels of one of the sources: its own, and where it has none this request's."""
@@ -321,7 +324,8 @@ class PromptRenderer:
             raise ValueError(f"{name} must suit {whose}, which failed: {error}") from error
         if not text:
             raise ValueError(f"{name} must suit {whose}, which made an empty prompt of it")
-        return self._prompt(cast(str, text), found, settings, name)
+        prompt = self._prompt(cast(str, text), found, settings, name)
+        return replace(prompt, opens_thought=thinks(chat_template) and is_opened(prompt.text))
 
     def from_prompt(self, prompt: str | Mapping[str, Any] | Sequence[int], *, name: str = "prompt") -> Prompt:
         """Takes a text or its tokens as they are, with one `<|image_pad|>` or `<|video_pad|>` at each one's place.
@@ -372,7 +376,10 @@ class PromptRenderer:
                     part = one if isinstance(one, Mapping) else {"video": one}
                     found.append((self.video({"type": "video", **part}, where, settings.of_video(i)), uuid))
         given = cast(str, text) if ids is None else _token_ids(ids, len(self.tokenizer), f"{name} prompt_token_ids")
-        return self._prompt(given, found, settings, name)
+        result = self._prompt(given, found, settings, name)
+        # A text may write about the tag. One that a template made ends with it.
+        is_opened_last = self.chat_template is not None and result.text.rstrip().endswith(OPEN)
+        return replace(result, opens_thought=is_opened_last and thinks(self.chat_template or ""))
 
     def _add(
         self,

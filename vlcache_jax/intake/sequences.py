@@ -17,6 +17,7 @@ from vlcache_jax.engine.grammars import Grammars
 from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
+from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
@@ -134,6 +135,14 @@ class SequenceBuilder:
             raise ValueError(f"{name} {error}") from error
         return resolved
 
+    def held(self, params: SamplingParams, prompt: Prompt) -> ValueError | None:
+        """Prepare what holds the answer to a prompt; what is wrong with it, or None."""
+        try:
+            self.grammars.check(params, opens_thought=prompt.opens_thought)
+        except ValueError as error:
+            return ValueError(f"sampling_params {error}")
+        return None
+
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._end_tokens)
 
@@ -169,7 +178,7 @@ class SequenceBuilder:
                 end_tokens=self._ends(params),
                 bad_words=self._bad_words(params),
                 detokenizer=self.detokenizer(params),
-                matcher=self.grammars.matcher(params),
+                matcher=self.grammars.matcher(params, opens_thought=planned.request.prompt.opens_thought),
                 compress=compress,
             )
             for i in range(params.n)

@@ -251,6 +251,8 @@ class ChatAnswer(Answer):
                 chat_template=self.chat_template if self.parts.thoughts else None,
                 prompt=prompt,
                 has_tools=self.parts.calls,
+                is_held=self.parts.is_held,
+                is_single=self.parts.is_single,
                 tokenizer=self.tokenizer,
             )
         return self._parsers[index]
@@ -348,6 +350,11 @@ def cache_report(cache: CacheReport) -> dict[str, Any]:
         "rows": list(cache.rows),
         "images": images,
     }
+
+
+def answer_id(name: str, options: Options) -> str:
+    """The id of an answer: `name`, or its beginning and what the client asks for."""
+    return name if options.request_id is None else f"{name.partition('-')[0]}-{options.request_id}"
 
 
 def logprob(one: Logprob, *, by_id: bool = False) -> dict[str, Any]:

@@ -20,7 +20,8 @@ MOST_MESSAGES = 1 << 16  # of a conversation; more than any context holds
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 FLAG: Schema = {"type": ["boolean", "null"]}
 OBJECT: Schema = {"type": ["object", "null"]}
-_UNUSED = "Accepted, and without effect."
+_LABEL = "A label for the client's own use: no answer depends on it."
+EFFORTS = (None, "none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def told(schema: Schema, description: str) -> Schema:
@@ -50,7 +51,11 @@ def _sampling(name: str) -> Schema:
 
 _STREAM_OPTIONS = {
     "type": ["object", "null"],
-    "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG},
+    "properties": {
+        "include_usage": FLAG,
+        "continuous_usage_stats": FLAG,
+        "include_obfuscation": told({**FLAG, "enum": [False, None]}, "Events are not padded."),
+    },
     "additionalProperties": False,
 }
 # Of chats and of completions alike.
@@ -75,14 +80,10 @@ _BOTH: dict[str, Schema] = {
     "return_token_ids": told(FLAG, "Also answer with the token ids of prompt and answers."),
     "return_tokens_as_token_ids": told(FLAG, "Log-probabilities name tokens `token_id:7`, not by their texts."),
     "return_cache_report": told(FLAG, "Also answer with `cache`: what of each image was reused."),
-    **{
-        name: told({}, _UNUSED)
-        for name in (
-            "user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
-            "prompt_cache_options", "prompt_cache_retention", "request_id", "session_id",
-        )
-    },
-}  # fmt: skip
+    "request_id": told({"type": ["string", "null"], "minLength": 1, "maxLength": 256}, "The end of the answer's id."),
+    **{name: told({}, _LABEL) for name in ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")},
+    "prompt_cache_retention": told(TEXT_OR_NULL, "How long a cache may keep a prompt at most: it keeps none by name."),
+}
 CHAT: Mapping[str, Schema] = {
     "messages": {
         "type": "array",
@@ -101,7 +102,11 @@ CHAT: Mapping[str, Schema] = {
         "Functions that the answer may call.",
     ),
     "tool_choice": told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
-    "parallel_tool_calls": told(FLAG, "false: where calls are forced, one of them."),
+    "parallel_tool_calls": told(FLAG, "false: at most one call."),
+    "reasoning_effort": told(
+        {"type": ["string", "null"], "enum": EFFORTS},
+        "none: the chat template's thinking is off. Others are for templates that have them; medium is the default.",
+    ),
     "include_reasoning": told(FLAG, "false: nothing is told of what was thought, nor of its tokens."),
     "mm_processor_kwargs": told(OBJECT, "min_pixels and max_pixels of images; fps and the like of videos."),
     "chat_template_kwargs": told(OBJECT, "Names that the chat template uses."),
@@ -122,7 +127,7 @@ TOKENIZE: Mapping[str, Schema] = {
     **{name: CHAT[name] for name in ("model", "messages", "mm_processor_kwargs", "chat_template_kwargs")},
     **{name: CHAT[name] for name in ("add_generation_prompt", "continue_final_message")},
     "prompt": told(TEXT_OR_NULL, "A text, in place of messages."),
-    "add_special_tokens": told(FLAG, _UNUSED),
+    "add_special_tokens": told(FLAG, "false: only if the tokenizer adds none."),
     "return_token_strs": told(FLAG, "Also answer with the tokens as texts."),
 }
 DETOKENIZE: Mapping[str, Schema] = {
@@ -132,6 +137,10 @@ DETOKENIZE: Mapping[str, Schema] = {
 
 # What there is not: the values that ask for nothing.
 _ABSENT_IN_BOTH: Mapping[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "verbosity": (None, "medium"),
+    "prompt_cache_options": (None, {}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"}),
     "moderation": (None,),
     "echo": (None, False),
     "spaces_between_special_tokens": (None, True),
@@ -156,7 +165,6 @@ ABSENT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "reasoning_effort": (None, "none"),
     "documents": (None, []),
     "media_io_kwargs": (None, {}),
     "add_special_tokens": (None, False),
@@ -168,9 +176,12 @@ ABSENT_IN_TEXT: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, True),
 }
 
-
-# What to write in place of fields that are not supported.
+# What to write in place of some of these.
 _INSTEAD: Mapping[str, str] = {
+    "store": "leave it out, or ask /v1/responses, which keeps responses",
+    "service_tier": "set priority",
+    "verbosity": "say in a message how long the answer is to be, or set max_tokens",
+    "prompt_cache_options": "leave it out: what is cached is for the server's options",
     "media_io_kwargs": "write fps and num_frames beside the video, or in mm_processor_kwargs",
     "chat_template": "start the server with --chat-template",
     "truncate_prompt_tokens": "send a shorter text",
@@ -198,10 +209,7 @@ def check_fields(
     Raises:
       ApiError: one is unknown, not supported, or of another type.
     """
-    for name, allowed in absent.items():
-        if not any(is_same(body.get(name), one) for one in allowed):
-            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise ApiError(f"{name} is not supported, got {short(body[name])}{instead}", name)
+    check_absent(body, absent)
     for name, value in body.items():
         if name in absent or name in also:
             continue
@@ -210,6 +218,22 @@ def check_fields(
         if value is not None and (name not in SAMPLING or name in _ALSO_CHECKED):
             check(value, known[name], name)
     return {name: value for name, value in body.items() if value is not None and name not in absent}
+
+
+def check_absent(body: Mapping[str, Any], absent: Mapping[str, tuple[Any, ...]], section: str = "") -> None:
+    """See that fields of what there is not ask for nothing.
+
+    Args:
+      absent: by name, the values that do so.
+      section: where in a body they are, such as "text.".
+
+    Raises:
+      ApiError: one asks for something.
+    """
+    for name, allowed in absent.items():
+        if not any(is_same(body.get(name), one) for one in allowed):
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise ApiError(f"{section}{name} is not supported, got {short(body[name])}{instead}", section + name)
 
 
 def is_same(value: Any, other: Any) -> bool:

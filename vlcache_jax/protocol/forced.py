@@ -8,14 +8,13 @@ from typing import Any
 
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.tools import read_tools, tool_names
-from vlcache_jax.protocol.reasoning import CLOSE as THOUGHT
 from vlcache_jax.protocol.tools import CLOSE, OPEN
 
 _AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Of JSON, as models have seen it."""
 
 
-def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True, is_opened: bool = False) -> str | None:
+def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True) -> str | None:
     """What an answer must be if it is to call tools, as a grammar of Lark in llguidance's syntax.
 
     Args:
@@ -23,7 +22,6 @@ def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True, is_opene
       tool_choice: OpenAI's: "required", any of the tools; or `{"type": "function", "function": {"name": ...}}`, that
         one. Also, as in requests to `/v1/responses`, `{"type": "function", "name": ...}`.
       parallel: there may be several calls, where no tool is named.
-      is_opened: the prompt ends within thinking, so that the calls come after it.
 
     Returns:
       The grammar; None where nothing is forced (None, "auto", "none").
@@ -41,10 +39,7 @@ def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True, is_opene
         if name not in tool_names(offered):
             raise ValueError(f"tool_choice must name one of {', '.join(tool_names(offered))}, got {short(name)}")
         offered = [tool for tool in offered if tool["function"]["name"] == name]
-    begin = f"thinking {json.dumps(chr(10) * 2)} " if is_opened else ""
-    rules = [f"start: {begin}call" + (r' ("\n" call)*' if is_any and parallel else "")]
-    if is_opened:
-        rules.append(f"thinking[suffix={json.dumps(THOUGHT)}]: /(.|\\n)*/")
+    rules = ["start: call" + (r' ("\n" call)*' if is_any and parallel else "")]
     calls = " | ".join(f"call_{i}" for i in range(len(offered)))
     rules.append(f"call: {json.dumps(OPEN + chr(10))} ({calls}) {json.dumps(chr(10) + CLOSE)}")
     for i, tool in enumerate(offered):

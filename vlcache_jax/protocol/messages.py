@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlcache_jax.inputs.parts import MAX_UUID, ROLES, TEXT_KEYS
+from vlcache_jax.inputs.parts import DETAILS, MAX_UUID, ROLES, TEXT_KEYS
 from vlcache_jax.protocol.values import Schema
 
 _EMPTY: Schema = {"enum": [None, [], {}], "description": "What is empty says nothing."}
@@ -21,7 +21,7 @@ _URL = {
 _UUID = {
     "type": ["string", "null"], "minLength": 1, "maxLength": MAX_UUID, "description": "The client's own id of it."
 }  # fmt: skip
-_DETAIL = {"description": "Accepted, and without effect."}
+_DETAIL = {"enum": [*DETAILS, None], "description": "low: at most 512 x 512 pixels; the others: as large as is usual."}
 
 
 def _object(properties: Schema, *required: str, rest: Any = False) -> dict[str, Any]:

@@ -6,23 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.inputs.thinking import CLOSE, OPEN
 from vlcache_jax.protocol.deltas import Delta, unfinished
-
-OPEN, CLOSE = "<think>", "</think>"
-
-
-def thinks(chat_template: str) -> bool:
-    """Whether answers to prompts of a template may hold thinking: it takes that out of the answers of earlier turns."""
-    return CLOSE in chat_template
-
-
-def is_opened(prompt: str) -> bool:
-    """Whether a prompt ends within thinking, as those of Qwen3-VL-Thinking do: the answer holds only the closing tag.
-
-    The last tag counts: a template whose thinking is off writes an empty one, and a final message that goes on may have
-    begun to think.
-    """
-    return prompt.rfind(OPEN) > max(prompt.rfind(CLOSE), prompt.rfind("<|im_end|>"))
 
 
 class ReasoningParser:

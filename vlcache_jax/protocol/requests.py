@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.prompt import TemplateOptions
+from vlcache_jax.inputs.thinking import thinks
 from vlcache_jax.inputs.tools import read_tools
 from vlcache_jax.protocol.fields import (
     ABSENT_IN_CHAT,
@@ -43,6 +44,7 @@ class Options:
       continuous_usage: each piece has the usage so far.
       returns_token_ids, returns_cache: what is told beside the answers.
       names_ids: log-probabilities name tokens by their ids.
+      request_id: what the answer's id ends with; None: it is drawn.
       form: field of the body that says what the answer must be, if one does.
     """
 
@@ -57,6 +59,7 @@ class Options:
     returns_token_ids: bool = False
     returns_cache: bool = False
     names_ids: bool = False
+    request_id: str | None = None
     form: str = "structured_outputs"
 
     @classmethod
@@ -87,6 +90,7 @@ class Options:
             returns_token_ids=bool(body.get("return_token_ids")),
             returns_cache=bool(body.get("return_cache_report")),
             names_ids=bool(body.get("return_tokens_as_token_ids")),
+            request_id=body.get("request_id"),
             form=[*forms, cls.form][0],
         )
 
@@ -99,11 +103,15 @@ class Parts:
       calls: calls of tools, and the rest.
       thoughts: what was thought, and what is said.
       tells_thoughts: what was thought is told, beside what is said.
+      is_held: what is said has a form of its own, and is content from its beginning.
+      is_single: at most one call is told.
     """
 
     calls: bool = False
     thoughts: bool = False
     tells_thoughts: bool = True
+    is_held: bool = False
+    is_single: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,12 +135,12 @@ class ChatRequest:
     parts: Parts = field(default_factory=Parts)
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any], defaults: Mapping[str, Any], *, opens_thinking: bool = False) -> Self:
+    def parse(cls, body: Mapping[str, Any], defaults: Mapping[str, Any], chat_template: str | None = None) -> Self:
         """Reads the body of a request for a chat completion.
 
         Args:
+          chat_template: Jinja that holds where the body has none; it says whether thinking can be turned off.
           defaults: sampling parameters where it names none; a `seed` of -1 names none.
-          opens_thinking: prompts end within thinking, behind which a call that is forced comes.
 
         Raises:
           ApiError: a field is wrong, unknown or not supported.
@@ -146,8 +154,10 @@ class ChatRequest:
         _read_logprobs(sampling, given.get("top_logprobs"))
         _read_format(sampling, given.get("response_format"))
         is_held = "structured_outputs" in sampling
-        _read_choice(sampling, given, opens_thinking)
+        _read_choice(sampling, given)
         template, choice = template_options(given), given.get("tool_choice")
+        if (effort := _read_effort(given, str(given.get("chat_template") or chat_template or ""))) is not None:
+            template["chat_template_kwargs"] = effort
         if choice != "none":  # what forces a call is no matter of the template
             template.pop("tool_choice", None)
         return cls(
@@ -156,11 +166,12 @@ class ChatRequest:
             template,
             given.get("mm_processor_kwargs"),
             Options.parse(given),
-            # What is held to a form of its own is content, and nothing else.
             Parts(
                 calls=bool(given.get("tools")) and choice != "none" and not is_held,
-                thoughts=not is_held,
+                thoughts=True,
                 tells_thoughts=given.get("include_reasoning", True),
+                is_held=is_held,
+                is_single=not given.get("parallel_tool_calls", True),
             ),
         )
 
@@ -202,6 +213,7 @@ class TokenizeRequest:
       model: as the client calls it; None: it does not.
       template, mm_processor_kwargs: of messages, see `ChatRequest`.
       returns_texts: tokens are also told as texts.
+      special: whether there are those that the tokenizer adds to a text; None: nothing is asked.
     """
 
     prompt: str | list[Any]
@@ -209,6 +221,7 @@ class TokenizeRequest:
     template: TemplateOptions = field(default_factory=TemplateOptions)
     mm_processor_kwargs: Mapping[str, Any] | None = None
     returns_texts: bool = False
+    special: bool | None = None
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -222,7 +235,8 @@ class TokenizeRequest:
             raise ApiError("prompt or messages must be there, and not both", "prompt")
         template = template_options(given)
         prompt, settings = given["prompt" if "prompt" in given else "messages"], given.get("mm_processor_kwargs")
-        return cls(prompt, given.get("model"), template, settings, bool(given.get("return_token_strs")))
+        texts, special = bool(given.get("return_token_strs")), given.get("add_special_tokens")
+        return cls(prompt, given.get("model"), template, settings, texts, special)
 
 
 def template_options(given: Mapping[str, Any]) -> TemplateOptions:
@@ -256,12 +270,12 @@ def _read_format(sampling: dict[str, Any], given: Any) -> None:
         sampling["structured_outputs"] = held
 
 
-def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any], opens_thinking: bool) -> None:
+def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any]) -> None:
     """From the calls that an answer must make."""
     parallel = given.get("parallel_tool_calls", True)
     try:
         read_tools(given.get("tools"))
-        grammar = forced_call(given.get("tools"), given.get("tool_choice"), parallel=parallel, is_opened=opens_thinking)
+        grammar = forced_call(given.get("tools"), given.get("tool_choice"), parallel=parallel)
         held = None if grammar is None else StructuredOutputs(grammar=grammar)
     except ValueError as error:
         told = _FORM.sub("tools", str(error))
@@ -270,6 +284,32 @@ def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any], opens_think
         if sampling.get("structured_outputs") is not None:
             raise ApiError("tool_choice must be auto or none where the answer is held to a form", "tool_choice")
         sampling["structured_outputs"] = held
+
+
+def _read_effort(given: Mapping[str, Any], chat_template: str) -> dict[str, Any] | None:
+    """The names that a template uses, with what is asked of thinking among them; None: nothing is."""
+    effort, own = given.get("reasoning_effort"), given.get("chat_template_kwargs") or {}
+    if effort is None or not isinstance(own, Mapping):
+        return None
+    if "reasoning_effort" in chat_template:
+        name, value = "reasoning_effort", effort
+    elif effort == "medium" or (effort == "none" and not thinks(chat_template)):
+        return None
+    elif effort == "none" and "enable_thinking" in chat_template:
+        name, value = "enable_thinking", False
+    else:
+        remedy = "take a model that does not think" if effort == "none" else "leave it out"
+        raise ApiError(
+            f"reasoning_effort must be one that the chat template has, got {short(effort)}: {remedy}, "
+            "or set what it has in chat_template_kwargs",
+            "reasoning_effort",
+        )
+    if own.get(name, value) != value:
+        raise ApiError(
+            f"reasoning_effort must be left out where chat_template_kwargs has {name}, got {short(effort)}",
+            "reasoning_effort",
+        )
+    return {**own, name: value}
 
 
 def _prompts(given: Any) -> tuple[str | Sequence[int], ...]:

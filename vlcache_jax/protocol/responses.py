@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vlcache_jax.checks import short
-from vlcache_jax.protocol.fields import CHAT, FLAG, MOST_MESSAGES, OBJECT, TEXT_OR_NULL, check_fields, told
+from vlcache_jax.protocol.fields import (
+    ABSENT_IN_CHAT,
+    CHAT,
+    FLAG,
+    MOST_MESSAGES,
+    OBJECT,
+    TEXT_OR_NULL,
+    check_absent,
+    check_fields,
+    told,
+)
 from vlcache_jax.protocol.searching import TYPE, FileSearch
 from vlcache_jax.protocol.tools import SEARCH
 from vlcache_jax.protocol.values import ApiError, Schema
@@ -19,8 +29,16 @@ _ROUNDS, _MOST_ROUNDS = 2, 16  # searches of an answer, where nothing is said, a
 # Fields that mean the same in a chat, some of them under another name there.
 _RENAMED = {"max_output_tokens": "max_completion_tokens", "top_logprobs": "top_logprobs"}
 _OF_CHATS = tuple(
-    name for name in CHAT if name not in ("messages", "n", "logprobs", "stream_options", *_RENAMED.values())
+    name
+    for name in CHAT
+    if name not in ("messages", "n", "logprobs", "stream_options", "reasoning_effort", "request_id", *_RENAMED.values())
 )
+_REASONING: Schema = {
+    "effort": CHAT["reasoning_effort"],
+    **{name: {"enum": ["auto", None]} for name in ("summary", "generate_summary", "context")},
+    "mode": {"enum": ["standard", None]},
+}
+_STREAM = {"include_usage": FLAG, "include_obfuscation": CHAT["stream_options"]["properties"]["include_obfuscation"]}
 RESPONSES: Mapping[str, Schema] = {
     "input": {
         "type": ["string", "array"],
@@ -38,23 +56,34 @@ RESPONSES: Mapping[str, Schema] = {
     },
     "text": told(
         OBJECT,
-        "`format`: as `response_format` of chats, with the fields of `json_schema` beside `type`; `verbosity`: "
-        "without effect.",
+        "`format`: as `response_format` of chats, with the fields of `json_schema` beside `type`; `verbosity`: medium.",
     ),
-    "reasoning": told(OBJECT, "Accepted, and without effect."),
+    "reasoning": told(
+        {**OBJECT, "properties": _REASONING, "additionalProperties": False},
+        "`effort`: as `reasoning_effort` of chats. What is thought is told in clear, without a summary.",
+    ),
     "truncation": {"type": ["string", "null"], "enum": ["disabled", None]},
     **{new: CHAT[name] for new, name in _RENAMED.items()},
     **{name: CHAT[name] for name in _OF_CHATS},
-    "stream_options": told(OBJECT, "Accepted, and without effect."),
+    "stream_options": told(
+        {**OBJECT, "properties": _STREAM, "additionalProperties": False},
+        "Events are not padded; the last has the usage.",
+    ),
     "max_tool_calls": told(
         {"type": ["integer", "null"], "minimum": 1},
         "Searches of `file_search`; by default 2, at most 16.",
     ),
 }
 # What chats call it, at the beginning of errors.
-_OWN = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+_OWN = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
 _OF_CHAT = re.compile(rf"^(?P<name>{'|'.join(_OWN)})(?P<place>\[(?P<number>\d+)\])?(?!\w)")
 ABSENT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+    **{name: ABSENT_IN_CHAT[name] for name in ("service_tier", "verbosity", "prompt_cache_options")},
     "background": (None, False),
     "background_options": (None,),
     "context_management": (None, []),
@@ -116,6 +145,11 @@ class ResponseRequest:
             chat["logprobs"] = True
         if form := _form(given.get("text", {})):
             chat["response_format"] = form
+        for name, known in (("reasoning", _REASONING), ("stream_options", _STREAM)):
+            if unknown := [key for key in given.get(name, {}) if key not in known]:
+                raise ApiError(f"{name} must hold only {', '.join(known)}, got {short(unknown[0])}", name)
+        if (effort := given.get("reasoning", {}).get("effort")) is not None:
+            chat["reasoning_effort"] = effort
         repeated = {name: given.get(name) for name in _REPEATED} | {
             "background": False,
             "parallel_tool_calls": given.get("parallel_tool_calls", True),
@@ -190,6 +224,7 @@ def _form(text: Mapping[str, Any]) -> dict[str, Any] | None:
     """The format of the answer as chats name it."""
     if unknown := [name for name in text if name not in ("format", "verbosity")]:
         raise ApiError(f"text must have format or verbosity, got {short(unknown[0])}", "text")
+    check_absent(text, {"verbosity": ABSENT_IN_CHAT["verbosity"]}, "text.")
     if (given := text.get("format")) is None:
         return None
     if not isinstance(given, dict):

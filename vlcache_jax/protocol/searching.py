@@ -60,6 +60,14 @@ class FileSearch:
         ranking = {} if given.get("ranking_options") is None else given["ranking_options"]
         if not isinstance(ranking, Mapping) or not set(ranking) <= set(_RANKING):
             raise _wrong(f"{where}.ranking_options", f"must hold only {', '.join(_RANKING)}", ranking)
+        ranker, hybrid = ranking.get("ranker"), ranking.get("hybrid_search")
+        if ranker not in (None, "auto") and not str(ranker).startswith("default-"):
+            raise _wrong(
+                f"{where}.ranking_options.ranker", "must be auto, as the library has a ranker of its own", ranker
+            )
+        if hybrid is not None and (not isinstance(hybrid, Mapping) or hybrid.get("text_weight") != 0):
+            wanted = "must be left out or have text_weight 0, as images are found by their embeddings"
+            raise _wrong(f"{where}.ranking_options.hybrid_search", wanted, hybrid)
         least = ranking.get("score_threshold")
         if least is not None and not is_a(least, int | float):
             raise _wrong(f"{where}.ranking_options.score_threshold", "must be a number", least)

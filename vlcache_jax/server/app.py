@@ -248,6 +248,9 @@ class Server:
         check_model(request.model, self.models)
         is_text = isinstance(request.prompt, str)
         settings = {} if is_text else template_of(request, self.config)
+        if request.special is False and (added := (await self.engine.get_tokenizer()).num_special_tokens_to_add()):
+            message = f"add_special_tokens must be left out, as all prompts have the {added} that the tokenizer adds"
+            raise ApiError(f"{message}, got false", "add_special_tokens")
         try:
             tokens = await self.engine.tokenize(request.prompt, **settings)
         except ValueError as error:

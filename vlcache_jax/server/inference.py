@@ -16,7 +16,7 @@ from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.prompt import template_text
 from vlcache_jax.outputs import OutputCollector, RequestDelta, SearchBegun, SearchRound
-from vlcache_jax.protocol.answers import Answer, CompletionAnswer
+from vlcache_jax.protocol.answers import Answer, CompletionAnswer, answer_id
 from vlcache_jax.protocol.chats import ChatFormat
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
@@ -268,7 +268,7 @@ class Completions(Inference[CompletionRequest]):
         return CompletionRequest.parse(body)
 
     def _begin(self, request: CompletionRequest, name: str, model: str) -> Writer:
-        return CompletionAnswer(name, model, request.options, request.params.n)
+        return CompletionAnswer(answer_id(name, request.options), model, request.options, request.params.n)
 
     def _prompts(self, request: CompletionRequest) -> Sequence[Any]:
         return [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in request.prompts]

@@ -1,0 +1,230 @@
+"""Models that think before they answer: what an answer is held to, and how thinking is turned off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from tests.helper import SIZES, assert_nothing_left, user
+from tests.server.helper import running
+from vlcache_jax import AsyncLLM, SamplingParams, StructuredOutputs
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+HELLO = [{"role": "user", "content": "Hello"}]
+TAGS = ("<think>", "</think>")
+_TURNS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{{ '\n' }}"
+)
+ALWAYS = _TURNS + "{% endif %}"
+OPENS = (
+    _TURNS + "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "now"}}
+SCHEMA = {"enum": ["red"]}
+NAMED = {"name": "color", "schema": SCHEMA, "strict": True}
+TAG = {"structures": [{"begin": "<f>", "schema": {"const": 7}, "end": "</f>"}], "triggers": ["<f"]}
+# Each with what an answer is that the model is free to end.
+HELD = {
+    "a schema": ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, '"red"'),
+    "json": ({"structured_outputs": {"json": SCHEMA}}, '"red"'),
+    "a regex": ({"structured_outputs": {"regex": "r{3}"}}, "rrr"),
+    "a choice": ({"structured_outputs": {"choice": ["red"]}}, "red"),
+    "a grammar": ({"structured_outputs": {"grammar": 'start: "r" "ed"'}}, "red"),
+    "GBNF": ({"structured_outputs": {"grammar": 'root ::= "r" tail\ntail ::= "ed"'}}, "red"),
+    "a call": ({"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}, {"now": "{}"}),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints, tmp_path_factory):
+    """One whose tags of thinking are tokens, as those of Qwen3 are."""
+    directory = shutil.copytree(checkpoints("qwen3_vl"), tmp_path_factory.mktemp("thinking") / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    tokenizer.save_pretrained(directory)
+    engine = AsyncLLM(directory, use_tqdm=False, **SIZES)
+    yield engine
+    engine.service.close()
+
+
+@pytest.fixture
+def served(engine):
+    with running(engine, chat_template=OPENS) as served:
+        yield served
+    assert_nothing_left(engine)
+
+
+@pytest.fixture(scope="module")
+def bias(engine):
+    """(likely tokens) -> what makes a model say these; the first one that it may, if they are not alike."""
+    ids = engine.service.renderer.tokenizer.convert_tokens_to_ids
+
+    def biased(*tokens, alike=False):
+        return {str(ids(token)): 100 if alike else 100 - 20 * i for i, token in enumerate(tokens)}
+
+    return biased
+
+
+def said(message):
+    """Content, or calls."""
+    if calls := message.get("tool_calls"):
+        return {one["function"]["name"]: one["function"]["arguments"] for one in calls}
+    return message["content"]
+
+
+def streamed(served, path, body):
+    """The events of a stream."""
+    status, _, found = served.ask("POST", path, body | {"stream": True})
+    assert status == 200, found
+    lines = [line.removeprefix("data: ") for line in found.decode().splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def joined(chunks, index):
+    """A streamed message."""
+    message = {"content": "", "reasoning": ""}
+    calls = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            for key in message:
+                message[key] += delta.get(key) or ""
+            for call in delta.get("tool_calls", ()):
+                name, function = call["index"], call["function"]
+                one = calls.setdefault(name, {"function": {"name": function.get("name"), "arguments": ""}})
+                one["function"]["arguments"] += function["arguments"]
+    return message | {"tool_calls": list(calls.values())}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_is_held_comes_after_free_thinking(served, bias, name):
+    """The model thinks until it says so, and never ends in it; what follows is held, streamed and whole."""
+    more, expected = HELD[name]
+    body = {"messages": HELLO, "n": 2, "temperature": 1, "seed": 3, "max_tokens": 90, **more}
+    body["logit_bias"] = bias("<|im_end|>", "<|vision_start|>", "z", "</think>", alike=True)
+    status, found = served.json("POST", CHAT, body)
+    assert status == 200, found
+    chunks = streamed(served, CHAT, body)
+    thoughts = set()
+    for choice in found["choices"]:
+        message = choice["message"]
+        assert said(message) == expected
+        assert choice["finish_reason"] == ("tool_calls" if name == "a call" else "stop")
+        thoughts.add(message.get("reasoning", ""))
+        assert said(joined(chunks, choice["index"])) == expected
+        assert joined(chunks, choice["index"])["reasoning"] == message.get("reasoning", "")
+    assert len(thoughts) == 2
+    assert any("z" in thought for thought in thoughts)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_limit_within_thinking_leaves_thinking_alone(served, bias, name):
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 5, "logit_bias": bias("z"), **HELD[name][0]}
+    [choice] = served.json("POST", CHAT, body)[1]["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("zzzzz", "")
+    assert choice["finish_reason"] == "length"
+    message = joined(streamed(served, CHAT, body), 0)
+    assert (message["reasoning"], message["content"]) == ("zzzzz", "")
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_without_thinking_the_first_token_is_held(served, bias, name):
+    more, expected = HELD[name]
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 90, "logit_bias": bias("</think>", "z"), **more}
+    for off in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+        [choice] = served.json("POST", CHAT, body | off)[1]["choices"]
+        assert said(choice["message"]) == expected
+        assert "reasoning" not in choice["message"]
+
+
+def test_structures_come_after_thinking(served, bias):
+    """What may begin with a trigger is free before it, but the thinking is no part of that."""
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 12, "structured_outputs": {"structural_tag": TAG}}
+    message = served.json("POST", CHAT, body | {"logit_bias": bias("<", "f")})[1]["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("<" * 12, "")
+    body |= {"logit_bias": bias("</think>", "f", "<"), "max_tokens": 4}
+    message = served.json("POST", CHAT, body)[1]["choices"][0]["message"]
+    assert (message.get("reasoning"), message["content"]) == (None, "f")
+
+
+def test_responses_are_held_after_thinking(served, bias):
+    body = {"input": "Hello", "temperature": 1, "seed": 3, "max_output_tokens": 60}
+    body["text"] = {"format": {"type": "json_schema", **NAMED}}
+    body["logit_bias"] = bias("z", "z", "</think>", alike=True)
+    status, found = served.json("POST", RESPONSES, body)
+    assert status == 200, found
+    whole = {item["type"]: item["content"][0]["text"] for item in found["output"]}
+    assert whole["message"] == '"red"'
+    assert set(whole.get("reasoning", "z")) == {"z"}
+    last = streamed(served, RESPONSES, body)[-1]["response"]
+    assert {item["type"]: item["content"][0]["text"] for item in last["output"]} == whole
+    off = served.json("POST", RESPONSES, body | {"reasoning": {"effort": "none"}})[1]
+    assert [item["type"] for item in off["output"]] == ["message"]
+    assert off["output"][0]["content"][0]["text"] == '"red"'
+
+
+def test_an_engine_holds_what_comes_after_thinking(engine, bias):
+    """Of conversations, and of texts and tokens that a template made; if asked to, from the first token on."""
+    tokenizer = engine.service.renderer.tokenizer
+    made = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    engine.service.renderer.chat_template, own = OPENS, engine.service.renderer.chat_template
+
+    def ask(prompt, tokens=("</think>",), **held):
+        held = StructuredOutputs(choice=["red"], **held)
+        biased = {int(token): value for token, value in bias(*tokens).items()}
+        params = SamplingParams(temperature=0, max_tokens=12, logit_bias=biased, structured_outputs=held)
+
+        async def last():
+            return [output async for output in engine.generate(prompt, params)][-1]
+
+        return asyncio.run(last()).outputs[0].text
+
+    try:
+        for prompt in (user("Hello"), made, {"prompt_token_ids": tokenizer(made)["input_ids"]}):
+            assert ask(prompt) == "</think>\n\nred"
+            assert ask(prompt, ["z"]) == "z" * 12
+            assert ask(prompt, ["z"], enable_in_reasoning=True) == "red"
+        assert ask(made + "\n</think>\n\n") == "red"
+        assert ask("What does <think> mean?") == "red"
+    finally:
+        engine.service.renderer.chat_template = own
+
+
+def test_thinking_that_is_not_told_apart_is_held(engine, bias):
+    with running(engine, chat_template=OPENS, reasoning_parser="none") as served:
+        body = {"messages": HELLO, "temperature": 0, "max_tokens": 9, "structured_outputs": {"choice": ["red"]}}
+        message = served.json("POST", CHAT, body | {"logit_bias": bias("z")})[1]["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": "red"}
+
+
+def test_thinking_is_off_or_the_request_is_refused(engine, served):
+    decode = engine.service.renderer.tokenizer.decode
+    body = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}
+
+    def prompt(served, **more):
+        status, found = served.json("POST", CHAT, body | more)
+        assert status == 200, found
+        return decode(found["prompt_token_ids"])
+
+    off = prompt(served, chat_template_kwargs={"enable_thinking": False})
+    assert off.endswith("<think>\n\n</think>\n\n")
+    assert prompt(served, reasoning_effort="none") == off
+    assert prompt(served, reasoning_effort="medium") == prompt(served) != off
+    with running(engine, chat_template=ALWAYS) as always:
+        for path, more, param in (
+            (CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "reasoning_effort"),
+            (RESPONSES, {"input": "Hello", "reasoning": {"effort": "none"}}, "reasoning.effort"),
+        ):
+            status, found = always.json("POST", path, more)
+            assert (status, found["error"]["param"]) == (400, param)
+            assert found["error"]["message"].startswith(f"{param} must be one that the chat template has, got 'none'")
