@@ -10,7 +10,8 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # The allocator keeps its pages instead of returning them after each large array; both sides get that.
@@ -24,6 +25,23 @@ SCHEDULE = "schedule"
 """Stands for levels that fall from 0.08 to 0 over the layers, in the mean 0.025, as in `vlcache bench ttft`."""
 POLICIES = ("exact", "full", "cacheblend-0.15", "mpic-32", SCHEDULE, "approximate")
 """All that `vlcache bench serve --policies all` compares with "off"."""
+
+
+_BASELINE = "VLCache's baseline"
+_NOTE = (
+    "CacheBlend as in Table 5 of VLCache's paper, in one pass: K, V of every token in layers 0 to 2, then a share of "
+    "the reused tokens. MPIC's CacheBlend takes a share of all tokens, in two passes, and is not measured here."
+)
+
+
+def label(policy: str) -> str:
+    """A policy as tables and figures name it: the paper's method of that name may be another one."""
+    return f"{policy} ({_BASELINE})" if re.fullmatch(r"cacheblend-[\d.]+", policy) else policy
+
+
+def notes(policies: Iterable[str]) -> dict[str, str]:
+    """What results say of the labels of some policies."""
+    return {_BASELINE: _NOTE} if any(label(policy) != policy for policy in policies) else {}
 
 
 def run_apart(measure: Callable[..., None], *given: Any, **options: Any) -> None:

@@ -205,14 +205,21 @@ def interpolated(reference: Sequence[tuple[Array, Array]], memory: Array) -> Arr
 
 def layers_of(answers: Answers, budgets: Sequence[float]) -> dict[str, Any]:
     """What decoded rows look at, the mean of questions."""
+    from vlcache_jax.study.budgets import SPARSE
+
     if not answers.layers:
         return {}
     coverage = mean_of_rows([one.coverage for one in answers.layers])
     lengths = [one.prompt_tokens for one in answers.layers]
+    sparse = {
+        rows: dict(zip(("least", "mean", "greatest"), values, strict=True))
+        for rows, values in zip(SPARSE, mean_of_rows([one.sparsity for one in answers.layers]), strict=True)
+    }
     return {
         "prompt tokens": [min(lengths), max(lengths)],
         "image tokens": float(np.mean([one.image_tokens for one in answers.layers])),
-        "sparsity by layer": mean_of_rows([one.sparsity for one in answers.layers]),
+        "sparsity by layer": sparse["behind the last image"]["mean"],
+        "sparsity of heads by layer": sparse,
         "contribution of images by layer": mean_of_rows([one.contribution for one in answers.layers]),
         "coverage of images by layer": {f"{budget:g}": own for budget, own in zip(budgets, coverage, strict=True)},
     }

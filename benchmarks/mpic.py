@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlcache_jax.benchmarks import label, notes
 from vlcache_jax.benchmarks.dialogues import Turn
 from vlcache_jax.benchmarks.judge import OVERALL, Judge
 from vlcache_jax.benchmarks.mpic_online import DialogueLoad, longest_prompt
@@ -108,6 +109,7 @@ def measure(
             "model": name,
             "dtype": str(llm.service.device.runner.dtype),
             "device": str(llm.service.device.runner.normalization.devices()),
+            "notes": notes(names),
         }
     if judge is not None:
         results = _judged(judge, turns, results, log)
@@ -249,7 +251,7 @@ def draw(rows: Sequence[Mapping[str, Any]], picture: pathlib.Path) -> None:
     for policy in dict.fromkeys(row["reuse"] for row in rows):
         own = [row for row in rows if row["reuse"] == policy]
         at = [row["images"] for row in own]
-        times.plot(at, [row["TTFT ms"] for row in own], "o-", markersize=3, label=policy)
+        times.plot(at, [row["TTFT ms"] for row in own], "o-", markersize=3, label=label(policy))
         scores.plot(at, [np.nan if row[score] is None else row[score] for row in own], "o-", markersize=3)
     times.set(xlabel="images", ylabel="time to the first token, median, ms", yscale="log")
     scores.set(xlabel="images", ylabel={"judge": "overall score of the judge"}.get(score, score), ylim=(0, None))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks import POLICIES
+from vlcache_jax.benchmarks import POLICIES, notes
 from vlcache_jax.benchmarks.serving_client import Answer, Client
 from vlcache_jax.benchmarks.serving_load import Chat, Requests
 from vlcache_jax.progress import say
@@ -136,6 +136,7 @@ def measure(
     if out is not None:
         head = environment("vlcache-jax") | {"model": model, "load": load.told()}
         head |= {"concurrency": concurrency, "goal": dataclasses.asdict(goal), "repeats": repeats}
+        head |= {"notes": notes(policies)}
         write("A server under load", rows, head | {"kinds": kinds}, out)
     if picture is not None:
         draw(rows, picture)

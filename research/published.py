@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from vlcache_jax.benchmarks import label
 from vlcache_jax.benchmarks.policies import OWN
 from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, zipf_hits
 from vlcache_jax.benchmarks.serving import spread
@@ -348,7 +349,7 @@ def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
         own = [row for row in rows if row["reuse"] == name]
         shares = [f"{np.mean([row[of] for row in own]):.0f}" for of in ("cached %", "equal answers %")]
         first = [_with_spread(row, "TTFT p50 ms", 1000) for row in own]
-        yield [f"`{name}`", *first, *(_with_spread(row, "goodput/s", 1) for row in own), *shares]
+        yield [_way(name), *first, *(_with_spread(row, "goodput/s", 1) for row in own), *shares]
 
 
 def by_images(column: str, form: str, rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -356,7 +357,12 @@ def by_images(column: str, form: str, rows: Sequence[Row]) -> Iterator[list[str]
     counts = list(dict.fromkeys(row["images"] for row in rows))
     yield ["`reuse`, images", *map(str, counts)]
     for name in dict.fromkeys(row["reuse"] for row in rows):
-        yield [f"`{name}`", *(form.format(row[column]) for row in rows if row["reuse"] == name)]
+        yield [_way(name), *(form.format(row[column]) for row in rows if row["reuse"] == name)]
+
+
+def _way(name: str) -> str:
+    """A way to reuse, with which method it is where papers differ."""
+    return label(name).replace(name, f"`{name}`", 1)
 
 
 def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.benchmarks.test_serving import END, USAGE, piece, running
-from vlcache_jax.benchmarks import mpic
+from vlcache_jax.benchmarks import label, mpic, notes
 from vlcache_jax.benchmarks.dialogues import Turn, draw_turns, read_turns
 from vlcache_jax.benchmarks.judge import CRITERIA, OVERALL, Judge, parse_scores
 from vlcache_jax.benchmarks.mpic import Result
@@ -20,6 +21,7 @@ from vlcache_jax.benchmarks.serving_client import Client
 from vlcache_jax.benchmarks.ttft import Setup
 from vlcache_jax.commands.cli import app
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MARKS = dict.fromkeys(CRITERIA, 6) | {OVERALL: 7}
 
 
@@ -200,6 +202,17 @@ def test_a_judge_sees_question_answers_and_images():
 
 def result(text, ttft, **more):
     return Result(text, ttft, 100, 50.0, 40, **({"score": None} | more))
+
+
+def test_a_baseline_is_called_what_it_is():
+    """MPIC's CacheBlend is another method than the one that is measured."""
+    assert label("cacheblend-0.15") == "cacheblend-0.15 (VLCache's baseline)"
+    assert [label(name) for name in ("mpic-32", "cacheblend-proto-0.1")] == ["mpic-32", "cacheblend-proto-0.1"]
+    assert notes(["mpic-32"]) == {}
+    [told] = notes(["off", "cacheblend-0.15"]).values()
+    assert "one pass" in told
+    for name in ("mpic_cpu", "mpic_tiny_vqa", "mpic_online_cpu", "serve_policies_cpu"):
+        assert json.loads((RESULTS / f"{name}.json").read_text())["notes"] == notes(["cacheblend-0.15"])
 
 
 def test_the_table():

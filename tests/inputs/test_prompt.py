@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -671,6 +671,16 @@ def test_what_others_asked_of_the_tokenizer_is_forgotten(renderer):
     after = renderer.from_prompt({"prompt": text, "multi_modal_data": image}).token_ids
     assert 5 < len(after) == len(before)
     np.testing.assert_array_equal(after, before)
+
+
+def test_a_tokenizer_may_add_tokens_of_its_own(checkpoints):
+    renderers = [PromptRenderer.from_pretrained(checkpoints("qwen3_vl")) for _ in range(2)]
+    end = renderers[1].tokenizer.convert_tokens_to_ids("<|im_end|>")
+    added = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", end)])
+    renderers[1].tokenizer.backend_tokenizer.post_processor = added
+    assert [one.adds_special_tokens for one in renderers] == [False, True]
+    plain, more = (one.from_prompt("a").token_ids.tolist() for one in renderers)
+    assert more == [*plain, end]
 
 
 def test_a_prompt_may_be_a_string(renderer):

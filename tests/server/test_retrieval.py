@@ -306,7 +306,7 @@ def test_base64_is_little_endian_float32(serve):
     np.testing.assert_allclose(found, numbers["data"][0]["embedding"], atol=1e-6)
 
 
-@pytest.mark.parametrize("asked", ["embeddings", "rerank", "files"])
+@pytest.mark.parametrize("asked", ["embeddings", "rerank", "score", "files"])
 @pytest.mark.parametrize("fails", ["once", "always"])
 def test_an_engine_that_has_failed_is_found_out(serve, engine, pictures, monkeypatch, asked, fails):
     served, runner, left = serve(), engine.service.device.runner, [True] * (1 if fails == "once" else 1000)
@@ -325,7 +325,8 @@ def test_an_engine_that_has_failed_is_found_out(serve, engine, pictures, monkeyp
     if asked == "files":
         status = upload(served, "/v1/files", png(pictures[3]), purpose="vision")[0]
     else:
-        body = {"input": "x"} if asked == "embeddings" else {"query": "x", "documents": ["y"]}
+        bodies = {"embeddings": {"input": "x"}, "rerank": {"query": "x", "documents": ["y"]}}
+        body = bodies.get(asked, {"queries": "x", "documents": "y"})
         status = served.json("POST", f"/v1/{asked}", body)[0]
     assert status == 500
     assert eventually(lambda: not left or served.ask("GET", "/health")[0] == 503)

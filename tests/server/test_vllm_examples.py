@@ -302,6 +302,25 @@ def test_an_empty_open_turn_is_the_models_own_form(serve, engine):
         assert not np.allclose(given.outputs.embedding, llm.embed("a dog", use_tqdm=False)[0].outputs.embedding)
 
 
+def test_messages_go_by_the_servers_template(serve, engine):
+    own, messages = "{{ messages[-1]['content'][0]['text'] }} and no more", asked(TEXT, last=False)
+    served, llm = serve(chat_template=own), LLM(engine.service)
+    _, found = served.json("POST", EMBEDDINGS, {"messages": messages})
+    [expected] = llm.embed([{"prompt": "a dog and no more"}], use_tqdm=False)
+    np.testing.assert_allclose(found["data"][0]["embedding"], expected.outputs.embedding, atol=1e-5)
+
+
+def test_special_tokens_are_those_of_the_tokenizer(serve, engine, monkeypatch):
+    served = serve()
+    for added, status in ((False, 200), (True, 400)):
+        monkeypatch.setattr(engine.service.renderer, "adds_special_tokens", added)
+        for body in ({"messages": shown()}, {"input": "a"}):
+            assert served.json("POST", EMBEDDINGS, {**body, "add_special_tokens": True})[0] == 200
+            found, answer = served.json("POST", EMBEDDINGS, {**body, "add_special_tokens": False})
+            assert found == status
+            assert added == ("error" in answer and answer["error"]["param"] == "add_special_tokens")
+
+
 def test_frames_of_one_url_have_the_keys_of_the_list(engine):
     frames = [part["image_url"]["url"] for part in (PICTURE, OTHER)]
     cache = LLM(engine.service).cache

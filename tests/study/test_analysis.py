@@ -21,6 +21,7 @@ from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.analysis import (
     answer_attention,
+    answer_scores,
     attention_error,
     attention_map,
     decompose,
@@ -88,8 +89,14 @@ def test_the_error_is_taken_apart(probe, runs):
     assert not parts.until.changed[0]
 
 
+def looked(probe, runs):
+    """Where the answer looks."""
+    scores = answer_scores(probe, runs.placed, runs.cold)
+    return answer_attention(scores, runs.placed.images, probe.config.text.head_dim)
+
+
 def test_where_the_answer_looks(probe, runs):
-    scaled, raw = answer_attention(probe, runs.placed, runs.cold)
+    scaled, raw = looked(probe, runs)
     heads = probe.config.text.num_heads
     for span, weights, unscaled in zip(runs.placed.images, scaled, raw, strict=True):
         assert weights.shape == unscaled.shape == (probe.num_layers, heads, span.length)
@@ -99,7 +106,23 @@ def test_where_the_answer_looks(probe, runs):
         np.testing.assert_allclose(unscaled, power / power.sum(-1, keepdims=True), atol=1e-6)
         assert key_distance(runs, span).shape == (probe.num_layers, span.length)
         assert key_distance(runs, span)[0].max() < 1e-4 < key_distance(runs, span)[1:].min()
-    assert first_token_rank(np.array([[[0.5, 0.1, 0.6, 0.2]]])) == pytest.approx(2 / 3)
+
+
+def test_the_rank_of_an_images_first_token_is_among_all_tokens(probe, runs):
+    """By the definition of MPIC's figure 12: the softmax over all tokens, head by head."""
+    scores, n = answer_scores(probe, runs.placed, runs.cold), runs.placed.prompt_length
+    assert scores.shape == (probe.num_layers, probe.config.text.num_heads, n)
+    for span in runs.placed.images:
+        ranks = first_token_rank(scores, span.start)
+        for layer in range(probe.num_layers):
+            q, k, _, _ = (np.asarray(one, np.float64) for one in probe.project(runs.placed, runs.cold, layer))
+            for head in range(q.shape[1]):
+                raw = np.exp(k[:n, head * k.shape[1] // q.shape[1]] @ q[n - 1, head] / q.shape[2] ** 0.5)
+                attention = raw / raw.sum()
+                less = sum(attention[j] < attention[span.start] for j in range(n) if j != span.start)
+                assert ranks[layer, head] == pytest.approx(100 * less / (n - 1))
+    assert first_token_rank(np.array([[[3.0, 1.0, 2.0, 0.5, 2.0]]]), 2) == pytest.approx(50)
+    assert first_token_rank(np.array([[[3.0, 1.0]]]), 0) == pytest.approx(100)
 
 
 def test_tokens_whose_keys_differ_most():
@@ -113,17 +136,22 @@ def test_tokens_whose_keys_differ_most():
 
 
 def test_what_rows_look_at_in_the_first_layer(probe, runs):
+    """By the definition of MPIC's figure 11: in each head negative scores as 0, min-max scaled, and then the mean."""
     found = attention_map(probe, runs.placed, runs.cold)
     size = len(runs.placed.layout)
-    assert found.shape == (size, size)
-    assert (found.min(), found.max()) == (0, 1)
-    assert not np.triu(found, 1).any()
-    # A row's scores are those that its attention is made of.
     q, k, _, _ = (np.asarray(one, np.float64) for one in probe.project(runs.placed, runs.cold, 0))
-    heads, row = q.shape[1], size - 2
-    scores = [q[row, head] @ k[: row + 1, head * k.shape[1] // heads].T for head in range(heads)]
-    mean = np.maximum(np.mean(scores, axis=0), 0)
-    np.testing.assert_allclose(found[row, : row + 1] * mean.max(), mean * found[row].max(), atol=1e-9)
+    heads, seen = q.shape[1], np.tril_indices(size)
+    expected, together = np.zeros((size, size)), np.zeros((size, size))
+    for head in range(heads):
+        scores = q[:size, head] @ k[:size, head * k.shape[1] // heads].T / q.shape[2] ** 0.5
+        together += scores / heads
+        own = [max(scores[i, j], 0) for i, j in zip(*seen, strict=True)]
+        expected[seen] += (np.array(own) - min(own)) / (max(own) - min(own)) / heads
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+    assert 0 <= found.min() < found.max() <= 1
+    # The mean before the rest, which is another order, is another map.
+    other = np.maximum(np.tril(together), 0)
+    assert np.abs(found - other / other.max()).max() > 0.1
 
 
 def test_deviation_and_what_all_tokens_of_an_image_share(runs):
@@ -239,13 +267,17 @@ def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_c
     arguments = checkpoints("qwen3_vl"), "--data", questions_tsv, "--samples", 2
     report = run("attention", tmp_path / "attention.png", *arguments)
     assert report["images"] == sum(len(runs.placed.images) for runs in of_cases)
-    scaled, raw = (
-        [image for runs in of_cases for image in answer_attention(probe, runs.placed, runs.cold)[i]] for i in range(2)
-    )
-    ranks = [first_token_rank(image).mean(1) for image in scaled]
-    np.testing.assert_allclose(
-        report["tokens that get less than the first one, mean over heads by layer"], np.mean(ranks, axis=0), atol=1e-6
-    )
+    scaled, raw = ([image for runs in of_cases for image in looked(probe, runs)[i]] for i in range(2))
+    ranks = [
+        first_token_rank(answer_scores(probe, runs.placed, runs.cold), span.start)
+        for runs in of_cases
+        for span in runs.placed.images
+    ]
+    for name, found in (
+        ("percentile rank of an image's first token among all tokens, mean over heads by layer", np.mean(ranks, 2)),
+        ("its standard deviation over heads", np.std(ranks, 2)),
+    ):
+        np.testing.assert_allclose(report[name], found.mean(0), atol=1e-4)
     along = report["attention on the first tokens, by layer and share of the image"]
     for name, found in (("scaled", scaled), ("raw", raw)):
         # The 12 tokens of an image end at whole twelfths of it: here at a quarter, a half, three quarters and all.
@@ -269,8 +301,8 @@ def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_c
     spans = [(runs, span) for runs in of_cases for span in runs.placed.images]
     assert counts == [distant_layers(key_distance(runs, span)).tolist() for runs, span in spans]
     assert 0 <= report["share of such that are in the first tenth of their image"] <= 1
-    looked = report["what rows behind an image see of its tokens in the first layer"]
-    assert [len(image) for image in looked] == [span.length for span in of_cases[0].placed.images]
+    seen = report["what rows behind an image see of its tokens in the first layer"]
+    assert [len(image) for image in seen] == [span.length for span in of_cases[0].placed.images]
 
 
 @pytest.mark.parametrize("command", ["errors", "attention"])

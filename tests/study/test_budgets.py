@@ -10,13 +10,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.compress.example import ATTENTION
-from tests.helper import SIZES
+from tests.helper import SIZES, user
 from vlcache_jax import LLM
 from vlcache_jax.benchmarks.budgets import interpolated, table
 from vlcache_jax.commands.cli import app
 from vlcache_jax.compress.policies import Random, VLCache
 from vlcache_jax.study.baselines import FastV, goes_on
-from vlcache_jax.study.budgets import POLICIES, Answers, Result, Setting, run, settings_of
+from vlcache_jax.study.budgets import POLICIES, Answers, Result, Setting, layer_sparsity, run, settings_of
+from vlcache_jax.study.masked import MaskedAnswers
+from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import Sample, read_tsv
 
 
@@ -107,9 +109,30 @@ def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
     assert first != second
     for told in answers.layers:
         assert 0 < told.image_tokens < told.prompt_tokens
-        for shares in (told.sparsity, told.contribution, *told.coverage):
+        for shares in (told.contribution, *told.coverage):
             assert len(shares) == 3
             assert all(0 <= share < 1 for share in shares)
+        assert np.shape(told.sparsity) == (3, 3, 3)  # rows; least, mean and greatest of the heads; layers
+        assert (np.diff(told.sparsity, axis=1) >= 0).all()
+        assert 0 <= np.min(told.sparsity) < np.max(told.sparsity) < 1
+
+
+def test_sparsity_of_prefill_and_decoding_is_as_defined(checkpoints, textured_image):
+    """D.9: entries below p x the maximum of their row, over those that the row sees, head by head."""
+    with LLM(checkpoints("qwen3_vl-tied"), **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
+        masked = MaskedAnswers(Probe(llm), 8)
+        look = masked.look(user(textured_image(90, 130, 1), "What is shown?"), (5, 77, 30, 8))
+        n, p = len(look.prompt), 0.01
+        after = n - look.prompt.images[-1].stop
+        decoded = [look.attention(n + i) for i in range(3)]
+        found = layer_sparsity(masked, look, decoded)
+        for rows, of_heads in zip((range(n), range(n - after, n), range(n, n + 3)), found, strict=True):
+            attention = [look.attention(row) for row in rows]  # [L, H, row + 1], as defined
+            small = np.sum([(one < p * one.max(-1, keepdims=True)).sum(-1) for one in attention], axis=0)
+            share = small / sum(one.shape[-1] for one in attention)
+            assert share.max() > 0.01
+            expected = [share.min(1), share.mean(1), share.max(1)]
+            np.testing.assert_allclose(of_heads, expected, atol=1.5 / (after * n))  # one entry may lie at the threshold
 
 
 @pytest.mark.thorough

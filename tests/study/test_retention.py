@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.compress.example import ACCUMULATED, NORMALIZED, POST_VISION
-from vlcache_jax.study.retention import cache_hit_rate, contribution, coverage, stream
+from tests.compress.example import ACCUMULATED, ATTENTION, NORMALIZED, POST_VISION
+from vlcache_jax.study.retention import cache_hit_rate, contribution, coverage, of_heads, stream, zeros
 
 FIRST_DECODED = np.array([0.15, 0.01, 0.55, 0.002, 0.188, 0.10])
 IMAGE = np.array([False, True, True, True, False, False])
@@ -18,6 +18,14 @@ def test_cache_hit_rate():
     both = np.array([[ACCUMULATED, POST_VISION]])
     assert cache_hit_rate(both, np.broadcast_to(FIRST_DECODED, both.shape), 3) == pytest.approx(5 / 6)
     assert cache_hit_rate(np.zeros(4), np.array([4, 1, 1, 1]), 2) == 1  # of equal ones the earlier
+
+
+def test_sparsity_of_heads():
+    small = zeros(ATTENTION[-1:], 0.01)  # the threshold of the last row is 0.005
+    assert small.tolist() == [1]
+    assert zeros(np.stack([FIRST_DECODED, np.full(6, 1 / 6)]), 0.2).tolist() == [3, 0]
+    assert zeros(np.array([0.01, 1.0]), 0.01) == 0  # what equals the threshold is kept
+    assert of_heads(np.array([[0.1, 0.5], [0.2, 0.2]])) == [[0.1, 0.2], [pytest.approx(0.3), 0.2], [0.5, 0.2]]
 
 
 def test_contribution():

@@ -231,8 +231,8 @@ def _attention_report(looks: Looks, curves: _Curves, counts: Sequence[np.ndarray
             lambda weights: _share_up_to(weights, thresholds)
         ),
         "attention on the first tokens, by layer and share of the image": {k: v.tolist() for k, v in along.items()},
-        "tokens that get less than the first one, mean over heads by layer": rank[0].tolist(),
-        "its standard deviation": rank[1].tolist(),
+        "percentile rank of an image's first token among all tokens, mean over heads by layer": rank[0].tolist(),
+        "its standard deviation over heads": rank[1].tolist(),
         "distance of keys on the first tokens, by layer and share of the image": far.tolist(),
         "layers but the first in which a token's keys are among the farthest, of each image": [
             found.tolist() for found in counts
@@ -295,7 +295,7 @@ def _name_panels(axes: Any) -> None:
     share = "first share of the image"
     axes[0].set(xscale="log", xlabel="attention", ylabel="share of image tokens", title="First answer token")
     axes[1].set(xlabel=share, ylabel="attention on it", title="In token order")
-    axes[2].set(xlabel="layer", ylabel="tokens below the first one", title="Rank of an image's first token")
+    axes[2].set(xlabel="layer", ylabel="percentile among all tokens", title="Rank of an image's first token")
     axes[3].set(xlabel=share, ylabel="of the distance of keys", title="Donor against cold")
     axes[4].set(xlabel="place in its image", ylabel="layers among the farthest", title="Keys that differ most")
     axes[5].set(xlabel="token", ylabel="row", title="First layer, lines: images")

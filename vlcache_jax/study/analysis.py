@@ -112,25 +112,33 @@ def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
     )
 
 
-def answer_attention(probe: Probe, placed: Placed, trace: Trace) -> tuple[list[Array], list[Array]]:
+def answer_scores(probe: Probe, placed: Placed, trace: Trace) -> Array:
+    """Raw scores of the prompt's last row with all n tokens of the prompt [L, H, n].
+
+    The answer's first token comes from that row. Scores are not divided by the root of the head's width.
+    """
+    row, layers = placed.prompt_length - 1, []
+    for i in range(probe.num_layers):
+        q, k, _, _ = probe.project(placed, trace, i)
+        query, keys = np.asarray(q[row], np.float64), np.asarray(k[: row + 1], np.float64)  # [H, D], [n, K, D]
+        layers.append(np.einsum("hd,thd->ht", query, keys.repeat(len(query) // keys.shape[1], axis=1)))
+    return np.stack(layers)
+
+
+def answer_attention(scores: Array, images: Sequence[ImageSpan], width: int) -> tuple[list[Array], list[Array]]:
     """Where the first token of the answer looks.
+
+    Args:
+      scores: see `answer_scores`, [L, H, n].
+      images: of the prompt.
+      width: of a head.
 
     Returns:
       For each image its weights [L, H, T], a softmax over its own tokens (MPIC, figure 4), of scores that are divided
-      by the root of the head's width, as attention has them, and of raw ones; both from the prompt's last row.
+      by the root of the head's width, as attention has them, and of raw ones.
     """
-    row = placed.prompt_length - 1
-    scaled: list[list[Array]] = [[] for _ in placed.images]
-    raw: list[list[Array]] = [[] for _ in placed.images]
-    for i in range(probe.num_layers):
-        q, k, _, _ = probe.project(placed, trace, i)
-        query, keys = np.asarray(q[row], np.float64), np.asarray(k, np.float64)  # [H, D], [N, K, D]
-        keys = keys.repeat(len(query) // keys.shape[1], axis=1)
-        for span, mine, unscaled in zip(placed.images, scaled, raw, strict=True):
-            scores = np.einsum("hd,thd->ht", query, keys[span.tokens])
-            mine.append(_softmax(scores / query.shape[1] ** 0.5))
-            unscaled.append(_softmax(scores))
-    return [np.stack(part) for part in scaled], [np.stack(part) for part in raw]
+    own = [scores[:, :, span.tokens] for span in images]
+    return [_softmax(one / width**0.5) for one in own], [_softmax(one) for one in own]
 
 
 def key_distance(runs: Runs, span: ImageSpan) -> Array:
@@ -154,15 +162,20 @@ def distant_layers(distances: Array) -> npt.NDArray[np.int64]:
 
 
 def attention_map(probe: Probe, placed: Placed, trace: Trace) -> Array:
-    """What rows look at in the first layer [n, n]: scores before softmax, their mean over heads, negative ones as 0,
-    scaled so that the greatest is 1 (MPIC, figure 11)."""
+    """What rows look at in the first layer [n, n], the mean over heads (MPIC, figure 11).
+
+    In each head negative scores before softmax become 0, and its scores are scaled from their least to their greatest,
+    0 to 1. Keys that a row does not see are 0.
+    """
     q, k, _, _ = probe.project(placed, trace, 0)
     size = len(placed.layout)
     query, keys = np.asarray(q[:size], np.float64), np.asarray(k[:size], np.float64)
-    keys = keys.repeat(query.shape[1] // keys.shape[1], axis=1)
-    scores = np.einsum("qhd,khd->qk", query, keys) / (query.shape[1] * query.shape[2] ** 0.5)
-    seen = np.maximum(np.tril(scores), 0)
-    return np.asarray(seen / max(float(seen.max()), np.finfo(float).tiny))
+    group, seen, total = query.shape[1] // keys.shape[1], np.tri(size, dtype=bool), np.zeros((size, size))
+    for head in range(query.shape[1]):
+        scores = np.maximum(query[:, head] @ keys[:, head // group].T, 0)
+        least, greatest = scores[seen].min(), scores[seen].max()
+        total += np.where(seen, scores - least, 0) / max(greatest - least, np.finfo(float).tiny)
+    return total / query.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,10 +204,11 @@ def look(probe: Probe, cases: Iterable[Runs]) -> Looks:
     distances: list[Array] = []
     most: Runs | None = None
     for runs in cases:
-        scaled, raw = answer_attention(probe, runs.placed, runs.cold)
+        scores = answer_scores(probe, runs.placed, runs.cold)
+        scaled, raw = answer_attention(scores, runs.placed.images, probe.config.text.head_dim)
         weights["scaled"] += [one.mean(1) for one in scaled]
         weights["raw"] += [one.mean(1) for one in raw]
-        ranks += map(first_token_rank, scaled)
+        ranks += [first_token_rank(scores, span.start) for span in runs.placed.images]
         distances += [key_distance(runs, span) for span in runs.placed.images]
         if most is None or len(runs.placed.images) > len(most.placed.images):
             most = runs
@@ -234,9 +248,18 @@ def deviation(runs: Runs) -> Deviation:
     return Deviation(k, v, mean_k, mean_v)
 
 
-def first_token_rank(weights: Array) -> Array:
-    """Share of an image's tokens that get less attention than its first one [L, H] (MPIC, figure 12)."""
-    return (weights[:, :, 1:] < weights[:, :, :1]).mean(-1)
+def first_token_rank(scores: Array, place: int) -> Array:
+    """Percentile rank of an image's first token among all tokens, by the attention it gets [L, H] (MPIC, figure 12).
+
+    Args:
+      scores: see `answer_scores`, [L, H, n].
+      place: of that token in the prompt.
+
+    Returns:
+      Of the other tokens how many of a hundred get less.
+    """
+    less = scores < scores[:, :, place : place + 1]
+    return np.asarray(100 * less.sum(-1) / (scores.shape[-1] - 1))
 
 
 def _softmax(scores: Array) -> Array:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlcache_jax.compress.budgets import visible
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import Compressor, Random, VLCache
 from vlcache_jax.progress import Progress
@@ -26,7 +27,7 @@ from vlcache_jax.study.baselines import FastV, Follow, StreamingH2O
 from vlcache_jax.study.masked import Look, MaskedAnswers
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import Sample
-from vlcache_jax.study.retention import cache_hit_rate, contribution, coverage, mean_of_rows
+from vlcache_jax.study.retention import cache_hit_rate, contribution, coverage, mean_of_rows, of_heads, zeros
 from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ WHOLE = "whole"
 POLICIES = ("vl-cache", "postvision", "snapkv", "pyramidkv", "h2o", "zipcache", "streaming", "random")
 METHODS = (*POLICIES, "fastv", "h2o-stream")
 Way = Compressor | FastV | StreamingH2O  # of the engine, or computed through masks
-_LAYERS = "layers"
+_LAYERS = "layers by heads"
+SPARSE = ("prefill", "behind the last image", "decoding")
+"""Rows whose attention's sparsity `Layers` has: all of the prompt, those behind its last image, and decoded ones."""
 _P = 0.01  # below this part of a row's maximum nothing counts, for what layers tell
 
 
@@ -130,14 +133,14 @@ class Layers:
 
     Attributes:
       prompt_tokens, image_tokens: of the prompt.
-      sparsity: of the rows behind the last image [L].
+      sparsity: of each of `SPARSE` the least, the mean and the greatest of a layer's heads: [3, 3, L].
       contribution: of the images to attention to the prompt [L].
       coverage: share of the images in the tokens looked at most, by budget: [budgets, L].
     """
 
     prompt_tokens: int
     image_tokens: int
-    sparsity: list[float]
+    sparsity: list[list[list[float]]]
     contribution: list[float]
     coverage: list[list[float]]
 
@@ -296,18 +299,32 @@ class _Study:
     def _layers(self, look: Look) -> Layers:
         n, is_image = len(look.prompt), look.placed.is_image[: len(look.prompt)]
         decoded = [look.attention(n + i) for i in range(len(look.answer) - 1)]
-        gamma = self._masked.kept(look, VLCache(0.5, p=_P)).sparsity
-        assert gamma is not None
         return Layers(
             n,
             int(is_image.sum()),
-            gamma.tolist(),
+            layer_sparsity(self._masked, look, decoded),
             mean_of_rows([[contribution(layer, is_image, _P) for layer in row] for row in decoded]),
             [
                 mean_of_rows([[coverage(layer, is_image, budget) for layer in row] for row in decoded])
                 for budget in self._budgets
             ],
         )
+
+
+def layer_sparsity(masked: MaskedAnswers, look: Look, decoded: Sequence[np.ndarray]) -> list[list[list[float]]]:
+    """How sparse attention is, see `Layers.sparsity`: the share of small entries among those that rows see.
+
+    Args:
+      masked: looks into the prompt.
+      look: the prompt and its answer.
+      decoded: attention of decoded rows, see `Look.attention`.
+    """
+    n = len(look.prompt)
+    rows = n, VLCache(0.5).observed(look.prompt)
+    shares = [masked.received(look, count, _P)[1] / visible(n, count) for count in rows]
+    small = np.sum([zeros(row, _P) for row in decoded], axis=0)
+    shares.append(small / sum(row.shape[-1] for row in decoded))
+    return [of_heads(share) for share in shares]
 
 
 def compared(logits: np.ndarray, whole: np.ndarray) -> tuple[int, int, float]:

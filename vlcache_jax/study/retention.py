@@ -23,6 +23,16 @@ def filtered(attention: Array, p: float) -> Array:
     return np.where(attention >= p * attention.max(-1, keepdims=True), attention, 0)
 
 
+def zeros(attention: Array, p: float) -> npt.NDArray[np.int64]:
+    """How many entries of each row are below p x its maximum."""
+    return np.asarray((attention < p * attention.max(-1, keepdims=True)).sum(-1))
+
+
+def of_heads(sparsity: Array) -> list[list[float]]:
+    """Of a measure of each head [L, H] the least, the mean and the greatest of a layer's heads: [3, L]."""
+    return [sparsity.min(1).tolist(), sparsity.mean(1).tolist(), sparsity.max(1).tolist()]
+
+
 def top(values: Array, k: int) -> Mask:
     """Which are the k highest of each row; of equal ones the earlier is higher."""
     order = np.argsort(-values, axis=-1, kind="stable")
