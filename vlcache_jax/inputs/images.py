@@ -28,7 +28,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from vlcache_jax.checks import check_whole, shorten
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
-from vlcache_jax.inputs.heads import Reader, check_parts
+from vlcache_jax.inputs.heads import Reader, check_parts, end_of
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Of files; whatever else Pillow reads stays closed, such as EPS, which runs another program."""
@@ -376,6 +376,17 @@ def _decode_data_url(url: str, access: Access, name: str) -> bytes:
         return base64.b64decode(payload.encode("ascii").translate(None, string.whitespace.encode()), validate=True)
     except ValueError as error:
         raise ValueError(f"{name} must be valid base64, got {describe(payload)}: {error}") from error
+
+
+def trimmed(url: str) -> str:
+    """A `data:` URL without the bytes after the end of its image; any other URL as it is."""
+    try:
+        encoded = _decode_data_url(url, LOCAL_ONLY, "image") if url[:5].lower() == "data:" else b""
+    except ValueError:
+        return url
+    if (end := end_of(encoded)) == len(encoded):
+        return url
+    return f"{url.partition(',')[0]},{base64.b64encode(encoded[:end]).decode()}"
 
 
 def describe(value: Any) -> str:

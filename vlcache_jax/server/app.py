@@ -92,18 +92,18 @@ class Server:
             check_allowed("allow_compress", engine.service.compressor_of, compress)
         opened = os.fspath(engine.service.config.model)
         self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
-        self.entrance = Entrance(config)
         self.register: Register | None = None
         if config.api_keys is not None:
             secret = server_secret(engine.service.config.cache.disk) if secret is None else secret
             self.register = Register(config.api_keys, config.admin_key, secret, self._suit)
-        self._metrics = ServerMetrics(self.models[0], engine)
+        self.entrance = Entrance(config, self.register)
+        self._stored = StoredResponses()
+        self._metrics = ServerMetrics(self.models[0], engine, self.entrance.room, self._stored)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         names = Names(tag)
         given = engine, config, self.models, self.entrance, self._metrics, self.register, names
         self._doubt = Doubt(engine, self.entrance, self._metrics)
         retrieval, files = Retrieval(*given), Files(engine, config, self.entrance, self.register, names)
-        self._stored = StoredResponses()
         responses = Responses(
             *given, self._doubt, stored=self._stored, searching=Searching(engine, self.register, embedder)
         )
@@ -154,7 +154,7 @@ class Server:
         self.app.router.redirect_slashes = False
 
     def _suit(self, salts: Salts, tenants: Tenants) -> None:
-        """Sees that tenants can be served, and gives them their shares of the cache."""
+        """Sees that tenants can be served, and gives them their shares of the cache and their turns."""
         shares = {}
         for name, tenant in tenants.all().items():
             try:
@@ -167,6 +167,8 @@ class Server:
             if tenant.cache_bytes is not None:
                 shares[payer(owner_key(salts.salt(name)))] = tenant.cache_bytes
         self.engine.service.cache.store.shares.set(shares)
+        ranked = (salts.salt(name).tenant for name, tenant in tenants.all().items() if tenant.priority)
+        self.engine.service.loop.engine.scheduler.turns.rank(ranked)
 
     async def check_health(self) -> None:
         """Notes whether the engine has failed."""
@@ -293,8 +295,8 @@ class _Call:
             return answer_json(await self._work(body, scope.get(TENANT)))
 
         try:
-            with self._entrance.enter(scope):
-                body = await read_body(scope, receive, self._config)
+            with self._entrance.enter(scope) as place:
+                body = await read_body(scope, receive, self._config, place)
                 response = await until_gone(receive, answer())
         except GoneError:
             return
