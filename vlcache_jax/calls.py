@@ -118,7 +118,7 @@ class Caller:
 
         def sequences(row: int, planned: Planned) -> Sequence[Running]:
             params, compress = _good(asked[row])
-            return self._sequences.answers(planned, params, call.priority, compress)
+            return self._sequences.answers(planned, params, call.priority, compress, call.tenant)
 
         arrivals = self._check(prompts, asked, lambda length, one: self._sequences.new_slots(length, one[0]), call)
         return Chunk(call, arrivals, sequences, failed)
@@ -172,7 +172,7 @@ class Caller:
         arrivals = self._check(prompts, [None] * len(prompts), lambda *_: 0, call)
 
         def sequences(_: int, planned: Planned) -> Sequence[Running]:
-            return [self._sequences.pooled(planned, call.priority)]
+            return [self._sequences.pooled(planned, call.priority, call.tenant)]
 
         return Chunk(call, arrivals, sequences, lambda _, error: self.reporter.failed_hidden_state(error))
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vlcache_jax.cache.keys import Salt, owner_key
+from vlcache_jax.cache.keys import Salt, TenantSalt, owner_key
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Generation, Group, Planned, Request
@@ -68,7 +68,7 @@ class Call:
       policy, salt, on_error: of all of them.
       params: sampling parameters for all of them, or of each; None: the checkpoint's own.
       compress: what their answers go on with, None: all of their prompts; or that of each, or what is wrong with it.
-      priority: of all of them, lower ones first.
+      priority: of all of them among those of one tenant, lower ones first.
       first: number of the first one.
       group: of its rows, if a wrong one ends the call; calls that belong together share it.
       apart: what is kept for everyone does not stand in for what is kept under its salt, so that this is made.
@@ -103,6 +103,11 @@ class Call:
         """Whether a wrong row ends it: before its chunk runs; or, where only pixels or logits show it, after what runs
         then."""
         return self.on_error == "raise"
+
+    @property
+    def tenant(self) -> str | None:
+        """The tenant of a server, by its salt; None: there is none."""
+        return self.salt.tenant if isinstance(self.salt, TenantSalt) else None
 
     def prompt(self, row: int) -> Prompt | ValueError:
         """The prompt of a request, or what is wrong with it."""

@@ -13,6 +13,7 @@ from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import ImageUse, Sequence
 from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.engine.turns import order
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.reuse.plan import full_prefill
@@ -48,7 +49,8 @@ def answer(name, length, new_slots=1, *, owner=None, images=(), first=0, **optio
 
 def again(sequence, name):
     """Another answer to the same request."""
-    one = Answer(sequence.layout, sequence.progress.plan, sequence.new_slots, owner=sequence.owner)
+    made = sequence.layout, sequence.progress.plan, sequence.new_slots
+    one = Answer(*made, owner=sequence.owner, tenant=sequence.tenant)
     one.name = name
     return one
 
@@ -112,6 +114,116 @@ def test_the_order_is_that_of_priority_then_of_arrival():
     finish(scheduler, c)  # before it ran
     finish(scheduler, e, a)
     nothing_is_left(scheduler, 2)
+
+
+def named(tenant, count, **options):
+    """So many requests of one tenant, "a0", "a1", ... of "alice"."""
+    return [answer(f"{(tenant or '-')[0]}{i}", 5, tenant=tenant, **options) for i in range(count)]
+
+
+def admitted_in_turn(scheduler, ends=()):
+    """Names of those that have lanes, one after the other; each time that there is none, the next of `ends` ends."""
+    names, ends = [], list(ends)
+    while True:
+        names += map(repr, scheduler.admit())
+        if not ends:
+            return names
+        wanted = ends.pop(0)
+        finish(scheduler, next(one for one in scheduler.running if one.name == wanted))
+
+
+def test_tenants_take_turns():
+    scheduler = scheduler_of(lanes=3)
+    add(scheduler, *named("alice", 6), *named("bob", 3), *named("carl", 2))
+    assert admitted_in_turn(scheduler) == ["a0", "b0", "c0"]
+    # The tenant without a lane comes first, of equals the one whose last lane was given longest ago.
+    assert admitted_in_turn(scheduler, ["a0", "a1", "c0", "b0", "c1"]) == ["a1", "a2", "c1", "b1", "a3"]
+    assert admitted_in_turn(scheduler, ["b1", "b2", "a3", "a2"]) == ["b2", "a4", "a5"]
+    add(scheduler, *named("bob", 1), *named("dora", 2))
+    assert admitted_in_turn(scheduler, ["a4", "d0"]) == ["d0", "b0", "d1"]
+    finish(scheduler, *scheduler.running, *scheduler.waiting)
+    nothing_is_left(scheduler, 3)
+
+
+def test_a_tenant_that_floods_does_not_hold_up_another():
+    scheduler = scheduler_of(pages=60, lanes=8)
+    add(scheduler, *named("alice", 100, priority=-(2**62)))
+    assert admitted_in_turn(scheduler) == [f"a{i}" for i in range(8)]
+    add(scheduler, *named("bob", 1))
+    assert admitted_in_turn(scheduler, ["a3"]) == ["b0"]
+    finish(scheduler, *scheduler.running, *scheduler.waiting)
+    nothing_is_left(scheduler, 8)
+
+
+def test_without_tenants_the_order_is_that_of_arrival():
+    scheduler = scheduler_of(lanes=2)
+    add(scheduler, *named(None, 5))
+    assert admitted_in_turn(scheduler, ["-1", "-0", "-2"]) == ["-0", "-1", "-2", "-3", "-4"]
+    finish(scheduler, *scheduler.running)
+    nothing_is_left(scheduler, 2)
+
+
+PRIORITIES = {  # tenants whose priorities count beside those of others -> who has lanes, one after the other
+    (): ["-1", "a2", "b0", "a1", "b1", "a0", "-0"],
+    ("alice",): ["a2", "-1", "a1", "b0", "b1", "a0", "-0"],
+    ("alice", "bob"): ["a2", "-1", "a1", "b0", "b1", "a0", "-0"],
+}
+
+
+@pytest.mark.parametrize("ranked", PRIORITIES)
+def test_priority_orders_the_requests_of_one_tenant(ranked):
+    """Those of others only where it may; callers without a tenant may."""
+    scheduler = scheduler_of(lanes=1)
+    scheduler.turns.rank(ranked)
+    for tenant, priorities in (("alice", (7, -2, -9)), ("bob", (0, 5)), (None, (9, -3))):
+        for one, priority in zip(named(tenant, len(priorities)), priorities, strict=True):
+            one.progress.priority = priority
+            add(scheduler, one)
+    names = []
+    while scheduler.waiting:
+        names += map(repr, scheduler.admit())
+        finish(scheduler, *scheduler.running)
+    assert names == PRIORITIES[ranked]
+    nothing_is_left(scheduler, 1)
+
+
+def test_what_an_operator_keeps_for_all_is_filled_first():
+    """Also where it is the turn of the tenant that links it; else all lanes may wait for it."""
+    scheduler, record = scheduler_of(lanes=1), record_of("shared")
+    [running] = add(scheduler, answer("running", 5))
+    scheduler.admit()
+    _, other = add(scheduler, fills(record, "filler"), answer("other", 5))
+    _, last = add(scheduler, links(record, "linker", tenant="alice"), answer("last", 5, tenant="alice"))
+    finish(scheduler, running)
+    assert admitted_in_turn(scheduler, ["filler", "linker"]) == ["filler", "linker", "other"]
+    finish(scheduler, other, last)
+    nothing_is_left(scheduler, 1)
+
+
+def test_the_tenant_that_has_most_is_preempted():
+    scheduler = scheduler_of(lanes=6)
+    scheduler.turns.rank(["carl"])
+    urgent = answer("urgent", 5, tenant="alice", priority=-(2**62))
+    record = record_of("shared")
+    everyone = add(scheduler, *named("bob", 2), fills(record, "filler"), urgent, *named("alice", 1))
+    scheduler.admit()
+    b0, b1, filler, _, a0 = everyone
+    assert scheduler.preempt([])
+    assert scheduler.waiting == [a0]  # as many of each are before it, but it came last
+    assert scheduler.preempt([])
+    assert scheduler.waiting == [b1, a0]
+    [linker] = add(scheduler, links(record, "linker", tenant="bob", priority=-1))
+    finish(scheduler, a0, b1)
+    scheduler.admit()
+    filler.progress.priority = 1  # which counts beside others' where there is no tenant
+    assert scheduler.preempt([b0, urgent])
+    assert scheduler.waiting == [linker]  # not what it waits for
+    [late] = add(scheduler, answer("late", 5, tenant="carl", priority=1))
+    scheduler.admit()
+    assert scheduler.preempt([])
+    assert late in scheduler.waiting
+    finish(scheduler, *scheduler.running, *scheduler.waiting)
+    nothing_is_left(scheduler, 6)
 
 
 def test_who_is_put_back_keeps_its_place():
@@ -445,11 +557,13 @@ def test_what_a_fork_leaves_is_found_if_it_was_proven(is_proven):
 COMMANDS = ("add", "admit", "launch", "read", "grow", "preempt", "finish", "fail", "sweep")
 
 
+@pytest.mark.parametrize("tenants", [(None,), (None, "alice", "bob")])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_nothing_leaks_whatever_happens(data):
+def test_nothing_leaks_whatever_happens(tenants, data):
     lanes = 3
     scheduler = scheduler_of(pages=8, lanes=lanes)
+    scheduler.turns.rank(["bob"])
     count = 0
     everyone = []
     for command in data.draw(st.lists(st.sampled_from(COMMANDS), min_size=20, max_size=60)):
@@ -457,7 +571,8 @@ def test_nothing_leaks_whatever_happens(data):
         if command == "add":
             length, first, priority = (data.draw(st.integers(*limits)) for limits in ((1, 24), (0, 1), (-1, 1)))
             count += 1
-            one = answer(str(count), length, data.draw(st.integers(0, 20)), owner="me", first=first, priority=priority)
+            options = {"first": first, "priority": priority, "tenant": data.draw(st.sampled_from(tenants))}
+            one = answer(str(count), length, data.draw(st.integers(0, 20)), owner=options["tenant"] or "me", **options)
             same = [other for other in everyone if other.layout is not None and not other.end.is_finished]
             if same and data.draw(st.booleans()):
                 one = again(data.draw(st.sampled_from(same)), str(count))
@@ -465,7 +580,9 @@ def test_nothing_leaks_whatever_happens(data):
         elif command == "admit":
             before = list(scheduler.waiting)
             admitted = scheduler.admit()
-            assert admitted == before[: len(admitted)]
+            for tenant in tenants:
+                own, gone = ([one for one in group if one.tenant == tenant] for group in (before, admitted))
+                assert gone == own[: len(gone)]
         elif command == "launch":
             launch(scheduler, *(one for one in scheduler.prefilling if not one.progress.lease.is_lost))
         elif command == "read":
@@ -483,9 +600,15 @@ def test_nothing_leaks_whatever_happens(data):
         elif command == "preempt" and len(running) > 1:
             busy = data.draw(st.lists(st.sampled_from(running), unique=True))
             others = [one for one in running if one not in busy]
-            last = max(others, key=lambda one: (one.progress.priority, one.progress.arrived), default=None)
+            is_last = [
+                one
+                for one in others
+                if not any(order(one) < order(other) for other in others if other.tenant == one.tenant)
+            ]
             assert scheduler.preempt(busy) is bool(others)
-            assert (last is None) or (last in scheduler.waiting and last.progress.lease is None)
+            gone = [one for one in is_last if one in scheduler.waiting]
+            assert len(gone) == bool(others)
+            assert all(one.progress.lease is None for one in gone)
         elif command in ("finish", "fail") and (alive := [one for one in everyone if not one.end.is_finished]):
             one = data.draw(st.sampled_from(alive))
             one.end.is_finished = True

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import pathlib
 import re
+import select
 import socket
 import ssl
 import threading
@@ -499,20 +500,98 @@ def test_a_body_that_comes_byte_by_byte(serve):
     assert b"a body must come within 0.3 seconds" in found
 
 
-def test_bodies_are_bounded_together(serve):
-    """By what their heads say, before one of them is read."""
-    served = serve(max_body_bytes="1MiB", max_waiting_bytes="2MiB")
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+@contextlib.contextmanager
+def coming(served, sent=b"{", size=9999, **headers):
+    """A connection on which a body has begun."""
+    given = {"Content-Type": "application/json", "Content-Length": size} | headers
+    head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    room, before = served.server.entrance.room, served.server.entrance.room.coming
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode() + sent)
+        assert eventually(lambda: room.coming == before + 1)
+        yield connection
+
+
+def refusal(connection):
+    """What comes up to the end of an error."""
+    found = b""
+    while b"}}" not in found:
+        piece = connection.recv(4096)
+        assert piece, found
+        found += piece
+    return found
+
+
+def answered_to(connections):
+    """Whether something has come on each that is to be read."""
+    return [bool(select.select([one], [], [], 0)[0]) for one in connections]
+
+
+SHORT = {"messages": HELLO, "max_tokens": 1}
+
+
+def test_slow_bodies_shut_no_other_client_out(serve):
+    """Without keys, too: the slowest gives way to one more, and is answered."""
+    served = serve(max_waiting=4)
     with contextlib.ExitStack() as stack:
-        for framing in (f"Content-Length: {2**20}", "Transfer-Encoding: chunked"):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN))
-            connection.sendall(f"{head}{framing}\r\n\r\n".encode())
-        assert eventually(lambda: served.server.entrance.inside == 2)
-        status, headers, found = served.ask("POST", CHAT, {"messages": HELLO})
+        slow = []
+        for _ in range(6):
+            slow.append(stack.enter_context(coming(served)))
+            assert served.ask("POST", CHAT, SHORT)[0] == 200
+        assert eventually(lambda: answered_to(slow) == [True] * 3 + [False] * 3)
+        for one in slow[:3]:
+            found = refusal(one)
+            assert found.startswith(b"HTTP/1.1 408")
+            assert b"connection: close" in found.lower()
+            assert b"retry-after: 1" in found.lower()
+            assert b"the server has 4 requests whose bodies are coming, of which this was the slowest" in found
+        assert eventually(lambda: served.json("GET", "/load") == (200, {"server_load": 3}))
+        page = served.ask("GET", "/metrics")[2].decode()
+        for name in ("num_requests_coming", "request_body_bytes"):
+            assert re.search(rf"vlcache:{name}\{{.*\}} 3.0", page)
+
+
+def test_bodies_are_bounded_together(serve):
+    """By what has come of them."""
+    served = serve(max_body_bytes="1MiB", max_waiting_bytes="2MiB")
+    most = bytes(2**20 - 1)
+    room = served.server.entrance.room
+    with coming(served, most, 2**20) as slowest:
+        assert eventually(lambda: room.nbytes == len(most))
+        with coming(served, most, 2**20) as other:
+            assert eventually(lambda: room.nbytes == 2 * len(most))
+            assert served.ask("POST", CHAT, SHORT)[0] == 200
+            assert b"the server has bodies of 2097150 bytes, beside which" in refusal(slowest)
+            assert answered_to([other]) == [False]
+    assert eventually(lambda: not room.nbytes)
+    # Bytes that a head declares, and that do not come, take no room.
+    with coming(served, size=2**20), coming(served, size=2**20), coming(served, size=2**20):
+        assert served.ask("POST", CHAT, SHORT)[0] == 200
+
+
+def test_a_body_for_which_there_is_no_room_is_not_read(serve, decoder, textured_image):
+    """Beside those of requests under way."""
+    go_on, decoded = decoder
+    served = serve(max_body_bytes="1MiB", max_waiting_bytes="1MiB")
+    large = {"messages": shows(data_url(textured_image(64, 64, 27))), "user": "a" * 2**19}
+    with posted(served, large | {"max_tokens": 1}, reads=False) as connection:
+        assert eventually(lambda: decoded)
+        status, headers, found = served.ask("POST", CHAT, large)
         assert (status, headers["retry-after"]) == (503, "1")
-        assert b"requests of 2097152 bytes under way" in found
-    assert eventually(lambda: not served.server.entrance.inside)
-    assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 1})[0] == 200
+        assert f"requests of {served.server.entrance.room.nbytes} bytes under way".encode() in found
+        assert served.ask("POST", CHAT, SHORT)[0] == 200
+        go_on.set()
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+
+
+def test_an_upload_comes_slowly_too(serve, textured_image):
+    served = serve(max_waiting=1)
+    head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall(f"{head}Content-Length: 9999\r\n\r\n--b\r\n".encode())
+        assert eventually(lambda: served.server.entrance.room.nbytes == 5)
+        assert served.ask("POST", CHAT, SHORT)[0] == 200
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_who_goes_away_in_the_middle_of_a_body(serve):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import threading
 
 import pytest
 
+from tests.helper import WITHIN
 from tests.server.helper import data_url, eventually, shows
+from tests.server.test_entrance import answered_to, coming
 from vlcache_jax.cache.shares import payer
 
 CHAT, ADMIN = "/v1/chat/completions", "root"
@@ -128,6 +131,57 @@ def test_a_tenant_has_its_share_of_the_requests(serve, keys, engine, monkeypatch
         thread.join()
     assert statuses == [200] * 5
     assert ask(served, "a1")[0] == 200
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_tenants_slow_bodies_shut_no_other_out(serve, keys):
+    """Nor do they count as its requests under way."""
+    tenants = "[tenants.alice]\nrequests = 1\n"
+    served = serve(api_keys=written(keys, tenants, a="alice", b="bob"), admin_key=ADMIN, max_waiting=4)
+    with contextlib.ExitStack() as stack:
+        bobs = stack.enter_context(coming(served, Authorization="Bearer b"))  # the slowest of all
+        slow = [stack.enter_context(coming(served, Authorization="Bearer a")) for _ in range(3)]
+        for key in ("b", "a", ADMIN):
+            assert ask(served, key)[0] == 200
+            slow.append(stack.enter_context(coming(served, Authorization="Bearer a")))
+        assert eventually(lambda: answered_to(slow) == [True] * 3 + [False] * 3)
+        assert answered_to([bobs]) == [False]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_lanes_go_round(serve, keys, engine, monkeypatch):
+    """Whatever priority a tenant's requests name, unless its file lets it count beside those of others."""
+    tenants = "[tenants.carl]\npriority = true\n"
+    served = serve(api_keys=written(keys, tenants, a="alice", b="bob", c="carl"), admin_key=ADMIN)
+    loop, salts = engine.service.loop, served.server.register.salts
+    names = {salts.salt(name).tenant: name for name in ("alice", "bob", "carl")}
+    go_on, submitted, admitted = threading.Event(), [], []
+    submit, admit = loop.submit, loop.engine.scheduler.admit
+
+    def submitting(sequences, *given):
+        submit(sequences, *given)
+        submitted.extend(sequences)
+
+    def admitting():
+        assert go_on.wait(WITHIN)
+        found = admit()
+        admitted.extend(names[one.tenant] for one in found)
+        return found
+
+    monkeypatch.setattr(loop, "submit", submitting)
+    monkeypatch.setattr(loop.engine.scheduler, "admit", admitting)
+    asking = []
+    urgent = -(2**62)
+    for key, priority in [*[("a", urgent)] * 9, ("b", 0), ("c", 1), ("b", 0), ("c", -1)]:
+        asking.append(threading.Thread(target=ask, args=(served, key), kwargs={"priority": priority}))
+        asking[-1].start()
+        assert eventually(lambda: len(submitted) == len(asking))
+    go_on.set()
+    for thread in asking:
+        thread.join()
+    # The first one alone had come when lanes were given first; then there are seven.
+    assert admitted[:8] == ["alice", "carl", "bob", "alice", "bob", "alice", "alice", "alice"]
+    assert admitted[8:] == ["alice"] * 4 + ["carl"]
 
 
 @pytest.mark.usefixtures("fresh")

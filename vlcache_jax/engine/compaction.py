@@ -29,7 +29,7 @@ from vlcache_jax.engine.compressed import CompressedLease, Compression
 from vlcache_jax.engine.prefilling import Prefiller
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import Compressed, Observed, Results
-from vlcache_jax.engine.scheduler import Scheduler, order
+from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import PAGE, make_work
 from vlcache_jax.reuse.plan import full_prefill
@@ -103,7 +103,7 @@ class Compactor:
         """Launches what can be launched; yields what is to be read of it. Nobody overtakes who lacks pages."""
         answers = (one for one in self._scheduler.decoding if isinstance(one, Generation))
         lacking = [one for one in answers if one.is_aside or (one.awaits_compression and one.token_ids)]
-        for answer in sorted(lacking, key=order):
+        for answer in self._scheduler.turns.sorted(lacking):
             if (lease := answer.progress.compressed) is not None:
                 if not self._bring_back(lease):
                     return
@@ -252,7 +252,7 @@ class Compactor:
           RuntimeError: no others have any.
         """
         having = [one for one in self._scheduler.decoding if one.progress.compressed is not None and not one.is_aside]
-        lease, kept, held = max(having, key=order).progress.compressed, self._runner.compressed, []
+        lease, kept, held = self._scheduler.turns.sorted(having)[-1].progress.compressed, self._runner.compressed, []
         assert lease is not None
         if len(having) == 1:
             raise RuntimeError(f"{lease.most} pages must fit in the compressed KV pool")

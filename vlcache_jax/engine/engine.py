@@ -182,7 +182,8 @@ class Engine:
             self._turn.upload.cancel()
         self._turn = None
         self.writer.begin()
-        for sequence in [*self.scheduler.running] or self.scheduler.waiting[:1]:
+        waiting = [self.scheduler.upcoming()] if self.scheduler.waiting else []
+        for sequence in [*self.scheduler.running] or waiting:
             sequence.end.fault = error
             self._end(sequence, failed=True)
         self._flight.clear()

@@ -273,6 +273,7 @@ class Sequence:
       choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
       owner: digest of the salt whose pages it can use and leave; None: it does neither.
       hold: what its request needs in the cache until it has run; None: nothing that it has to give back.
+      tenant: of a server, whose request it is; None: there is none.
     """
 
     layout: Layout
@@ -282,6 +283,7 @@ class Sequence:
     choice: RowChoice | None = None
     owner: str | None = None
     hold: Holding | None = None
+    tenant: str | None = None
     metrics: InitVar[Metrics | None] = None
     priority: InitVar[int] = 0
     error: InitVar[str | None] = field(default=None, kw_only=True)

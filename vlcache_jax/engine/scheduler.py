@@ -1,10 +1,10 @@
 """Who runs when, in which lane and in which pages (host).
 
-Sequences are admitted in the order of their priority, then of their arrival, as long as there are lanes and pages for
-their prompts. What one links or shares of another, it waits for; others go first. Pages are taken as answers grow;
-where there are none left, the last in that order gives its own back and waits, to go on where it was. One that is
-compressed changes into pages of another pool. Where there are none left there, the last of these is put aside: it keeps
-its lane, and what its pages held comes back.
+Tenants take turns, and the sequences of each are admitted in the order of their priority, then of their arrival, as
+long as there are lanes and pages for their prompts. What one links or shares of another, it waits for; others go first.
+Pages are taken as answers grow; where there are none left, the last one gives its own back and waits, to go on where it
+was. One that is compressed changes into pages of another pool. Where there are none left there, the last of these is
+put aside: it keeps its lane, and what its pages held comes back.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.compressed import CompressedPages
 from vlcache_jax.engine.pages import Lease, Pages
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
+from vlcache_jax.engine.turns import Turns, order
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 
@@ -40,13 +41,15 @@ class Scheduler:
 
     Attributes:
       compressed: these pages.
-      waiting: those that have no pages, in their order.
+      turns: say which tenant's turn it is.
+      waiting: those that have no pages; those of one tenant in their order.
       prefilling: those whose prompts are still to be launched.
       decoding: those whose prompts have been.
     """
 
     def __init__(self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, compressed_slots: int = 0):
         self.pages, self.compressed = pages, CompressedPages(max(0, compressed_slots // PAGE - 1))
+        self.turns = Turns()
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -73,9 +76,8 @@ class Scheduler:
 
     def _hurry(self, sequence: Sequence) -> None:
         """Those that are to fill what it links, and what these link, come before it, also where they are put back."""
-        for use in sequence.progress.images:
-            filler = None if use.linked is None else self._fillers.get(id(use.linked))
-            if filler is None or filler.progress.priority <= sequence.progress.priority:
+        for filler in self._fillers_of(sequence):
+            if filler.progress.priority <= sequence.progress.priority:
                 continue
             is_waiting = filler in self.waiting
             if is_waiting:
@@ -84,6 +86,18 @@ class Scheduler:
             if is_waiting:
                 bisect.insort(self.waiting, filler, key=order)
             self._hurry(filler)
+
+    def upcoming(self) -> Sequence:
+        """The one that has the next lane. What is to fill what another one links comes before it."""
+        sequence = self.turns.first(self.waiting, self.running)
+        while fillers := [one for one in self._fillers_of(sequence) if one in self.waiting]:
+            sequence = min(fillers, key=order)
+        return sequence
+
+    def _fillers_of(self, sequence: Sequence) -> list[Sequence]:
+        """Those that are to fill what a sequence links."""
+        found = (self._fillers.get(id(use.linked)) for use in sequence.progress.images if use.linked is not None)
+        return [one for one in found if one is not None]
 
     def admit(self) -> list[Sequence]:
         """Gives pages and lanes to those that come next, as long as there are any.
@@ -96,7 +110,7 @@ class Scheduler:
         leases = [(id(sequence.layout), sequence.progress.lease) for sequence in reversed(self.running)]
         firsts = {layout: lease for layout, lease in leases if lease is not None and not lease.is_fork}
         while self.waiting and self._lanes:
-            sequence = self.waiting[0]
+            sequence = self.upcoming()
             lease = self._take(sequence, firsts.get(id(sequence.layout)), spare)
             if lease is None and not self.running:
                 raise RuntimeError(f"a prompt of {sequence.length} tokens must fit in the KV pool's pages")
@@ -107,7 +121,9 @@ class Scheduler:
             firsts.setdefault(id(sequence.layout), lease)
             sequence.progress.lease, sequence.progress.lane = lease, heapq.heappop(self._lanes)
             spare += self._may_grow(sequence)
-            self.prefilling.append(self.waiting.pop(0))
+            self.turns.give(sequence)
+            self.waiting.remove(sequence)
+            self.prefilling.append(sequence)
             admitted.append(sequence)
         return admitted
 
@@ -259,11 +275,13 @@ class Scheduler:
         """
         if len(self.running) == 1:
             raise RuntimeError(f"{self.running[0].length} tokens must fit in the KV pool's pages")
-        others = [sequence for sequence in self.running if sequence not in busy and sequence.may_begin_again]
+        others = [one for one in self.turns.sorted(self.running) if one not in busy and one.may_begin_again]
         if not others:
             return False
         self.pages.count_preemption()
-        self.put_back(max(others, key=order))
+        filling = {id(filler) for one in self.running for filler in self._fillers_of(one)}
+        # Of one tenant, a filler stands before those that wait for it; of several, it may stand last.
+        self.put_back(next((one for one in reversed(others) if id(one) not in filling), others[-1]))
         return True
 
     def put_back(self, sequence: Sequence, *, failed: bool = False) -> None:
@@ -321,11 +339,6 @@ class Scheduler:
         for use in sequence.progress.images:
             if use.captured is not None and self._fillers.get(id(use.captured)) is sequence:
                 del self._fillers[id(use.captured)]
-
-
-def order(sequence: Sequence) -> tuple[int, int]:
-    """Who comes first: by priority, then by arrival."""
-    return sequence.progress.priority, sequence.progress.arrived
 
 
 def _usable(sequence: Sequence) -> int:

@@ -135,3 +135,90 @@ _WALKS: dict[bytes, Callable[[bytes], Iterator[tuple[str, int]]]] = {
     b"II": _tiff,
     b"MM": _tiff,
 }
+
+
+# Where a file ends.
+
+
+def end_of(encoded: bytes) -> int:
+    """The number of bytes up to the end of the image: all of them where the format has no end, or it is not found."""
+    find = next((find for magic, find in _ENDS.items() if encoded.startswith(magic)), None)
+    end = None if find is None else find(encoded)
+    return len(encoded) if end is None else min(end, len(encoded))
+
+
+def _end_of_jpeg(data: bytes) -> int | None:
+    place, is_begun = 2, False
+    while found := _MARKER.search(data, place):
+        place, marker = found.end(), data[found.end() - 1]
+        if marker == _END and is_begun:
+            return place
+        is_begun |= marker == _START_OF_SCAN
+        if marker == _IMAGES and data.startswith(b"MPF\0", place + 2):  # Pillow reads of the images after the first
+            return None
+        place += 0 if marker in _BARE else max(2, int.from_bytes(data[place : place + 2]))
+    return None
+
+
+def _end_of_png(data: bytes) -> int | None:
+    place = 8
+    while place + 12 <= len(data):
+        size, kind = struct.unpack_from(">I4s", data, place)
+        place += 12 + size
+        if kind == b"IEND":
+            return place
+    return None
+
+
+def _end_of_gif(data: bytes) -> int | None:
+    """Of all frames."""
+    place, flags = 13, data[10:11]
+    try:
+        place += _colors(flags[0])
+        for _ in range(_MOST_READS):
+            match data[place]:
+                case 0x3B:
+                    return place + 1
+                case 0x21:
+                    place += 2
+                case 0x2C:
+                    place += 11 + _colors(data[place + 9])
+                case _:
+                    return None
+            while size := data[place]:
+                place += 1 + size
+            place += 1
+    except IndexError:  # it was cut off
+        pass
+    return None
+
+
+def _colors(flags: int) -> int:
+    """Bytes of a table of colors of a GIF."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def _end_of_webp(data: bytes) -> int | None:
+    size = int.from_bytes(data[4:8], "little")
+    return 8 + size + size % 2 if data[8:12] == b"WEBP" else None
+
+
+def _end_of_bmp(data: bytes) -> int | None:
+    """Of one whose pixels are not compressed."""
+    if len(data) < 34:
+        return None
+    offset, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", data, 10)
+    if header < 40 or compression not in (0, 3) or not offset:
+        return None
+    return max(14 + header + _MOST_COLORS, offset + (width * bits + 31) // 32 * 4 * abs(height))
+
+
+_MOST_COLORS = 4 * (4 + 256)  # bytes of masks and colors of a BMP at most
+_IMAGES = 0xE2  # application's marker of a JPEG that holds several images
+_ENDS: dict[bytes, Callable[[bytes], int | None]] = {
+    b"\xff\xd8": _end_of_jpeg,
+    b"\x89PNG": _end_of_png,
+    b"GIF8": _end_of_gif,
+    b"RIFF": _end_of_webp,
+    b"BM": _end_of_bmp,
+}

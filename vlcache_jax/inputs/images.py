@@ -28,7 +28,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from vlcache_jax.checks import check_whole, short, shorten
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
-from vlcache_jax.inputs.heads import Reader, check_parts
+from vlcache_jax.inputs.heads import Reader, check_parts, end_of
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Of files; whatever else Pillow reads stays closed, such as EPS, which runs another program."""
@@ -386,6 +386,17 @@ def _decoded(encoded: bytes) -> bytes:
     if any(len(piece) < 3 * _PIECE // 4 for piece in pieces[:-1]):
         raise ValueError("Excess data after padding")
     return b"".join(pieces)
+
+
+def trimmed(url: str) -> str:
+    """A `data:` URL without the bytes after the end of its image; any other URL as it is."""
+    try:
+        encoded = _decode_data_url(url, LOCAL_ONLY, "image") if url[:5].lower() == "data:" else b""
+    except ValueError:
+        return url
+    if (end := end_of(encoded)) == len(encoded):
+        return url
+    return f"{url.partition(',')[0]},{base64.b64encode(encoded[:end]).decode()}"
 
 
 def describe(value: Any) -> str:

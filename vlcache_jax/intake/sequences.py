@@ -152,7 +152,12 @@ class SequenceBuilder:
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def answers(
-        self, planned: Planned, params: SamplingParams, priority: int = 0, compress: Compressor | None = None
+        self,
+        planned: Planned,
+        params: SamplingParams,
+        priority: int = 0,
+        compress: Compressor | None = None,
+        tenant: str | None = None,
     ) -> list[Generation]:
         """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
         choice, error = self._choice(planned, 1)
@@ -170,6 +175,7 @@ class SequenceBuilder:
                 choice=first_choice if i == 0 else choice,
                 owner=self._owner(planned),
                 hold=planned.hold,
+                tenant=tenant,
                 metrics=dataclasses.replace(planned.request.metrics),
                 priority=priority,
                 error=error,
@@ -221,7 +227,7 @@ class SequenceBuilder:
             metrics=dataclasses.replace(planned.request.metrics),
         )
 
-    def pooled(self, planned: Planned, priority: int = 0) -> Pooled:
+    def pooled(self, planned: Planned, priority: int = 0, tenant: str | None = None) -> Pooled:
         """The sequence that ends with a prompt's last token."""
         choice, error = self._choice(planned, 1)
         return Pooled(
@@ -232,6 +238,7 @@ class SequenceBuilder:
             choice=choice,
             owner=self._owner(planned),
             hold=planned.hold,
+            tenant=tenant,
             metrics=dataclasses.replace(planned.request.metrics),
             priority=priority,
             error=error,

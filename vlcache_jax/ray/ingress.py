@@ -77,7 +77,7 @@ class Front:
             register = Register(server.api_keys, server.admin_key, secret, lambda *_: None)
         self._engines, self._config = engines, server
         self._keys = Keys(_nothing, server, register)
-        self._entrance = Entrance(server)
+        self._entrance = Entrance(server, register)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,11 +96,11 @@ class Front:
         """Reads what a request brings, and answers it. Of one that is refused nothing is read: a replica says why."""
         brings = scope["method"] in _BRING and path not in OPEN and self._keys.error(dict(scope)) is None
         if brings:
-            with self._entrance.enter(scope):
+            with self._entrance.enter(scope) as place:
                 config = self._config
                 is_form = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/")
                 most = int(config.max_file_bytes) + FIELD_BYTES if is_form else int(config.max_body_bytes)
-                body = await read_whole(scope, receive, config, most)
+                body = await read_whole(scope, receive, config, most, place)
                 await until_gone(receive, self._answer(path, scope, body, reply))
             return
         answering = self._answer(path, scope, b"", reply)

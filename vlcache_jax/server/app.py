@@ -96,61 +96,27 @@ class Server:
             check_allowed("allow_compress", engine.service.compressor_of, compress)
         opened = os.fspath(engine.service.config.model)
         self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
-        self.entrance = Entrance(config)
         self.register: Register | None = None
         if config.api_keys is not None:
             secret = server_secret(engine.service.config.cache.disk) if secret is None else secret
             self.register = Register(config.api_keys, config.admin_key, secret, self._suit)
-        self._metrics = ServerMetrics(self.models[0], engine)
+        self.entrance = Entrance(config, self.register)
+        self._stored = StoredResponses()
+        self._metrics = ServerMetrics(self.models[0], engine, self.entrance.room, self._stored)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         names = Names(tag)
         given = engine, config, self.models, self.entrance, self._metrics, self.register, names
         self._doubt = Doubt(engine, self.entrance, self._metrics)
-        retrieval, files = Retrieval(*given), Files(engine, config, self.entrance, self.register, names)
-        rerank = self._call(_parsed(RerankRequest), retrieval.rerank)
-        score = self._call(_parsed(ScoreRequest), retrieval.score)
-        cohere = self._call(_parsed(RerankRequest), functools.partial(retrieval.rerank, cohere=True))
-        self._stored = StoredResponses()
-        responses = Responses(
-            *given, self._doubt, stored=self._stored, searching=Searching(engine, self.register, embedder)
-        )
+        searching = Searching(engine, self.register, embedder)
+        files = Files(engine, config, self.entrance, self.register, names)
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
-        routes = [
-            Route("/", self._page),
-            Route("/health", self._health),
-            Route("/ready", self._ready),
-            Route("/version", self._version),
-            Route("/load", self._load),
-            Route("/metrics", self._show_metrics),
-            Route("/openapi.json", self._openapi),
-            Route("/docs", self._docs),
-            Route("/v1/models", self._list_models),
-            Route("/v1/models/{name:path}", self._show_model),
-            Route("/v1/chat/completions", Chats(*given, self._doubt), methods=["POST"]),
-            Route("/v1/responses", responses, methods=["POST"]),
-            Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
-            Route("/v1/completions", Completions(*given, self._doubt), methods=["POST"]),
-            Route("/v1/embeddings", self._call(_parsed(EmbeddingRequest), retrieval.embeddings), methods=["POST"]),
-            # vLLM has these paths, too; the second version is Cohere's.
-            *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
-            Route("/v2/rerank", cohere, methods=["POST"]),
-            *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
-            Route("/v1/files", files.files, methods=["GET", "POST"]),
-            Route("/v1/files/{name}", files.file, methods=["GET", "DELETE"]),
-            Route("/v1/files/{name}/content", files.content, methods=["GET"]),
-            Route("/libraries", files.libraries, methods=["GET"]),
-            Route("/libraries/{library}", files.library, methods=["GET", "POST", "PUT"]),
-            Route("/libraries/{library}/{name:path}", files.item, methods=["GET", "DELETE"]),
-            Route("/tokenize", self._call(_parsed(TokenizeRequest), self._tokenize), methods=["POST"]),
-            Route("/detokenize", self._call(self._read_tokens, self._detokenize), methods=["POST"]),
-            Route("/cache", self._cache),
-            *(
-                Route(f"/cache/{verb}", self._call(_as_it_is, self._verb(verb)), methods=["POST"])
-                for verb in admin.VERBS
-            ),
-            Route("/reset_mm_cache", self._reset_mm_cache, methods=["POST"]),
-            Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
-        ]
+        asking = self._routes_of_models(
+            Chats(*given, self._doubt),
+            Completions(*given, self._doubt),
+            Responses(*given, self._doubt, stored=self._stored, searching=searching),
+            Retrieval(*given),
+        )
+        routes = [*self._routes_of_process(), *asking, *_routes_of_files(files), *self._routes_of_cache()]
         middleware = [Middleware(Keys, config=config, register=self.register)]
         if config.allowed_origins:
             origins = list(config.allowed_origins)
@@ -165,8 +131,54 @@ class Server:
         # Where a path with a slash at its end leads would be said by the Host and a scheme that a proxy has changed.
         self.app.router.redirect_slashes = False
 
+    def _routes_of_process(self) -> list[Route]:
+        return [
+            Route("/", self._page),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/version", self._version),
+            Route("/load", self._load),
+            Route("/metrics", self._show_metrics),
+            Route("/openapi.json", self._openapi),
+            Route("/docs", self._docs),
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._show_model),
+        ]
+
+    def _routes_of_models(
+        self, chats: Chats, completions: Completions, responses: Responses, retrieval: Retrieval
+    ) -> list[Route]:
+        """Return the routes of whatever the model computes, and of its tokenizer."""
+        rerank = self._call(_parsed(RerankRequest), retrieval.rerank)
+        score = self._call(_parsed(ScoreRequest), retrieval.score)
+        cohere = self._call(_parsed(RerankRequest), functools.partial(retrieval.rerank, cohere=True))
+        return [
+            Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/embeddings", self._call(_parsed(EmbeddingRequest), retrieval.embeddings), methods=["POST"]),
+            # vLLM has these paths, too; the second version is Cohere's.
+            *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
+            Route("/v2/rerank", cohere, methods=["POST"]),
+            *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
+            Route("/tokenize", self._call(_parsed(TokenizeRequest), self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._call(self._read_tokens, self._detokenize), methods=["POST"]),
+        ]
+
+    def _routes_of_cache(self) -> list[Route]:
+        return [
+            Route("/cache", self._cache),
+            *(
+                Route(f"/cache/{verb}", self._call(_as_it_is, self._verb(verb)), methods=["POST"])
+                for verb in admin.VERBS
+            ),
+            Route("/reset_mm_cache", self._reset_mm_cache, methods=["POST"]),
+            Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+        ]
+
     def _suit(self, salts: Salts, tenants: Tenants) -> None:
-        """Sees that tenants can be served, and gives them their shares of the cache."""
+        """Sees that tenants can be served, and gives them their shares of the cache and their turns."""
         shares = {}
         for name, tenant in tenants.all().items():
             try:
@@ -179,6 +191,8 @@ class Server:
             if tenant.cache_bytes is not None:
                 shares[payer(owner_key(salts.salt(name)))] = tenant.cache_bytes
         self.engine.service.cache.store.shares.set(shares)
+        ranked = (salts.salt(name).tenant for name, tenant in tenants.all().items() if tenant.priority)
+        self.engine.service.loop.engine.scheduler.turns.rank(ranked)
 
     async def check_health(self) -> None:
         """Notes whether the engine has failed."""
@@ -317,8 +331,8 @@ class _Call[R]:
             return await asyncio.to_thread(answer_json, await self._answer(asked, tenant))
 
         try:
-            with self._entrance.enter(scope):
-                body = await read_body(scope, receive, self._config)
+            with self._entrance.enter(scope) as place:
+                body = await read_body(scope, receive, self._config, place)
                 response = await until_gone(receive, answer())
         except GoneError:
             return
@@ -326,6 +340,17 @@ class _Call[R]:
             response = self._doubt.refuse(error)
         if response is not None:
             await response(scope, receive, send)
+
+
+def _routes_of_files(files: Files) -> list[Route]:
+    return [
+        Route("/v1/files", files.files, methods=["GET", "POST"]),
+        Route("/v1/files/{name}", files.file, methods=["GET", "DELETE"]),
+        Route("/v1/files/{name}/content", files.content, methods=["GET"]),
+        Route("/libraries", files.libraries, methods=["GET"]),
+        Route("/libraries/{library}", files.library, methods=["GET", "POST", "PUT"]),
+        Route("/libraries/{library}/{name:path}", files.item, methods=["GET", "DELETE"]),
+    ]
 
 
 def _parsed[R: (EmbeddingRequest, RerankRequest, ScoreRequest, TokenizeRequest)](kind: type[R]) -> _Read[R]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.responses import refuse
+from vlcache_jax.server.room import AGAIN, Place, Room
 from vlcache_jax.server.tenants import Register, Tenant
 
 OPEN = ("/", "/health", "/ready")
@@ -32,7 +32,6 @@ _SILENCE = 30.0  # seconds from one piece of a body to the next at most
 FIELD_BYTES = 1 << 17
 """Of an upload, beside its file."""
 _MOST_NAME = 255  # characters of a file's name
-_AGAIN = 1  # seconds after which who found no room may come again
 
 
 class GoneError(Exception):
@@ -40,82 +39,54 @@ class GoneError(Exception):
 
 
 class Entrance:
-    """Counts requests under way, and says whether there may be more.
+    """Says whether there may be more requests.
 
     Args:
       config: how many, and how large their bodies together.
+      register: of the tenants, among whom room is shared; None: there are none.
 
     Attributes:
-      inside: requests under way.
+      room: counts requests.
       is_warm: everything is compiled.
       is_draining: nobody comes in any more, as the server ends.
       failure: why the engine will not answer any more; None: it will.
       ended: who is inside is not waited for any more.
     """
 
-    def __init__(self, config: ServerConfig):
-        self.inside = 0
+    def __init__(self, config: ServerConfig, register: Register | None = None):
         self.is_warm = self.is_draining = False
         self.failure: str | None = None
         self.ended = asyncio.Event()
-        self._config = config
-        self._bytes = 0  # of bodies of those inside, as their heads say
-        self._of_tenants: Counter[str] = Counter()  # answers under way; of a request that is read, one
+        self._most_body = int(config.max_body_bytes)
+        sizes = config.max_waiting, int(config.max_waiting_bytes), self._most_body
+        self.room = Room(*sizes, lambda: 0 if register is None else len(register.names()))
+
+    @property
+    def inside(self) -> int:
+        """Requests whose bodies are coming, and those under way."""
+        return self.room.inside
 
     @contextlib.contextmanager
-    def enter(self, scope: Scope) -> Iterator[None]:
-        """For as long as a request is under way.
+    def enter(self, scope: Scope) -> Iterator[Place]:
+        """The place of a request, for as long as it is here. Its body is read within `Place.coming`.
 
         Raises:
           ApiError: it must come again later.
         """
-        most, size = self._config.max_waiting, _declared(scope, int(self._config.max_body_bytes))
         if self.failure is not None:
             raise ApiError("the engine has failed", status=503)
         if self.is_draining:
-            raise ApiError("the server is shutting down", status=503, retry_after=_AGAIN)
-        if self.inside >= most:
-            raise ApiError(f"the server has {most} requests under way", status=503, retry_after=_AGAIN)
-        if self._bytes + size > int(self._config.max_waiting_bytes):
-            told = f"the server has requests of {self._bytes} bytes under way, beside which {size} more have no room"
-            raise ApiError(told, status=503, retry_after=_AGAIN)
-        with self._taken(scope.get(TENANT), 1):
-            self.inside += 1
-            self._bytes += size
-            try:
-                yield
-            finally:
-                self.inside -= 1
-                self._bytes -= size
+            raise ApiError("the server is shutting down", status=503, retry_after=AGAIN)
+        with self.room.place(scope.get(TENANT), _declared(scope, self._most_body)) as place:
+            yield place
 
-    @contextlib.contextmanager
-    def answering(self, tenant: Tenant | None, count: int) -> Iterator[None]:
-        """For as long as a request that is inside has so many answers under way.
+    def answering(self, tenant: Tenant | None, count: int) -> contextlib.AbstractContextManager[None]:
+        """For as long as a request that is under way has so many answers under way.
 
         Raises:
           ApiError: its tenant may not have so many, or must come again later.
         """
-        if tenant is not None and tenant.requests is not None and count > tenant.requests:
-            raise ApiError(
-                f"n of all prompts together must be at most {tenant.requests} for this key, got {count}", "n"
-            )
-        with self._taken(tenant, count - 1):
-            yield
-
-    @contextlib.contextmanager
-    def _taken(self, tenant: Tenant | None, count: int) -> Iterator[None]:
-        if tenant is None:
-            yield
-            return
-        taken = self._of_tenants[tenant.name]
-        if tenant.requests is not None and taken + count > tenant.requests:
-            told = f"this key's tenant has {taken} requests under way, of {tenant.requests} that it may have; each"
-            raise ApiError(f"{told} answer counts as one", status=429, retry_after=_AGAIN)
-        self._of_tenants[tenant.name] += count
-        try:
-            yield
-        finally:
-            self._of_tenants[tenant.name] -= count
+        return self.room.answering(tenant, count)
 
     @property
     def is_ready(self) -> bool:
@@ -182,11 +153,11 @@ def _declared(scope: Scope, most: int) -> int:
     return min(int(length), most) if length.isdecimal() else most
 
 
-async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> bytes:
-    """The body of a request that is JSON.
+async def read_body(scope: Scope, receive: Receive, config: ServerConfig, place: Place) -> bytes:
+    """The body of a request that is JSON; then the request is under way.
 
     Raises:
-      ApiError: it is of another type, too large, or does not come.
+      ApiError: it is of another type, too large, or does not come, or there is no room for it.
       GoneError: the client went away.
     """
     headers = Headers(scope=scope)
@@ -195,10 +166,10 @@ async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> byt
         raise ApiError(f"Content-Type must be application/json, got {kind or 'none'}", status=415)
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError("Content-Encoding must be left out: a body is read as it comes", status=415)
-    return await read_whole(scope, receive, config, int(config.max_body_bytes))
+    return await read_whole(scope, receive, config, int(config.max_body_bytes), place)
 
 
-async def read_whole(scope: Scope, receive: Receive, config: ServerConfig, most: int) -> bytes:
+async def read_whole(scope: Scope, receive: Receive, config: ServerConfig, most: int, place: Place) -> bytes:
     """A body of so many bytes at most.
 
     Raises:
@@ -207,11 +178,8 @@ async def read_whole(scope: Scope, receive: Receive, config: ServerConfig, most:
     length = Headers(scope=scope).get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise _too_large(most)
-    try:
-        async with asyncio.timeout(config.body_timeout):
-            return await _whole(receive, most)
-    except TimeoutError:
-        raise ApiError(f"a body must come within {config.body_timeout:g} seconds", status=408) from None
+    async with place.coming(config.body_timeout):
+        return await _whole(receive, most, place)
 
 
 @dataclass(frozen=True)
@@ -229,14 +197,15 @@ class Form:
     fields: Mapping[str, str]
 
 
-async def read_form(request: Request, config: ServerConfig, known: Sequence[str]) -> Form:
-    """The form that a request is, with one file. What comes is written to disk until it is whole.
+async def read_form(request: Request, config: ServerConfig, known: Sequence[str], place: Place) -> Form:
+    """The form that a request is, with one file; then the request is under way. What comes is written to disk until it
+    is whole.
 
     Args:
       known: names of fields beside `file`.
 
     Raises:
-      ApiError: it is of another type, too large, does not come, or a page elsewhere sends it.
+      ApiError: it is of another type, too large, does not come, a page elsewhere sends it, or there is no room for it.
       GoneError: the client went away.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -255,14 +224,13 @@ async def read_form(request: Request, config: ServerConfig, known: Sequence[str]
             seen += len(chunk)
             if seen > most + FIELD_BYTES:
                 raise _too_large(most)
+            place.take(len(chunk))
             yield chunk
 
     parser = MultiPartParser(request.headers, counted(), max_files=1, max_fields=len(known), max_part_size=FIELD_BYTES)
     try:
-        async with asyncio.timeout(config.body_timeout):
+        async with place.coming(config.body_timeout):
             form = await parser.parse()
-    except TimeoutError:
-        raise ApiError(f"a body must come within {config.body_timeout:g} seconds", status=408) from None
     except ClientDisconnect:
         raise GoneError from None
     except MultiPartException as error:
@@ -293,7 +261,7 @@ def _check_origin(request: Request, config: ServerConfig) -> None:
         raise ApiError(f"Origin must be one of allowed_origins, got {origin!r:.80}", status=403)
 
 
-async def _whole(receive: Receive, most: int) -> bytes:
+async def _whole(receive: Receive, most: int, place: Place) -> bytes:
     body = bytearray()
     while True:
         try:
@@ -303,9 +271,11 @@ async def _whole(receive: Receive, most: int) -> bytes:
             raise ApiError(f"nothing of the body came for {_SILENCE:.0f} seconds", status=408) from None
         if message["type"] == "http.disconnect":
             raise GoneError
-        body += message.get("body", b"")
-        if len(body) > most:
+        piece = message.get("body", b"")
+        if len(body) + len(piece) > most:
             raise _too_large(most)
+        place.take(len(piece))
+        body += piece
         if not message.get("more_body"):
             return bytes(body)
 

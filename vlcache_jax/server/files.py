@@ -115,8 +115,8 @@ class Files:
         self, request: Request, work: Callable[[Request, Form], Mapping[str, Any]], fields: tuple[str, ...]
     ) -> Response:
         try:
-            with self._entrance.enter(request.scope):
-                form = await read_form(request, self._config, fields)
+            with self._entrance.enter(request.scope) as place:
+                form = await read_form(request, self._config, fields, place)
                 return answer_json(await self._run(work, request, form, threads=self._uploads))
         except GoneError:
             return Response(status_code=499)

@@ -77,8 +77,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = _Sender(send)
         try:
-            with self._entrance.enter(scope):
-                body = await read_body(scope, receive, self.config)
+            with self._entrance.enter(scope) as place:
+                body = await read_body(scope, receive, self.config, place)
                 asked = self._answer(body, sender, scope.get(TENANT))
                 del body  # pictures are large, and answers take long
                 await until_gone(receive, asked)

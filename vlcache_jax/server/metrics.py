@@ -11,6 +11,8 @@ from prometheus_client.registry import Collector
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.outputs import Metrics
 from vlcache_jax.protocol.answers import Counts
+from vlcache_jax.server.room import Room
+from vlcache_jax.server.stored import StoredResponses
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -24,11 +26,13 @@ class ServerMetrics:
     Args:
       model: as clients call it.
       engine: answers.
+      room: counts requests and their bodies.
+      stored: responses that are kept.
     """
 
-    def __init__(self, model: str, engine: AsyncLLM):
+    def __init__(self, model: str, engine: AsyncLLM, room: Room, stored: StoredResponses):
         self._engine, self._registry = engine, prometheus_client.CollectorRegistry()
-        self._registry.register(_Gauges(model, engine))
+        self._registry.register(_Gauges(model, engine, room, stored))
         counter, histogram = prometheus_client.Counter, prometheus_client.Histogram
 
         def counting(name: str, about: str) -> prometheus_client.Counter:
@@ -89,17 +93,21 @@ class ServerMetrics:
 
 
 class _Gauges(Collector):
-    """What the engine does now."""
+    """What the engine does now, and what the server holds."""
 
-    def __init__(self, model: str, engine: AsyncLLM):
-        self._model, self._engine = model, engine
+    def __init__(self, model: str, engine: AsyncLLM, room: Room, stored: StoredResponses):
+        self._model, self._engine, self._room, self._stored = model, engine, room, stored
 
     def describe(self) -> Iterator[Metric]:
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        stats, (responses, response_bytes) = self._engine.stats(), self._stored.counts()
         gauges = [
+            ("num_requests_coming", "Requests whose bodies are still coming", self._room.coming),
+            ("request_body_bytes", "Of requests under way, and of bodies that are coming", self._room.nbytes),
+            ("stored_responses", "Responses that are kept", responses),
+            ("stored_response_bytes", "Of these, as JSON", response_bytes),
             ("num_requests_running", "Answers that run", stats.running),
             ("num_requests_waiting", "Answers that wait for room", stats.waiting),
             ("kv_cache_usage_perc", "Share of the KV pool that requests use, 1 is all", stats.in_use / stats.pages),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlcache_jax.inputs.images import trimmed
 from vlcache_jax.protocol.values import write
 from vlcache_jax.server.tenants import Tenant
 
@@ -35,93 +36,148 @@ class StoredResponse:
 
 @dataclass
 class _Part:
-    """A part of a message's content: a text or a picture.
+    """A part of a message's content: a text or an image.
 
     Attributes:
-      key: its tenant and a digest.
+      key: its digest.
       content: the part.
       size: bytes as JSON.
       uses: how often it stands in what is kept.
     """
 
-    key: tuple[str | None, bytes]
+    key: bytes
     content: Any
     size: int
     uses: int = 0
 
     @classmethod
-    def of(cls, content: Any, tenant: Tenant | None) -> _Part:
+    def of(cls, content: Any) -> _Part:
+        content = _trimmed(content)
         text = write(content)
-        return cls((_name(tenant), hashlib.sha256(text).digest()), content, len(text))
+        return cls(hashlib.sha256(text).digest(), content, len(text))
+
+
+class _Shelf:
+    """The responses of one tenant, the least recently used first.
+
+    Attributes:
+      found: by their ids.
+      size: bytes of all.
+    """
+
+    def __init__(self) -> None:
+        self.found: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.size = 0
+        self._parts: dict[bytes, _Part] = {}
+
+    def put(self, name: str, response: StoredResponse) -> None:
+        """Keep one, whose parts stand for all that are the same."""
+        self.found[name] = response
+        self.size += response.size
+        for part in response.parts:
+            self.size += 0 if part.uses else part.size
+            part.uses += 1
+            self._parts[part.key] = part
+
+    def shared(self, part: _Part) -> _Part:
+        """The part that is kept in place of one that is the same."""
+        return self._parts.get(part.key, part)
+
+    def pop(self, name: str) -> StoredResponse | None:
+        """Remove one; None: there is none such."""
+        gone = self.found.pop(name, None)
+        if gone is not None:
+            self.size -= gone.size
+            for part in gone.parts:
+                part.uses -= 1
+                if not part.uses:
+                    self.size -= part.size
+                    del self._parts[part.key]
+        return gone
 
 
 class StoredResponses:
-    """Keeps responses, each for its tenant; the least recently used leave. Every method may be called from any thread.
+    """Keeps responses, each for its tenant. Every method may be called from any thread.
 
-    A picture is kept once for all responses of a tenant in whose conversations it stands.
+    Where they are too many, or too large, the least recently used of the tenant that has most of them leaves, of equals
+    that of the tenant whose response came last. So what
+    one tenant keeps removes no response of another that has less than an equal share. An image is kept once for all
+    responses of a tenant in whose conversations it stands, without the bytes after its end.
 
     Args:
       most, most_bytes: of all together.
     """
 
     def __init__(self, most: int = _MOST, most_bytes: int = _MOST_BYTES):
-        self._most, self._most_bytes, self._bytes = most, most_bytes, 0
-        self._found: OrderedDict[tuple[str | None, str], StoredResponse] = OrderedDict()
-        self._parts: dict[tuple[str | None, bytes], _Part] = {}
+        self._most, self._most_bytes = most, most_bytes
+        self._shelves: dict[str | None, _Shelf] = {}
         self._lock = threading.Lock()
 
     def put(self, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], tenant: Tenant | None) -> None:
-        """Keeps one; what is larger than all may be is not."""
-        size, found = len(write(response)), []
+        """Keep one; what is larger than all may be is not kept."""
+        size, split = len(write(response)), []
         for message in messages:
             content = message.get("content")
-            parts = [_Part.of(one, tenant) for one in content] if isinstance(content, list) else []
+            parts = [_Part.of(one) for one in content] if isinstance(content, list) else []
             size += len(write({**message, "content": None} if parts else message))
-            found.append((message, parts))
-        if size + sum({part.key: part.size for _, parts in found for part in parts}.values()) > self._most_bytes:
+            split.append((message, parts))
+        if size + sum({part.key: part.size for _, parts in split for part in parts}.values()) > self._most_bytes:
             return
         with self._lock:
-            shared = [(message, list(map(self._share, parts))) for message, parts in found]
-            self._found[_name(tenant), response["id"]] = StoredResponse(
-                response,
-                [{**one, "content": [part.content for part in parts]} if parts else one for one, parts in shared],
-                [part for _, parts in shared for part in parts],
-                size,
+            own = self._shelves.setdefault(_name(tenant), _Shelf())
+            same: dict[bytes, _Part] = {}
+            for _, parts in split:
+                parts[:] = [same.setdefault(part.key, own.shared(part)) for part in parts]
+            kept = [{**one, "content": [part.content for part in parts]} if parts else one for one, parts in split]
+            own.put(
+                response["id"], StoredResponse(response, kept, [part for _, parts in split for part in parts], size)
             )
-            self._bytes += size
-            while self._bytes > self._most_bytes or len(self._found) > self._most:
-                self._let_go(self._found.popitem(last=False)[1])
+            while sum(shelf.size for shelf in self._shelves.values()) > self._most_bytes:
+                self._evict(lambda name: (self._shelves[name].size, name == _name(tenant)))
+            while sum(len(shelf.found) for shelf in self._shelves.values()) > self._most:
+                self._evict(lambda name: (len(self._shelves[name].found), name == _name(tenant)))
 
     def get(self, name: str, tenant: Tenant | None) -> StoredResponse | None:
         """One by its id; None: its tenant has none such."""
         with self._lock:
-            found = self._found.get(key := (_name(tenant), name))
-            if found is not None:
-                self._found.move_to_end(key)
-            return found
+            shelf = self._shelves.get(_name(tenant))
+            if shelf is None or name not in shelf.found:
+                return None
+            shelf.found.move_to_end(name)
+            return shelf.found[name]
 
     def delete(self, name: str, tenant: Tenant | None) -> StoredResponse | None:
-        """Forgets one; None: its tenant has none such."""
+        """Remove one; None: its tenant has none such."""
         with self._lock:
-            gone = self._found.pop((_name(tenant), name), None)
-            if gone is not None:
-                self._let_go(gone)
+            shelf = self._shelves.get(_name(tenant))
+            gone = None if shelf is None else shelf.pop(name)
+            self._tidy(_name(tenant))
             return gone
 
-    def _share(self, part: _Part) -> _Part:
-        """The part that is kept for all that are the same."""
-        kept = self._parts.setdefault(part.key, part)
-        self._bytes += 0 if kept.uses else kept.size
-        kept.uses += 1
-        return kept
+    def counts(self) -> tuple[int, int]:
+        """Responses that are kept, and their bytes as JSON."""
+        with self._lock:
+            shelves = self._shelves.values()
+            return sum(len(shelf.found) for shelf in shelves), sum(shelf.size for shelf in shelves)
 
-    def _let_go(self, gone: StoredResponse) -> None:
-        self._bytes -= gone.size
-        for part in gone.parts:
-            part.uses -= 1
-            if not part.uses:
-                self._bytes -= part.size
-                del self._parts[part.key]
+    def _evict(self, count: Callable[[str | None], tuple[int, bool]]) -> None:
+        """Removes the least recently used response of the tenant with the highest count."""
+        name = max(self._shelves, key=count)
+        self._shelves[name].pop(next(iter(self._shelves[name].found)))
+        self._tidy(name)
+
+    def _tidy(self, name: str | None) -> None:
+        if name in self._shelves and not self._shelves[name].found:
+            del self._shelves[name]
+
+
+def _trimmed(part: Any) -> Any:
+    """A part of a message; an image in a `data:` URL ends where its file does."""
+    image = part.get("image_url") if isinstance(part, Mapping) else None
+    url = image.get("url") if isinstance(image, Mapping) else image
+    if not isinstance(url, str) or (own := trimmed(url)) is url:
+        return part
+    return {**part, "image_url": {**image, "url": own} if isinstance(image, Mapping) else own}
 
 
 def _name(tenant: Tenant | None) -> str | None:

@@ -11,6 +11,7 @@ A file of keys is TOML. A key stands in it as its SHA-256, so that who reads the
     reuse = ["exact", "approximate"]
     cache_bytes = "1GiB"
     requests = 8
+    priority = true
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from vlcache_jax.cache.keys import TenantSalt
-from vlcache_jax.checks import check_text, check_whole, parse_bytes, short
+from vlcache_jax.checks import check_flags, check_text, check_whole, parse_bytes, short
 from vlcache_jax.files import make_folder
 from vlcache_jax.inputs.parts import check_keys
 
 _KEY_FIELDS = ("name", "sha256", "tenant")
-_TENANT_FIELDS = ("reuse", "cache_bytes", "requests", "compress")
+_TENANT_FIELDS = ("reuse", "cache_bytes", "requests", "compress", "priority")
 _SECRET = "tenants.secret"
 _SECRET_BYTES = 32
 
@@ -47,6 +48,7 @@ class Tenant:
       cache_bytes: of its records in host memory and on the disk, each; None: they have no limit of their own.
       requests: under way at a time; None: as many as the server takes.
       compress: what of prompts its requests may ask to go on with; None: what everybody may.
+      priority: the `priority` of its requests counts beside those of other tenants, too, not among its own alone.
 
     Raises:
       ValueError: one is of another type or beyond its bounds.
@@ -57,6 +59,7 @@ class Tenant:
     cache_bytes: int | None = None
     requests: int | None = None
     compress: tuple[str, ...] | None = None
+    priority: bool = False
 
     def __post_init__(self) -> None:
         check_text(self.name or None, "tenant", "a non-empty string")
@@ -70,6 +73,7 @@ class Tenant:
         if self.cache_bytes is not None:
             object.__setattr__(self, "cache_bytes", parse_bytes(self.cache_bytes, f"tenants.{self.name} cache_bytes"))
         check_whole(f"tenants.{self.name} requests", self.requests, 1, or_none=True)
+        check_flags(**{f"tenants.{self.name} priority": self.priority})
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,7 @@ class Register:
         """
         found = Tenants.load(self._path, self._admin_key)
         self._suit(self.salts, found)
-        self._tenants = found
+        self._tenants, self._names = found, frozenset(found.all())
 
     def of(self, key: str) -> Tenant | None:
         """See `Tenants.of`."""
@@ -251,7 +255,7 @@ class Register:
 
     def names(self) -> Collection[str]:
         """Of the tenants."""
-        return self._tenants.all().keys()
+        return self._names
 
 
 def request_salt(register: Register | None, tenant: Tenant | None, own: str | None) -> str | TenantSalt | None:
