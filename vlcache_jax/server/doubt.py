@@ -15,7 +15,6 @@ from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.responses import refuse
 from vlcache_jax.serving import NotFiniteError
 
-
 _DOUBTFUL = RuntimeError, NotFiniteError
 
 
