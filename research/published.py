@@ -432,6 +432,14 @@ def server_cost(rows: Sequence[Row]) -> Iterator[list[str]]:
             yield [f"tokens/s of {row['what']}", f"{row['direct']:.0f}", f"{row['HTTP']:.0f}", ratio]
 
 
+def large_bodies(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What one large body does to others (`python -m research.large_bodies`)."""
+    yield ["body", "MiB", "status", "answered after, s", "CPU, s", "worst `/health`, s"]
+    for row in rows:
+        numbers = (f"{row[name]:.2f}" for name in ("s", "CPU s", "worst /health, s"))
+        yield [row["what"].replace("/health", "`/health`"), f"{row['MiB']:.0f}", str(row["status"]), *numbers]
+
+
 def slowest_refusal() -> str:
     """Seconds (`python -m research.refusals`)."""
     return f"{max(row['ms'] for row in _rows('refusals_cpu.json')) / 1000:.1f}"
@@ -767,6 +775,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "scale": functools.partial(_of, scale, "scale.json"),
     "scale needs": scale_needs,
     "routing": functools.partial(_of, routing, "routing.json"),
+    "large bodies": functools.partial(_of, large_bodies, "large_bodies_cpu.json"),
     "server cost": functools.partial(_of, server_cost, "server_cpu.json"),
     "compression": functools.partial(_of, compressed_decoding, "compression_cpu.json"),
     "compression requests": functools.partial(_of, compressed_requests, "compression_cpu.json", "requests"),

@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from vlcache_jax.checks import check_flags, check_whole, is_finite, parse_bytes, parse_counts
+from vlcache_jax.checks import check_flags, check_whole, exceeds, is_finite, parse_bytes, parse_counts, short
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,51 @@ def test_none_may_stand_for_a_whole_number():
     check_whole("k", None, 1, or_none=True)
     with pytest.raises(ValueError, match=r"^k must be a positive integer or None, got 'a'$"):
         check_whole("k", "a", 1, or_none=True)
+
+
+class Unwritten(int):
+    """Counts how often it is written."""
+
+    written = 0
+
+    def __repr__(self):
+        type(self).written += 1
+        return "1"
+
+
+def nested(levels):
+    value = [1]
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("a" * 10**6, "'" + "a" * 71 + "... (1000000 characters)"),
+        (["a" * 10**6, 2], "['" + "a" * 70 + "... (2 entries)"),
+        ([1] * 10**6, "[1, 1, 1, 1, 1, 1, 1, 1]... (1000000 entries)"),
+        (
+            {str(i): i for i in range(10**5)},
+            "{'0': 0, '1': 1, '2': 2, '3': 3, '4': 4, '5': 5, '6': 6, '7': 7}... (100000 entries)",
+        ),
+        ([[1] * 10**5], "[[1, 1, 1, 1, 1, 1, 1, 1]]... (1 entries)"),
+        (nested(10**5), "[[[[]]]]... (1 entries)"),
+        ([1, "b", None], "[1, 'b', None]"),
+        (nested(5000), "list too large to show"),
+    ],
+)
+def test_values_in_errors_are_short(value, shown):
+    assert short(value)[:150] == shown[:150]
+
+
+def test_of_a_large_value_the_beginning_alone_is_written():
+    short([Unwritten(1)] * 10**6)
+    assert Unwritten.written < 10
+
+
+@pytest.mark.parametrize(("value", "size"), [("abc", 4), ([1, 2], 5), ({"a": [1]}, 7), (None, 1), ([[], {}], 5)])
+def test_how_much_a_value_holds(value, size):
+    assert not exceeds(value, size)
+    assert exceeds(value, size - 1)

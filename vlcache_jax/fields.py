@@ -35,6 +35,7 @@ _ESCAPES = re.compile(
     r'(?:\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|["\\/bfnrt])'
     r'[^"\\\x00-\x1f]{0,16}+){1,16384}+'
 )
+_scan: Callable[[str, int], tuple[str, int]] = json.decoder.scanstring  # type: ignore[attr-defined]
 _NUMBER = re.compile(rf"[-+.0-9eE]{{0,{_MOST_DIGITS + 1}}}")
 
 
@@ -128,11 +129,16 @@ def check_fields(
             raise ValueError(f"{section}{key}{of} must be {kind.words}, got {short(values.get(key))}")
 
 
+class TooManyError(ValueError):
+    """A text of JSON holds more values than are read."""
+
+
 def parse_json(text: str | bytes) -> Any:
     """What a text of JSON holds. Of a large one it is parsed in pieces, so that other threads run in between.
 
     Raises:
-      ValueError: it is not JSON, or holds numbers that JSON does not have; or a large one holds too many values.
+      TooManyError: it is large, and holds too many values.
+      ValueError: it is not JSON, or holds numbers that JSON does not have.
       RecursionError: it is nested too deep.
     """
     if len(text) <= AT_ONCE:
@@ -236,16 +242,16 @@ class _Pieces:
         """Its text, and where it ends; `place` is that of its first character."""
         end = self._text.find('"', place, place + _SHORT)
         if end >= 0 and self._text.find("\\", place, end) < 0:
-            return json.decoder.scanstring(self._text, place)
+            return _scan(self._text, place)
         begin, parts = place, list[str]()
         while True:
             if found := _PLAIN.match(self._text, place):
                 parts.append(found[0])
             elif found := _ESCAPES.match(self._text, place):
-                parts.append(json.decoder.scanstring(f'{found[0]}"', 0)[0])
+                parts.append(_scan(f'{found[0]}"', 0)[0])
             else:  # it ends here, or is wrong
                 try:
-                    last, end = json.decoder.scanstring(self._text, place)
+                    last, end = _scan(self._text, place)
                 except json.JSONDecodeError as error:
                     at = begin - 1 if error.msg.startswith("Unterminated") else error.pos
                     raise json.JSONDecodeError(error.msg, self._text, at) from None
@@ -263,6 +269,4 @@ class _Pieces:
     def _count(self, values: int) -> None:
         self._left -= values
         if self._left < 0:
-            raise ValueError(
-                f"at most {MOST_VALUES} integers, or {MOST_VALUES // _WEIGHT} other values, may stand in it"
-            )
+            raise TooManyError(f"at most {MOST_VALUES} integers, or {MOST_VALUES // _WEIGHT} other values")

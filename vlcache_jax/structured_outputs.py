@@ -17,14 +17,12 @@ from vlcache_jax.foreign import STRUCTURED, takes_foreign
 MAX_LENGTH = 1 << 16  # characters of one: what is longer may take seconds to compile
 MAX_MULTIPLE = 100_000  # the same of `multipleOf`, whose automaton has as many states
 
-MAX_REPEATS = 100_000  # of repetitions of repetitions; the compiler writes out each
+MAX_REPEATS = 100_000  # of repetitions of repetitions that must come; the compiler writes out each
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
 # What stands for itself, classes of characters, groups, and how often one is repeated.
-_REPEAT = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<open>\()|(?P<close>\))|\{(?P<least>\d{1,18})(?P<most>,\d{0,18})?\}"
-)
+_REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<least>\d{1,18})(?:,\d{0,18})?\}")
 _ESCAPED = re.compile(r"\\u00([0-9a-fA-F]{2})")
 
 
@@ -207,8 +205,7 @@ def _check_repeats(text: str, name: str) -> None:
             levels = levels or [1]  # it was no group's
             levels[-1] = max(levels[-1], closed)
         elif found["least"]:
-            most = (found["most"] or "").removeprefix(",") or found["least"]
-            times = int(most) * (inner := closed if found.start() == end else 1)
+            times = int(found["least"]) * (inner := closed if found.start() == end else 1)
             levels[-1] = max(levels[-1], times)
             if times > MAX_REPEATS and inner > 1:  # of what is not nested, the compiler says it
                 raise ValueError(f"{name} must have repetitions of at most {MAX_REPEATS} together, got {times}")

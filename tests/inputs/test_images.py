@@ -260,6 +260,10 @@ def test_the_repr_of_a_source_holds_no_pixels():
         ("data:image/png,abc", "must be a data URL of the form data:image/png;base64"),
         ("data:image/png;base64", "must be a data URL of the form data:image/png;base64"),
         ("data:image/png;base64,@@@@", "must be valid base64, got '@@@@'"),
+        (
+            "data:image/png;base64," + "A" * ((1 << 22) - 1) + "=" + "AAAA",
+            "must be valid base64, .*: Excess data after",
+        ),
         ("data:image/png;base64,abc", "must be valid base64, got 'abc'"),
         ("data:image/png;base64,", "must not be empty"),
         (None, "must be a path, bytes, an open binary file, a data:, file: or http.s. URL, a PIL .* got NoneType None"),

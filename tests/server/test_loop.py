@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from asyncio import Handle
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.server.test_retrieval import upload
+from vlcache_jax import AsyncLLM, SamplingParams
 from vlcache_jax.fields import parse_json
 from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES, RESPONSES
@@ -20,6 +22,7 @@ from vlcache_jax.server.app import Server
 
 SIZES = 2**16, 2**18  # bytes of a body
 MOST = 2500  # Python calls from one turn of the loop to the next; of what is walked on it, each entry is one or more
+ONE = SamplingParams(max_tokens=1)
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT_BODY = {"messages": HELLO, "max_tokens": 1}
 BASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
@@ -156,6 +159,45 @@ def test_no_field_of_a_form_is_walked_on_the_event_loop(turns):
             upload(served, "/libraries/shoes", piece * (size // len(piece)), key="boss", id="a")
             assert counted.most < MOST, (piece, size)
     assert counted.parsed == 0
+
+
+FIRST: dict[str, Callable[[AsyncLLM, int], AsyncIterator[Any]]] = {
+    "rates": lambda engine, size: engine.generate(HELLO, ONE, mm_processor_kwargs={"fps": [1] * size}),
+    "sizes": lambda engine, size: engine.generate(HELLO, ONE, mm_processor_kwargs={"size": dict.fromkeys(range(size))}),
+    "messages": lambda engine, size: engine.generate(HELLO * size, ONE),
+    "tools": lambda engine, size: engine.generate(HELLO, ONE, tools=[{"function": {"name": "f"}}] * size),
+    "names": lambda engine, size: engine.generate(HELLO, ONE, chat_template_kwargs={str(i): 1 for i in range(size)}),
+    "ids": lambda engine, size: engine.generate([1] * size, ONE),
+    "allowed": lambda engine, size: engine.generate(HELLO, SamplingParams(allowed_token_ids=[5] * size)),
+    "tokenize": lambda engine, size: once(engine.tokenize(HELLO * size)),
+    "embed": lambda engine, size: once(engine.embed(HELLO * size)),
+    "rates of an embedding": lambda engine, size: once(engine.embed("a", mm_processor_kwargs={"fps": [1] * size})),
+    "documents": lambda engine, size: once(engine.rerank("a", [0] * size)),
+}
+
+
+async def once(asked: Awaitable[Any]) -> AsyncIterator[Any]:
+    yield await asked
+
+
+@pytest.mark.parametrize("what", FIRST)
+def test_arguments_are_not_walked_on_the_callers_event_loop(engine, what):
+    async def ask() -> None:
+        with pytest.raises(ValueError, match=r"must|needs"):
+            async for _ in FIRST[what](engine, 20_000):
+                pass
+
+    counted = Turns()
+
+    async def watched() -> None:
+        sys.setprofile(counted)
+        try:
+            await ask()
+        finally:
+            sys.setprofile(None)
+
+    asyncio.run(watched())
+    assert 0 < counted.most < MOST
 
 
 def test_what_is_walked_on_the_event_loop_is_seen(turns, monkeypatch):

@@ -127,6 +127,9 @@ class SequenceBuilder:
             raise ValueError(
                 f"{name} stop_token_ids must be below the vocabulary's {vocab_size}, got {short(sorted(ends))}"
             )
+        if len(resolved.allowed_token_ids or ()) > vocab_size:
+            count = len(resolved.allowed_token_ids or ())
+            raise ValueError(f"{name} allowed_token_ids must have at most the vocabulary's {vocab_size}, got {count}")
         try:
             bias_row(resolved, vocab_size)
             self._bad_words(resolved)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlcache_jax.checks import is_a, short, shorten
-from vlcache_jax.fields import parse_json
+from vlcache_jax.fields import TooManyError, parse_json
 
 Schema = Mapping[str, Any]
 
@@ -55,6 +55,8 @@ def read_object(text: str | bytes) -> dict[str, Any]:
     """
     try:
         found = parse_json(text)
+    except TooManyError as error:
+        raise ValueError(f"must have {error}") from error
     except (ValueError, RecursionError) as error:
         shown = shorten(text) if isinstance(text, str) else f"{len(text)} bytes"
         raise ValueError(f"must be JSON, got {shown}: {error}") from error
