@@ -1,5 +1,6 @@
 """Files that cost more than their pixels say, by what they hold; no test looks at a clock."""
 
+import base64
 import io
 import struct
 import zlib
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlcache_jax.inputs.heads import MOST
-from vlcache_jax.inputs.images import read_image
+from vlcache_jax.inputs.heads import MOST, end_of
+from vlcache_jax.inputs.images import read_image, trimmed
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
 
@@ -166,3 +167,40 @@ def test_scans_of_a_jpeg_are_limited():
     scan = encoded[encoded.rindex(b"\xff\xda") : -2]
     with pytest.raises(ValueError, match="image must have at most 64 scans, got at least 65"):
         read_image(encoded[:-2] + 100 * scan + encoded[-2:]).size()
+
+
+def animated(suffix):
+    return encode(suffix, save_all=True, append_images=[PICTURE.rotate(180)])
+
+
+ENDS = {
+    "PNG": PNG, "APNG": animated("PNG"), "JPEG": JPEG, "progressive": encode("JPEG", progressive=True), "GIF": GIF,
+    "films": animated("GIF"), "WebP": WEBP, "lossless": encode("WEBP", lossless=True), "BMP": encode("BMP"),
+    "thumbnail": in_jpeg(segment(0xE1, b"Exif\0\0" + JPEG)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_file_is_found(name):
+    """Whatever stands after it; of a file that was cut off nothing is dropped."""
+    file = ENDS[name]
+    for rest in (b"", b"\0" * 1000, b"\xff\xd9" * 10, file):
+        assert end_of(file + rest) == len(file)
+    for size in range(0, len(file), 97):
+        assert end_of(file[:size]) == size
+    url = f"data:image/x;base64,{base64.b64encode(file).decode()}"
+    padded = f"data:image/x;base64,{base64.b64encode(file + bytes(1000)).decode()}"
+    assert trimmed(padded) == trimmed(url) == url
+
+
+@pytest.mark.parametrize("file", [encode("TIFF"), animated("MPO"), b"RIFF1234WAVE", b"BM", b"GIF89a", b"no image", b""])
+def test_where_no_end_is_known_all_is_kept(file):
+    for rest in (b"", bytes(1000)):
+        assert end_of(file + rest) == len(file + rest)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://a/b.png", "data:image/png;base64,%", "data:,a", "data:image/png;base64,", "a"]
+)
+def test_what_is_no_image_stays_as_it_is(url):
+    assert trimmed(url) is url

@@ -25,7 +25,7 @@ from vlcache_jax.device.sampler import NOT_FINITE
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.server import entrance as entrance_module
-from vlcache_jax.server import inference, lifecycle, unread
+from vlcache_jax.server import inference, lifecycle, memory, unread
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_protocol import HEAD_BYTES, HttpProtocol
@@ -582,6 +582,20 @@ def test_a_body_for_which_there_is_no_room_is_not_read(serve, decoder, textured_
         assert served.ask("POST", CHAT, SHORT)[0] == 200
         go_on.set()
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
+
+
+def test_memory_of_bodies_goes_back_to_the_system(serve, monkeypatch):
+    """After so many bytes of them, whatever became of their requests."""
+    calls = []
+    monkeypatch.setattr(entrance_module, "_FREED", 3 * 2**20)
+    monkeypatch.setattr(entrance_module, "_LATER", 0.0)
+    monkeypatch.setattr(entrance_module, "give_back", lambda: calls.append(len(calls)))
+    served = serve()
+    for count in (0, 0, 1, 1, 1, 2):
+        large = {"messages": HELLO, "max_tokens": 1, "user": "a" * 2**20, "wrong" if count else "metadata": {}}
+        assert served.ask("POST", CHAT, large)[0] == (400 if count else 200)
+        assert eventually(lambda: not served.server.entrance.inside and len(calls) == count)  # noqa: B023
+    memory.give_back()
 
 
 def test_an_upload_comes_slowly_too(serve, textured_image):

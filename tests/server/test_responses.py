@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 
@@ -150,6 +151,24 @@ def test_what_is_wrong_is_named_as_it_was_sent(served, responses):
             assert found["error"]["message"].startswith(re.split(r"\.(?!format)", param)[0]), found
 
 
+def test_what_stands_after_an_image_is_not_stored(responses, served, textured_image):
+    """The conversation goes on as it does with the whole file."""
+    url = data_url(textured_image(64, 96))
+    head, _, data = url.partition(",")
+    padded = f"{head},{base64.b64encode(base64.b64decode(data) + bytes(2**20)).decode()}"
+
+    def asked(url):
+        return [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]
+
+    first, second = (responses.create(input=asked(one), **GREEDY) for one in (url, padded))
+    assert second.output_text == first.output_text
+    bare, trimmed = (served.server._stored.get(one.id, None).messages[0] for one in (first, second))
+    assert trimmed == bare
+    assert served.server._stored.counts()[1] < 2**18
+    after = [responses.create(input="And?", previous_response_id=one.id, **GREEDY) for one in (first, second)]
+    assert after[1].output_text == after[0].output_text
+
+
 def test_tenants_have_their_own(serve, tmp_path):
     served = serve(api_keys=written(tmp_path / "keys.toml", a="alice", b="bob"))
     body = {"input": "Hello", "max_output_tokens": 1}
@@ -176,6 +195,35 @@ def test_the_least_recently_used_leave():
     assert stored.get("large", alice) is not None
     assert stored.delete("large", alice)
     assert not stored.delete("large", alice)
+
+
+def test_a_tenant_that_stores_much_loses_its_own():
+    """By bytes and by number; another that has less than an equal share loses nothing, however old."""
+    stored, alice, bob, carl = StoredResponses(most=12, most_bytes=12_000), *map(Tenant, ("alice", "bob", "carl"))
+
+    def kept(*tenants):
+        return ["".join(str(i) for i in range(20) if stored.get(str(i), one)) for one in tenants]
+
+    for i in range(3):
+        stored.put({"id": str(i)}, [{"content": "b" * 1000}], bob)
+    for i in range(12):
+        stored.put({"id": str(i)}, [{"content": "a" * 2000}], alice)
+        assert kept(bob) == ["012"]
+    assert kept(alice) == ["891011"]
+    count, size = stored.counts()
+    assert (count, 11_000 < size < 12_000) == (7, True)
+    for i in range(20):
+        stored.put({"id": str(i)}, [], carl)
+        assert kept(alice, bob) == ["891011", "012"]
+    assert kept(carl) == ["1516171819"]
+    for i in range(3, 8):
+        stored.put({"id": str(i)}, [{"content": "b" * 2010}], bob)
+    # Once bob holds most, the oldest of his own leave.
+    assert kept(alice, bob, carl) == ["91011", "67", "1516171819"]
+    for one in (alice, bob, carl):
+        for i in range(20):
+            stored.delete(str(i), one)
+    assert stored.counts() == (0, 0)
 
 
 def test_a_picture_is_kept_once():

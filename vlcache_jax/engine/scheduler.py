@@ -22,7 +22,7 @@ from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.compressed import CompressedPages
 from vlcache_jax.engine.pages import Lease, Pages
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
-from vlcache_jax.engine.turns import Turns, order
+from vlcache_jax.engine.turns import Fillers, Turns, order
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 
@@ -57,7 +57,7 @@ class Scheduler:
         self._lanes = list(range(max_sequences))
         self._max_rows = max_rows
         self._num_layers = num_layers
-        self._fillers: dict[int, Sequence] = {}  # id of a record that is not settled yet -> who is to fill it
+        self._fillers = Fillers()
 
     @property
     def running(self) -> list[Sequence]:
@@ -68,15 +68,13 @@ class Scheduler:
         """It waits from now on, by its priority and behind those that came before. Whoever is to fill what it links is
         not less urgent than it is."""
         sequence.progress.arrived, self._arrived = self._arrived, self._arrived + 1
-        for use in sequence.progress.images:
-            if use.captured is not None:
-                self._fillers[id(use.captured)] = sequence
+        self._fillers.add(sequence)
         bisect.insort(self.waiting, sequence, key=order)
         self._hurry(sequence)
 
     def _hurry(self, sequence: Sequence) -> None:
         """Those that are to fill what it links, and what these link, come before it, also where they are put back."""
-        for filler in self._fillers_of(sequence):
+        for filler in self._fillers.of(sequence):
             if filler.progress.priority <= sequence.progress.priority:
                 continue
             is_waiting = filler in self.waiting
@@ -90,14 +88,9 @@ class Scheduler:
     def upcoming(self) -> Sequence:
         """The one that has the next lane. What is to fill what another one links comes before it."""
         sequence = self.turns.first(self.waiting, self.running)
-        while fillers := [one for one in self._fillers_of(sequence) if one in self.waiting]:
+        while fillers := [one for one in self._fillers.of(sequence) if one in self.waiting]:
             sequence = min(fillers, key=order)
         return sequence
-
-    def _fillers_of(self, sequence: Sequence) -> list[Sequence]:
-        """Those that are to fill what a sequence links."""
-        found = (self._fillers.get(id(use.linked)) for use in sequence.progress.images if use.linked is not None)
-        return [one for one in found if one is not None]
 
     def admit(self) -> list[Sequence]:
         """Gives pages and lanes to those that come next, as long as there are any.
@@ -279,9 +272,7 @@ class Scheduler:
         if not others:
             return False
         self.pages.count_preemption()
-        filling = {id(filler) for one in self.running for filler in self._fillers_of(one)}
-        # Of one tenant, a filler stands before those that wait for it; of several, it may stand last.
-        self.put_back(next((one for one in reversed(others) if id(one) not in filling), others[-1]))
+        self.put_back(self._fillers.last(others, self.running))
         return True
 
     def put_back(self, sequence: Sequence, *, failed: bool = False) -> None:
@@ -336,9 +327,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, *, failed: bool) -> None:
         """It has ended, one way or the other; see `release`."""
         self.release(sequence, failed=failed)
-        for use in sequence.progress.images:
-            if use.captured is not None and self._fillers.get(id(use.captured)) is sequence:
-                del self._fillers[id(use.captured)]
+        self._fillers.remove(sequence)
 
 
 def _usable(sequence: Sequence) -> int:

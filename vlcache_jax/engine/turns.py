@@ -46,12 +46,12 @@ class Turns:
 
         return min(heads.values(), key=turn)
 
-    def sorted(self, sequences: abc.Iterable[Sequence]) -> list[Sequence]:
+    def sorted[S: Sequence](self, sequences: abc.Iterable[S]) -> list[S]:
         """Sequences in the order in which they keep what they have: the first of each tenant, then the second of each.
 
         Of one tenant it is `order`. Equals come as they arrived.
         """
-        tenants: dict[str | None, list[Sequence]] = defaultdict(list)
+        tenants: dict[str | None, list[S]] = defaultdict(list)
         for sequence in sorted(sequences, key=order):
             tenants[sequence.tenant].append(sequence)
         placed = [(place, one) for group in tenants.values() for place, one in enumerate(group)]
@@ -60,6 +60,41 @@ class Turns:
 
     def _rank(self, sequence: Sequence) -> int:
         return sequence.progress.priority if sequence.tenant in self._ranked else 0
+
+
+class Fillers:
+    """Sequences that are to fill records which others link."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Sequence] = {}  # by id of a record that is not settled yet
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, sequence: Sequence) -> None:
+        """Note the records that a sequence is to fill."""
+        for use in sequence.progress.images:
+            if use.captured is not None:
+                self._found[id(use.captured)] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Note that a sequence has ended."""
+        for use in sequence.progress.images:
+            if use.captured is not None and self._found.get(id(use.captured)) is sequence:
+                del self._found[id(use.captured)]
+
+    def of(self, sequence: Sequence) -> list[Sequence]:
+        """Those that are to fill what a sequence links."""
+        found = (self._found.get(id(use.linked)) for use in sequence.progress.images if use.linked is not None)
+        return [one for one in found if one is not None]
+
+    def last(self, others: abc.Sequence[Sequence], running: abc.Iterable[Sequence]) -> Sequence:
+        """The last of `others` on which none that runs counts, or simply the last.
+
+        Of one tenant, a filler stands before those that wait for it; of several, it may stand last.
+        """
+        filling = {id(filler) for one in running for filler in self.of(one)}
+        return next((one for one in reversed(others) if id(one) not in filling), others[-1])
 
 
 def order(sequence: Sequence) -> tuple[int, int]:

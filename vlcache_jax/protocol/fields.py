@@ -65,7 +65,7 @@ _BOTH: dict[str, Schema] = {
     "prompt_logprobs": {**_sampling("prompt_logprobs"), "examples": [None]},
     "stream": told({**FLAG, "examples": [True]}, "Answer in server-sent events."),
     "stream_options": told(_STREAM_OPTIONS, "With `stream` alone."),
-    "priority": told({"type": ["integer", "null"]}, "Lower ones run first."),
+    "priority": told({"type": ["integer", "null"]}, "Of requests of one tenant, lower ones run first."),
     "cache_salt": told(
         {"type": ["string", "null"], "minLength": 1, "maxLength": 1024},
         "Keeps what is stored of this request's images to requests of the same salt.",

@@ -39,8 +39,9 @@ class ServerConfig:
       max_file_bytes: of a picture that is uploaded.
       max_files: that each tenant may have; without tenants, all clients together.
       body_timeout: seconds that a body may take to come.
-      max_waiting: requests under way at most, those that run included; one more is told to come again.
-      max_waiting_bytes: of their bodies together, as their heads say; one that says nothing counts as the largest.
+      max_waiting: requests under way at most, those that run included; one more is refused. As many bodies may be
+        coming; then the slowest is closed for one more.
+      max_waiting_bytes: of all these bodies together, counted as they come.
       shutdown_timeout: seconds that requests may take to end when the server is asked to.
       allow_reuse: what of images a request may ask to reuse, beside the server's own way; may be repeated.
       allow_compress: what of prompts a request may ask to go on with, such as vl-cache-0.1; may be repeated.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.memory import give_back
 from vlcache_jax.server.responses import refuse
 from vlcache_jax.server.room import AGAIN, Place, Room
 from vlcache_jax.server.tenants import Register, Tenant
@@ -31,6 +33,8 @@ TENANT = "vlcache.tenant"
 _SILENCE = 30.0  # seconds from one piece of a body to the next at most
 FIELD_BYTES = 1 << 17
 """Of an upload, beside its file."""
+_FREED = 1 << 24  # bytes of bodies after whose end freed memory goes back to the system
+_LATER = 1.0  # seconds after that end; until then their requests may still be in memory
 _MOST_NAME = 255  # characters of a file's name
 
 
@@ -57,6 +61,7 @@ class Entrance:
         self.is_warm = self.is_draining = False
         self.failure: str | None = None
         self.ended = asyncio.Event()
+        self._freed = 0  # bytes of bodies that have ended since memory went back
         self._most_body = int(config.max_body_bytes)
         sizes = config.max_waiting, int(config.max_waiting_bytes), self._most_body
         self.room = Room(*sizes, lambda: 0 if register is None else len(register.names()))
@@ -78,7 +83,15 @@ class Entrance:
         if self.is_draining:
             raise ApiError("the server is shutting down", status=503, retry_after=AGAIN)
         with self.room.place(scope.get(TENANT), _declared(scope, self._most_body)) as place:
-            yield place
+            try:
+                yield place
+            finally:
+                self._freed += place.size
+                if self._freed >= _FREED:
+                    self._freed = 0
+                    timer = threading.Timer(_LATER, give_back)
+                    timer.daemon = True
+                    timer.start()
 
     def answering(self, tenant: Tenant | None, count: int) -> contextlib.AbstractContextManager[None]:
         """For as long as a request that is under way has so many answers under way.
