@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -143,7 +144,7 @@ class EmbeddingRequest:
     dimensions: int | None
     is_base64: bool
     asked: Asked
-    template: TemplateOptions = field(default_factory=TemplateOptions)
+    template: TemplateOptions = dataclasses.field(default_factory=TemplateOptions)
     adds_special_tokens: bool | None = None
 
     @classmethod
