@@ -77,7 +77,7 @@ RERANK: Mapping[str, Schema] = {
         "is no list is one document.",
         "examples": [["a shoe", "a hat"]],
     },
-    "top_n": told({"type": ["integer", "null"], "minimum": 0}, "How many are told of; absent or 0: all."),
+    "top_n": told({"type": ["integer", "null"], "minimum": 0}, "How many results are returned; absent or 0: all."),
     "return_documents": told({"type": ["boolean", "null"]}, "true: with the texts of documents."),
     **_OF_PAIRS,
 }
@@ -219,11 +219,11 @@ class RerankRequest:
             if self.returns_documents:
                 results[-1]["document"] = _told(self.given[one.index])
         usage = _usage(outputs)
-        told = {"id": name, "model": model, "usage": usage, "results": results}
+        body = {"id": name, "model": model, "usage": usage, "results": results}
         if cohere:
             tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}
-            told["meta"] = {"api_version": {"version": "2"}, "tokens": tokens}
-        return told
+            body["meta"] = {"api_version": {"version": "2"}, "tokens": tokens}
+        return body
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Retrieval:
         return request.answer(self._models[0], outputs)
 
     async def rerank(self, body: bytes, tenant: Tenant | None, *, cohere: bool = False) -> Mapping[str, Any]:
-        """See Jina's and vLLM's `/v1/rerank`; with what Cohere's `/v2/rerank` tells beside it."""
+        """See Jina's and vLLM's `/v1/rerank`; also with the `meta` of Cohere's `/v2/rerank`."""
         request = await asyncio.to_thread(lambda: RerankRequest.parse(parse_object(body)))
         settings = self._settings(request.asked, tenant)
         most = _at_a_time(len(request.documents), tenant)
@@ -152,7 +152,7 @@ def _error(error: ValueError, called: str, name: str, fields: Mapping[str, Any])
 
 
 def _pair_error(error: ValueError, query: str, document: str) -> ApiError:
-    """What the client is told of a pair, whose members it calls so."""
+    """The error of a pair, by the names that the client has for its members."""
     told = as_api_error(error)
     message = re.sub(r"^documents\[0\]", document, re.sub(r"^query\b", query, told.message))
     param = re.split(r"\W", message, maxsplit=1)[0]
