@@ -218,7 +218,7 @@ def layers_of(answers: Answers, budgets: Sequence[float]) -> dict[str, Any]:
     return {
         "prompt tokens": [min(lengths), max(lengths)],
         "image tokens": float(np.mean([one.image_tokens for one in answers.layers])),
-        "sparsity by layer": sparse["behind the last image"]["mean"],
+        "sparsity by layer": sparse["after the last image"]["mean"],
         "sparsity of heads by layer": sparse,
         "contribution of images by layer": mean_of_rows([one.contribution for one in answers.layers]),
         "coverage of images by layer": {f"{budget:g}": own for budget, own in zip(budgets, coverage, strict=True)},

@@ -515,6 +515,16 @@ def looked_at(name: str) -> Iterator[list[str]]:
         yield [title, *(f"{100 * value:.0f}" for value in values)]
 
 
+def sparse(name: str) -> Iterator[list[str]]:
+    """Sparsity of attention by layer: the mean of a layer's heads, and their least and greatest (`vlcache bench
+    budgets`)."""
+    found = _file(name)["sparsity of heads by layer"]
+    yield ["%", *(f"layer {layer}" for layer in range(len(found["prefill"]["mean"])))]
+    for rows, values in found.items():
+        cells = zip(*(values[of] for of in ("mean", "least", "greatest")), strict=True)
+        yield [rows, *("{:.0f} ({:.0f} to {:.0f})".format(*(100 * share for share in cell)) for cell in cells)]
+
+
 def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Milliseconds to write and load records, and of a load its share of reading the same bytes alone."""
     yield ["", "into memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
@@ -793,6 +803,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),
     "budgets ahead": functools.partial(_of, ahead, "budgets_tiny_vqa.json"),
     "budgets by task": functools.partial(_of, by_task, "budgets_tiny_vqa.json"),
+    "sparsity": functools.partial(sparse, "sparsity_tiny_vqa.json"),
     "budgets inside": functools.partial(looked_at, "budgets_tiny_vqa.json"),
     "budgets long": functools.partial(_of, budgets, "budgets_long.json"),
     "budgets long ahead": functools.partial(_of, ahead, "budgets_long.json"),

@@ -79,6 +79,16 @@ def test_budgets_tell_memory_where_it_is_another():
     ]  # fmt: skip
 
 
+def test_sparsity_has_a_line_for_each_kind_of_rows(tmp_path, monkeypatch):
+    heads = {"least": [0.1, 0.2], "mean": [0.5, 0.25], "greatest": [0.9, 0.3]}
+    found = {"sparsity of heads by layer": {"prefill": heads, "decoding": heads}}
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    monkeypatch.setattr(published, "RESULTS", tmp_path)
+    cells = ["50 (10 to 90)", "25 (20 to 30)"]
+    head = ["%", "layer 0", "layer 1"]
+    assert list(published.sparse("a.json")) == [head, ["prefill", *cells], ["decoding", *cells]]
+
+
 def test_lengths_have_a_line_for_each_case(tmp_path, monkeypatch):
     case = {"arrangement": "text_first", "donors": "apart", "images": "several", "reuse": published.APPROXIMATE}
     row = case | {"kept MSE": 0.0941, "free MSE": 0.2394, "gain difference": 4.0, "gain low": -2.04, "gain high": 9.3}

@@ -294,7 +294,7 @@ def test_an_empty_open_turn_is_the_models_own_form(serve, engine):
         [own] = llm.embed([asked(*parts, last=False)], use_tqdm=False)
         np.testing.assert_allclose(found["data"][0]["embedding"], own.outputs.embedding, atol=1e-5)
         assert found["usage"]["prompt_tokens"] == len(own.prompt_token_ids)
-    # By vLLM's default, which has to be asked for here, the prompt ends before the assistant's turn, or behind it.
+    # By vLLM's default, which has to be asked for here, the prompt ends before the assistant's turn, or after it.
     for messages in (asked(TEXT, last=False), asked(TEXT)):
         _, found = served.json("POST", EMBEDDINGS, {"messages": messages, "add_generation_prompt": False})
         [given] = llm.embed([{"messages": messages, "add_generation_prompt": False}], use_tqdm=False)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -78,7 +79,7 @@ RERANK: Mapping[str, Schema] = {
         "is no list is one document.",
         "examples": [["a shoe", "a hat"]],
     },
-    "top_n": told({"type": ["integer", "null"], "minimum": 0}, "How many are told of; absent or 0: all."),
+    "top_n": told({"type": ["integer", "null"], "minimum": 0}, "How many results are returned; absent or 0: all."),
     "return_documents": told({"type": ["boolean", "null"]}, "true: with the texts of documents."),
     **_OF_PAIRS,
 }
@@ -145,7 +146,7 @@ class EmbeddingRequest:
     dimensions: int | None
     is_base64: bool
     asked: Asked
-    template: TemplateOptions = field(default_factory=TemplateOptions)
+    template: TemplateOptions = dataclasses.field(default_factory=TemplateOptions)
     adds_special_tokens: bool | None = None
 
     @classmethod
@@ -218,11 +219,11 @@ class RerankRequest:
             if self.returns_documents:
                 results[-1]["document"] = _told(self.given[one.index])
         usage = _usage(outputs)
-        told = {"id": name, "model": model, "usage": usage, "results": results}
+        body = {"id": name, "model": model, "usage": usage, "results": results}
         if cohere:
             tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}
-            told["meta"] = {"api_version": {"version": "2"}, "tokens": tokens}
-        return told
+            body["meta"] = {"api_version": {"version": "2"}, "tokens": tokens}
+        return body
 
 
 @dataclass(frozen=True)

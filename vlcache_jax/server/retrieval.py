@@ -79,7 +79,7 @@ class Retrieval:
         return await asyncio.to_thread(request.answer, self._models[0], outputs)
 
     async def rerank(self, request: RerankRequest, tenant: Tenant | None, *, cohere: bool = False) -> Mapping[str, Any]:
-        """See Jina's and vLLM's `/v1/rerank`; with what Cohere's `/v2/rerank` tells beside it."""
+        """See Jina's and vLLM's `/v1/rerank`; also with the `meta` of Cohere's `/v2/rerank`."""
         settings = self._settings(request.asked, tenant)
         most = _at_a_time(len(request.documents), tenant)
         with self._entrance.answering(tenant, most):
@@ -150,7 +150,7 @@ def _error(error: ValueError, called: str, name: str, fields: Mapping[str, Any])
 
 
 def _pair_error(error: ValueError, query: str, document: str) -> ApiError:
-    """What the client is told of a pair, whose members it calls so."""
+    """The error of a pair, by the names that the client has for its members."""
     told = as_api_error(error)
     message = re.sub(r"^documents\[0\]", document, re.sub(r"^query\b", query, told.message))
     param = re.split(r"\W", message, maxsplit=1)[0]

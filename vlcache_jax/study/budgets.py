@@ -40,8 +40,8 @@ POLICIES = ("vl-cache", "postvision", "snapkv", "pyramidkv", "h2o", "zipcache", 
 METHODS = (*POLICIES, "fastv", "h2o-stream")
 Way = Compressor | FastV | StreamingH2O  # of the engine, or computed through masks
 _LAYERS = "layers by heads"
-SPARSE = ("prefill", "behind the last image", "decoding")
-"""Rows whose attention's sparsity `Layers` has: all of the prompt, those behind its last image, and decoded ones."""
+SPARSE = ("prefill", "after the last image", "decoding")
+"""Rows whose attention's sparsity `Layers` has: all of the prompt, those after its last image, and decoded ones."""
 _P = 0.01  # below this part of a row's maximum nothing counts, for what layers tell
 
 
