@@ -22,7 +22,7 @@ from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.outputs import Metrics, OutputCollector, RequestDelta
 from vlcache_jax.serving import Job
-from vlcache_jax.under_way import _Room
+from vlcache_jax.under_way import _Place, _Room
 
 LANES = 2  # of every engine here
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -108,8 +108,7 @@ def assert_clean(engine):
     assert eventually(lambda: not engine._requests._room._used)
     assert eventually(lambda: not any(record.held for record in engine.service.cache.store.tier.records()))
     assert_nothing_left(engine)
-    assert not engine._requests._jobs
-    assert not engine._requests._aborted
+    assert not engine._requests._places
     assert not engine._requests._room._waiting
 
 
@@ -766,7 +765,7 @@ def test_a_task_cancelled_while_its_image_is_identified(engine, pictures, slow_d
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        assert not engine._requests._jobs
+        assert not engine._requests._places
         go_on.set()
         await becomes(lambda: not any(thread._work_queue.qsize() for thread in [engine._requests.threads]))
 
@@ -816,7 +815,7 @@ def test_an_event_loop_that_is_closed_does_not_end_the_engine(engine, slow, capl
     events.run_until_complete(first(gone))
     events.close()  # nobody has told the engine
     assert eventually(lambda: engine.stats().running == 0)
-    assert "a listener failed; its request is aborted" in caplog.text
+    assert "requests ended as their event loop was closed: 1" in caplog.text
     assert tokens(run(last(engine, user("b")))) == tokens(chat(engine, user("b")))
     run(gone.aclose())  # nobody but its owner can
 
@@ -958,7 +957,7 @@ def test_room_that_nobody_takes_any_more_goes_to_the_next(engine, slow, monkeypa
     async def ask():
         running = engine.generate(user("a"), LONG)
         await first(running)
-        lost = events.create_task(room.enter("lost"))
+        lost = events.create_task(room.enter(_Place("lost", events, end=lambda job: None)))
         await asyncio.to_thread(lambda: (events.call_later(0.02, events.stop), events.run_forever(), events.close()))
         task = asyncio.create_task(last(engine, user("b")))
         await asyncio.sleep(0.01)
@@ -968,6 +967,42 @@ def test_room_that_nobody_takes_any_more_goes_to_the_next(engine, slow, monkeypa
         return await task
 
     assert run(ask()).finished
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize("when", ["running", "arriving"])
+def test_an_event_loop_that_is_closed_keeps_no_places(engine, slow, slow_decoder, pictures, monkeypatch, caplog, when):
+    """Its requests cannot give them back: two run, or are identified, and one waits for room."""
+    monkeypatch.setattr(engine._requests, "_room", _Room(2, raises=False))
+    begun, go_on = slow_decoder
+    if when == "running":
+        go_on.set()
+    events = asyncio.new_event_loop()
+    shown = [user(picture, "a") for picture in pictures[:2]] if when == "arriving" else [user("a"), user("b")]
+
+    async def ask(name, conversation):
+        async for _ in engine.generate(conversation, LONG, request_id=name):
+            begun.set()
+
+    lost = [events.create_task(ask(*one)) for one in zip("xyz", (*shown, user("c")), strict=True)]
+    events.call_soon(lambda: stop_when(events, begun))
+    events.run_forever()
+    events.close()
+    go_on.set()
+    assert run(last(engine, user("d"))).finished
+    assert [run(last(engine, user("e"), request_id=name)).finished for name in "xyz"] == [True] * 3
+    assert_clean(engine)
+    assert "requests ended as their event loop was closed" in caplog.text
+    assert "a listener failed" not in caplog.text
+    for task in lost:
+        task._log_destroy_pending = False
+
+
+def stop_when(events, begun):
+    if begun.is_set():
+        events.stop()
+    else:
+        events.call_later(0.001, stop_when, events, begun)
 
 
 def test_lower_numbers_come_first(engine, slow):
@@ -1060,7 +1095,7 @@ def test_closing_ends_everything(open_engine, pictures, slow_decoder):
         run(stream(engine, user("a")))
     with pytest.raises(RuntimeError, match=CLOSED):
         engine.stats()
-    assert not engine._requests._jobs
+    assert not engine._requests._places
     assert not engine._requests._room._used
 
 

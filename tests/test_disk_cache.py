@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import pathlib
@@ -17,8 +18,10 @@ import pytest
 from tests.cache.records import verified_read
 from tests.helper import SIZES, assert_nothing_left, some_cases, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from vlcache_jax.cache.record import checksum
 from vlcache_jax.cache.tier import DamagedError, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
+from vlcache_jax.cache.tiers.record_file import file_name, make_header, read_header
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.outputs import Why
 
@@ -560,3 +563,113 @@ def test_an_engine_that_is_killed_while_it_serves(llm, checkpoints, tmp_path, re
     llm.cache.flush()
     monkeypatch.undo()
     tier.close()
+
+
+# Records that say of themselves what this engine would not write.
+
+
+def cut(count):
+    """Another number of tokens, and as many rows."""
+
+    def change(meta, data):
+        axis = 1 if meta.context is None else 2
+        rows = np.take(data, np.arange(meta.tokens + count) % meta.tokens, axis)
+        return dataclasses.replace(meta, tokens=meta.tokens + count, shape=rows.shape), rows
+
+    return change
+
+
+def first_layers(meta, data):
+    """Half the layers, or all but one of the vision tower's outputs."""
+    data = data[: len(data) // 2 or 1]
+    return dataclasses.replace(meta, shape=data.shape), data
+
+
+def more_layers(meta, data):
+    data = np.concatenate([data, data[:1]])
+    return dataclasses.replace(meta, shape=data.shape), data
+
+
+def narrow(meta, data):
+    data = np.ascontiguousarray(data[..., : data.shape[-1] // 2])
+    return dataclasses.replace(meta, shape=data.shape), data
+
+
+def half_the_heads(meta, data):
+    if meta.context is None:
+        return narrow(meta, data)
+    data = np.ascontiguousarray(data[..., : data.shape[-2] // 2, :])
+    return dataclasses.replace(meta, shape=data.shape), data
+
+
+def as_type(name):
+    return lambda meta, data: (dataclasses.replace(meta, dtype=name), data.astype(name))
+
+
+def saying(**more):
+    return lambda meta, data: (dataclasses.replace(meta, **more), data)
+
+
+def swapped(meta, data):
+    time, height, width = meta.grid
+    return dataclasses.replace(meta, grid=(time, width, height)), data
+
+
+def vast(meta, data):
+    """A header that says that there are 10^9 tokens, of an image that is as large."""
+    axis = 1 if meta.context is None else 2
+    shape = (*meta.shape[:axis], 10**9, *meta.shape[axis + 1 :])
+    return dataclasses.replace(meta, tokens=10**9, shape=shape, grid=(1, 2 * 10**5, 2 * 10**4)), None
+
+
+CHANGES = {
+    "bfloat16": as_type("bfloat16"), "float16": as_type("float16"), "fewer tokens": cut(-1), "more tokens": cut(3),
+    "fewer layers": first_layers, "more layers": more_layers, "fewer heads": half_the_heads, "narrow heads": narrow,
+    "another model": saying(model="0" * 64), "no model": saying(model=""), "another owner": saying(owner="1" * 64),
+    "another codec": saying(codec="int4"), "another grid": swapped, "10^9 tokens": vast,
+}  # fmt: skip
+
+
+def rewrite(tier, change):
+    """Makes every record of a tier another one, whose header and checksums are right; returns their names."""
+    lines = tier.lines()
+    for line in lines:
+        path = tier.directory / file_name(line.name)
+        content = path.read_bytes()
+        header = content[: 8 + int.from_bytes(content[:8], "little")]
+        meta = read_header(header)
+        data = np.frombuffer(content[len(header) :], meta.dtype).reshape(meta.shape)
+        meta, data = change(meta, data)
+        parts = [] if data is None else [(part,) for part in data]
+        checksums = tuple(checksum(meta, part) for part in parts) or meta.checksums
+        meta = dataclasses.replace(meta, checksums=checksums)
+        path.write_bytes(make_header(meta) + b"".join(part.tobytes() for (part,) in parts))
+        with tier._index.changing():
+            tier._index.enter(meta, time.time())
+    return {line.name for line in lines}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_record_that_is_not_what_this_engine_writes_is_damaged(llm, textured_image, change, monkeypatch):
+    """It is never read, its image is computed, and requests beside it answer as always."""
+    shows, others = user(textured_image(60, 90, 1), "what?"), [user(textured_image(90, 60, i), "?") for i in (2, 3)]
+    cold = tokens(chat(llm, shows, *others, reuse="off"))
+    chat(llm, shows)
+    forget(llm)
+    tier, before, stored = channel_of(llm).tier, disk(llm).damaged, llm.cache.stats().corrupt
+    changed = rewrite(tier, CHANGES[change])
+    with monkeypatch.context() as patches:
+        patches.setattr(DiskTier, "read", lambda *given: pytest.fail("read"))
+        outputs = chat(llm, others[0], shows, others[1])
+    assert tokens(outputs) == [cold[1], cold[0], cold[2]]
+    assert {image.kv for output in outputs for image in output.cache.images} == {"none"}
+    assert outputs[1].cache.images[0].why is Why.corrupt
+    llm.cache.flush()
+    assert len(changed) == 2
+    assert (disk(llm).damaged - before, llm.cache.stats().corrupt - stored) == (2, 2)
+    # What was computed stands in their place.
+    forget(llm)
+    assert tokens(chat(llm, shows)) == cold[:1]
+    assert disk(llm).damaged - before == 2
+    assert changed < {line.name for line in tier.lines()}
+    assert_nothing_left(llm)

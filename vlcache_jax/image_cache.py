@@ -183,7 +183,8 @@ class ImageCache:
                 "image must be an image or an entry key, got a dict; `keys` gives those of a video's chunks"
             )
         [(entry, grid)] = self._entries(image, cache_salt, mm_processor_kwargs)
-        return self._store.lookup(entry, context or "", grid=grid, approximate=True, waits=True)
+        owner = owner_key(cache_salt)
+        return self._store.lookup(entry, context or "", grid=grid, approximate=True, owner=owner, waits=True)
 
     def pin(
         self,

@@ -62,6 +62,7 @@ from vlcache_jax.inputs.prompt import (
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import VideoProcessor
 from vlcache_jax.intake.costs import Identity, Rates, identity_of, time_limit
+from vlcache_jax.intake.forms import Forms
 from vlcache_jax.intake.identification import Identifier
 from vlcache_jax.intake.media import Media
 from vlcache_jax.intake.planner import Planner
@@ -206,7 +207,8 @@ class Service:
         renderer.max_tokens = memory.max_model_len
         sequences = _open_sequences(config, checkpoint, memory, renderer.tokenizer)
         rates = Rates.load(device.identity)
-        cache = _open_cache(config, device, tiers, shares, rates)
+        forms = Forms(checkpoint.config, stored.kv, stored.fingerprint)
+        cache = _open_cache(config, device, tiers, shares, rates, forms)
         threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
         quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         loop = Loop(Engine(runner, cache.writer, cache.pages, threads, cache.tier))
@@ -222,7 +224,7 @@ class Service:
         )  # fmt: skip
         planner = Planner(
             checkpoint.config, cache.store, cache.writer,
-            kv=stored.kv, token_rungs=runner.token_rungs, fingerprint=stored.fingerprint,
+            forms=forms, token_rungs=runner.token_rungs,
             rates=rates if config.cache.load == "auto" else None,
         )  # fmt: skip
         intake = Intake(processor, identifier, planner, sequences, threads, quick_threads)
@@ -499,7 +501,7 @@ def _open_sequences(
 
 
 def _open_cache(
-    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Shares, rates: Rates | None
+    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Shares, rates: Rates | None, forms: Forms
 ) -> Cache:
     runner, memory = device.runner, device.memory
     token_bytes = kept_token_bytes(runner.config, runner.shapes.kv, runner.devices.count)
@@ -508,7 +510,7 @@ def _open_cache(
     store = Store(
         config.cache, tiers, shares=shares,
         room=partial(round_up, rungs=runner.token_rungs), limit=partial(time_limit, rates),
-        forgotten=tier.drop, expired=pages.drop, together=runner.shapes.link_groups[0].stop,
+        forgotten=tier.drop, expired=pages.drop, form=forms.of, together=runner.shapes.link_groups[0].stop,
     )  # fmt: skip
     return Cache(store, Writer(store, runner.devices.copies), tier, pages)
 

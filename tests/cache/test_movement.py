@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.cache.records import DictTier, key, make
-from vlcache_jax.cache.channel import Breaker
+from vlcache_jax.cache.breaker import Breaker
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
+from vlcache_jax.cache.looks import any_form
 from vlcache_jax.cache.record import Record, Why
 from vlcache_jax.cache.remembered import Ages
 from vlcache_jax.cache.store import Store
@@ -66,11 +67,12 @@ class Elsewhere(DictTier):
 class House:
     """A store, its tiers, and a clock."""
 
-    def __init__(self, *tiers, limit=5.0, clock=None, expired=lambda entry: None, **config):
+    def __init__(self, *tiers, limit=5.0, clock=None, expired=lambda entry: None, form=any_form, **config):
         self.clock = clock or Clock()
         self.store = Store(
-            CacheConfig(**config), tiers, limit=lambda meta: limit, clock=self.clock, steady=self.clock, expired=expired
-        )
+            CacheConfig(**config), tiers,
+            limit=lambda meta: limit, clock=self.clock, steady=self.clock, expired=expired, form=form,
+        )  # fmt: skip
 
     def compute(self, record):
         """As a request does that finds nothing."""
@@ -844,3 +846,96 @@ def test_the_counters_are_those_of_prometheus(record):
     assert 'vlcache_tier_events_total{event="loaded",tier="remote"} 1.0' in text
     assert f'vlcache_tier_bytes_total{{direction="in",tier="remote"}} {float(record.meta.nbytes)}' in text
     assert 'vlcache_tier_seconds_count{operation="read",tier="remote"} 1.0' in text
+
+
+# What is found says of itself what this engine would not write.
+
+
+def form_of(record):
+    """The form of an engine that writes records like this one."""
+    return lambda found, grid: dataclasses.replace(
+        record.meta.with_room(record.meta.tokens), grid=grid, canonical=found.canonical, owner=found.owner
+    )
+
+
+def test_what_is_no_record_of_this_engine_is_never_read_and_told_of_once(record):
+    other = dataclasses.replace(record.meta, model=key(98))
+    remote = Elsewhere()
+    remote.kept[record.meta.name] = other.with_room(other.tokens), 0.0, record.parts
+    house = House(remote, form=form_of(record))
+    for _ in range(2):  # within the time that a look holds
+        assert house.bring(record).kv is None
+    house.settle()
+    assert (remote.kept, "read" in remote.asked, house.counted().damaged) == ({}, False, 1)
+    assert (house.store.stats().corrupt, house.store.stats().whys) == (1, {})
+    remote.kept[record.meta.name] = other.with_room(other.tokens), 0.0, record.parts
+    house.compute(record)  # what is there is replaced
+    house.settle()
+    assert remote.kept[record.meta.name][0].model == record.meta.model
+
+
+@pytest.mark.parametrize("name", ["grid", "owner"])
+def test_what_only_the_image_tells_is_compared_too(record, name):
+    remote = filled(Elsewhere(), record)
+    house = House(remote, form=form_of(record))
+    asked = {"grid": record.meta.grid, "owner": record.meta.owner} | {name: {"grid": (1, 2, 12), "owner": ""}[name]}
+    house.store.look([record.meta.entry])
+    assert house.store.lookup(record.meta.entry, CONTEXT, approximate=False, **asked).kv is None
+    house.settle()
+    assert (house.counted().damaged, remote.kept) == (1, {})
+
+
+def test_an_image_that_another_engine_takes_alone_is_left_there(record):
+    """Its sizes are beyond those of this engine, and it is asked for by its key."""
+
+    def room(tokens):
+        raise ValueError("size must be at most 4")
+
+    remote = filled(Elsewhere(), record)
+    house = House(remote, form=form_of(record))
+    house.store._room = room
+    assert house.bring(record).kv is None
+    assert (house.counted().damaged, list(remote.kept)) == (0, [record.meta.name])
+
+
+# A tier of this machine that hangs.
+
+
+def test_a_look_that_hangs_is_waited_for_once(record):
+    disk = filled(Elsewhere(), record)
+    disk.label, disk.is_local = "disk", True
+    house = House(disk)
+    looks = house.store.channels[0].looks
+    looks._limit = 0.01
+    disk.gate.clear()
+    for _ in range(3):  # as long as the first look goes on, there is no other
+        assert house.bring(record).kv is None
+        assert not house.store.knows(record.meta.entry)
+    assert (disk.asked.count("find"), house.counted("disk").late) == (1, 1)
+    looks._limit = 100.0
+    disk.gate.set()
+    while looks._stuck:
+        time.sleep(0.001)
+    with house.bring(record) as handle:
+        house.settle()
+        assert handle.kv.is_ready
+
+
+def test_looks_that_hang_count_against_the_tier(record):
+    disk = filled(Elsewhere(), record)
+    disk.label, disk.is_local = "disk", True
+    house = House(disk)
+    looks = house.store.channels[0].looks
+    for _ in range(3):
+        looks._limit = 0.01
+        disk.gate.clear()
+        assert house.bring(record).kv is None
+        disk.gate.set()
+        while looks._stuck:
+            time.sleep(0.001)
+    looks._limit = 100.0
+    asked = len(disk.asked)
+    assert house.bring(record).kv is None  # it is left alone
+    assert len(disk.asked) == asked
+    house.clock.now += 1.1
+    assert house.bring(record).kv is not None

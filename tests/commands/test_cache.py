@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -75,6 +76,40 @@ def test_prune(directory):
         newest = tier.lines()[-1].bytes
     assert run("prune", directory, newest).stdout.startswith("records deleted: 2; left: 1, ")
     assert run("prune", directory, "0").stdout == "records deleted: 1; left: 0, 0.00 MB\n"
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_folders_of_older_formats_are_named_and_deleted(directory, kind, caplog):
+    for name in ("vlcache-1", "vlcache-2", "libraries-0", "vlcache-99", "vlcache-2.old", "mine"):
+        (directory / name / "ab").mkdir(parents=True)
+        (directory / name / "ab" / "file").write_bytes(bytes(2_000_000))
+    store = directory if kind == "directory" else directory.as_uri()
+    older = {"vlcache-1", "vlcache-2"} | ({"libraries-0"} if kind == "directory" else set())
+    told = run("stats", store).stdout
+    lines = {line.split(",")[0].strip(): line.split()[-1] for line in told.splitlines() if "older format" in line}
+    assert lines == dict.fromkeys(older, "2.00")
+    assert {f"vlcache-{number}" in caplog.text for number in (1, 2)} == {kind == "directory"}  # engines say it, too
+    assert "older" not in run("prune", store, "1GB").stdout
+    told = run("prune", store, "1GB", "--old-formats").stdout.splitlines()
+    assert told[1:] == [f"deleted: {name}, of an older format, 2.00 MB" for name in sorted(older)]
+    assert "older format" not in run("stats", store).stdout
+    assert {path.name for path in directory.iterdir() if any(path.rglob("file"))} >= {
+        "vlcache-99",
+        "vlcache-2.old",
+        "mine",
+    }
+    assert run("verify", directory).stdout.splitlines()[-1].startswith("records: 3 whole")
+
+
+def test_a_folder_that_an_older_engine_uses_stays(directory):
+    old = directory / "vlcache-2"
+    old.mkdir()
+    with open(old / f"{'a' * 32}.writer", "wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        result = run("prune", directory, "1GB", "--old-formats")
+        assert (result.exit_code, "vlcache-2 must not be in use" in result.stderr, old.exists()) == (1, True, True)
+    assert run("prune", directory, "1GB", "--old-formats").exit_code == 0
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("command", ["ls", "stats", "verify"])

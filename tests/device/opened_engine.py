@@ -1,6 +1,8 @@
 """Opens a tiny model in a process of its own, as `test_program_files` asks, and prints what came of it as JSON."""
 
+import contextlib
 import json
+import logging
 import pathlib
 import sys
 from unittest import mock
@@ -53,10 +55,36 @@ def programs():
 
 
 def damaged():
-    for number, path in enumerate(programs()):
-        content = path.read_bytes()
-        path.write_bytes(content[:50] if number % 2 else content[:-1] + bytes([content[-1] ^ 1]))
-    return opened()
+    """Files that are truncated, that have another bit, and that are another program's."""
+    paths = programs()
+    contents = [path.read_bytes() for path in paths]
+    for number, (path, content) in enumerate(zip(paths, contents, strict=True)):
+        path.write_bytes([content[:50], content[:-1] + bytes([content[-1] ^ 1]), contents[number - 1]][number % 3])
+    with counting() as told:
+        return opened() | {"told": len(told), "files": len(paths)}
+
+
+def misled():
+    """What says which program is to be read is another program's, or none."""
+    paths = [path for path in files.folder().iterdir() if path.suffix == ".json"]
+    contents = [path.read_bytes() for path in paths]
+    for number, path in enumerate(paths):
+        path.write_bytes(contents[number - 1] if number % 2 else contents[number][:-1])
+    with counting() as told:
+        return opened() | {"told": len(told), "files": len(paths)}
+
+
+@contextlib.contextmanager
+def counting():
+    """What the log says of damaged files."""
+    told, log = [], files._log
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage()) if "is damaged" in record.getMessage() else None
+    log.addHandler(handler)
+    try:
+        yield told
+    finally:
+        log.removeHandler(handler)
 
 
 def unwritable():
@@ -84,5 +112,7 @@ def by_jax():
     return opened() | {"left": len(programs())}
 
 
-CASES = {case.__name__: case for case in (opened, damaged, unwritable, replaced, full, by_jax)} | {"again": opened}
+CASES = {case.__name__: case for case in (opened, damaged, misled, unwritable, replaced, full, by_jax)} | {
+    "again": opened
+}
 print(json.dumps([CASES[name]() for name in sys.argv[2:]]))

@@ -42,7 +42,7 @@ def starts(checkpoints, tmp_path_factory):
     """The first start, and by name what came of all that came after."""
     home, model = tmp_path_factory.mktemp("home"), checkpoints("qwen3_vl-tied")
     first = run(["opened"], model, home, "1")["opened"]
-    return first, run(["opened", "replaced", "damaged", "again"], model, home, "2")
+    return first, run(["opened", "replaced", "damaged", "misled", "again"], model, home, "2")
 
 
 @pytest.mark.ladder
@@ -54,7 +54,7 @@ def test_a_second_start_traces_and_compiles_nothing(starts):
 
 
 @pytest.mark.ladder
-@pytest.mark.parametrize("case", ["damaged", "replaced"])
+@pytest.mark.parametrize("case", ["damaged", "misled", "replaced"])
 def test_an_answer_is_the_same_whatever_happens_to_files(starts, case):
     first, later = starts
     assert later[case]["answer"] == first["answer"]
@@ -64,7 +64,11 @@ def test_an_answer_is_the_same_whatever_happens_to_files(starts, case):
 @pytest.mark.ladder
 def test_what_is_damaged_is_compiled_again(starts):
     _, later = starts
-    assert later["damaged"]["lowered"] == later["damaged"]["compiled"] == later["damaged"]["programs"]
+    damaged, misled = later["damaged"], later["misled"]
+    assert damaged["lowered"] == damaged["compiled"] == damaged["programs"] == damaged["told"]
+    assert damaged["files"] >= damaged["told"]
+    # What is compiled is found by what is lowered; the log tells of each file.
+    assert (misled["lowered"], misled["compiled"], misled["told"]) == (misled["programs"], 0, misled["programs"])
 
 
 @pytest.mark.ladder
@@ -83,6 +87,39 @@ def test_where_there_is_no_room_all_is_made_anew(checkpoints, tmp_path):
         assert came[case]["compiled"] == came[case]["programs"]
     assert 0 < came["full"]["left"] <= came["full"]["programs"]
     assert came["by_jax"]["left"] == 0  # whoever has jax keep programs finds them there alone
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """Two programs' files."""
+    paths = [tmp_path / (letter * 64) for letter in "ab"]
+    for number, path in enumerate(paths):
+        files._write(path, jax.jit(lambda x, more=number: x + 1 + more).lower(np.float32(1)).compile())
+    return paths
+
+
+def test_a_program_under_another_name_is_none(kept, caplog):
+    one, other = kept
+    assert float(files._read(one)(np.float32(1))) == 2
+    one.write_bytes(other.read_bytes())
+    assert files._read(one) is None
+    assert (one.exists(), float(files._read(other)(np.float32(1)))) == (False, 3)
+    assert f"the kept program {one} is damaged, and is deleted and compiled again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"{}", b'{"index": "b", "program": "%b", "choices": []}', b"\xff", b"[" * 10**5,
+     b'{"index": "a", "program": "../%b", "choices": []}', b'{"index": "a", "program": "%b", "choices": 3}'],
+)  # fmt: skip
+def test_an_index_that_is_none_is_deleted(tmp_path, content):
+    place = tmp_path / "a.json"
+    place.write_bytes(b'{"index": "a", "program": "%b", "choices": [["k", "c", "xla", "w"]]}'.replace(b"%b", b"0" * 64))
+    assert files._read_index(place) == ("0" * 64, (files.Choice("k", "c", "xla", "w"),))
+    place.write_bytes(content.replace(b"%b", b"0" * 64))
+    assert files._read_index(place) is None
+    assert not place.exists()
+    assert files._read_index(place) is None
 
 
 def test_the_oldest_files_go_first(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """Libraries: pictures under names, with and without their bytes, over restarts, kills, changes and faults."""
 
+import contextlib
 import io
 import json
 import math
 import pathlib
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,7 +18,8 @@ from PIL import Image
 
 from tests.helper import SIZES, some_cases
 from vlcache_jax import LLM, AsyncLLM, CacheConfig, RequestError, SamplingParams
-from vlcache_jax.cache.keys import TenantSalt
+from vlcache_jax.cache.items import FOLDER
+from vlcache_jax.cache.keys import TenantSalt, owner_key
 from vlcache_jax.library import Library
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
@@ -497,3 +500,93 @@ def test_a_damaged_index_is_named_with_what_to_do(directory, pictures, tmp_path,
 def test_json_of_a_report(llm, pictures):
     Library(llm, "products").add(pictures[0], "one")
     json.dumps(ask(llm, named("one")).to_dict())
+
+
+def test_a_change_that_happened_is_told_though_its_cleaning_fails(llm, pictures, monkeypatch, caplog):
+    library = Library(llm, "products")
+    library.add(pictures[0], "one", metadata={"n": 1})
+
+    def full(*given):
+        raise ValueError("database or disk is full")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(llm.service.items, "forget", full)
+        changed = library.update(pictures[1], "one", metadata={"n": 2})
+        assert (changed.metadata, library.get("one").picture.height) == ({"n": 2}, pictures[1].shape[0])
+        assert library.remove("one")
+        assert "one" not in library
+        assert Library(llm, "products").stats().uncleaned == library.stats().uncleaned == 2
+    assert caplog.text.count("library 'products' is cleaned later: database or disk is full") == 3
+    library.add(pictures[2], "two")  # what was left is cleaned with the next change
+    assert library.stats().uncleaned == 0
+
+
+@pytest.fixture
+def kept(directory, pictures, tmp_path):
+    """An engine with a library whose items have bytes, and its index, for changes from outside."""
+    with opened(directory, tmp_path) as llm:
+        library = Library(llm, "products", system=SYSTEM, keep_bytes=True)
+        for number, name in enumerate(("one", "two")):
+            library.add(pictures[number], name)
+        with contextlib.closing(sqlite3.connect(tmp_path / FOLDER / "index.sqlite")) as index:
+            yield llm, library, index
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("content", "x"), ("height", -1), ("width", "wide"), ("limits", "[]"), ("limits", '{"fps": 1}'),
+        ("entry", "../a"), ("file", "../../secret"), ("metadata", "{"), ("metadata", "3"), ("added", "now"),
+        ("expires", "soon"), ("version", b"v"),
+    ],
+)  # fmt: skip
+def test_an_entry_that_no_library_wrote_is_damaged(kept, column, value, caplog):
+    llm, library, index = kept
+    expected, before = told(ask(llm, named("two"))), llm.service.items.damaged
+    index.execute(f"UPDATE items SET {column} = ? WHERE id = 'one'", (value,))
+    index.commit()
+    with pytest.raises(RequestError, match="has no 'one'"):
+        ask(llm, named("one"))
+    assert same(told(ask(llm, named("two"))), expected)  # others are as they were
+    assert ([item.id for item in library.items()], library.stats().damaged - before) == (["two"], 1)
+    assert caplog.text.count("item 'one' of library 'products' is damaged, and is deleted") == 1
+    assert index.execute("SELECT COUNT(*) FROM items").fetchone() == (1,)
+
+
+def test_what_is_to_be_cleaned_names_files_of_libraries_alone(kept, tmp_path):
+    _, library, index = kept
+    secret = tmp_path / "secret"
+    secret.touch()
+    for entry, file in (("0" * 64, "../secret"), (str(secret), None)):
+        owner = owner_key(library.salt)
+        index.execute("INSERT INTO loose (owner, entry, file) VALUES (?, ?, ?)", (owner, entry, file))
+    index.commit()
+    library._clean()
+    assert secret.exists()
+    assert (library.stats().uncleaned, index.execute("SELECT COUNT(*) FROM loose").fetchone()) == (0, (0,))
+
+
+def test_bytes_that_show_another_picture_are_damaged(kept, tmp_path):
+    """Their records would be kept under the item's key."""
+    llm, library, _ = kept
+    one, two = (tmp_path / FOLDER / library.get(name).file for name in ("one", "two"))
+    one.write_bytes(two.read_bytes())
+    llm.cache.delete(library.get("one").entry, shared=True)
+    llm.reset_prefix_cache()
+    with pytest.raises(RequestError, match="is 'one' of library 'products', whose bytes are damaged: add it again"):
+        ask(llm, named("one"))
+    assert not llm.service.cache.store.knows(library.get("one").entry)
+    assert (one.exists(), library.stats().damaged) == (False, 1)
+    assert ask(llm, named("two")).error is None
+
+
+def test_vectors_that_are_none_are_damaged(kept):
+    _, library, index = kept
+    versions = {item.id: item.version for item in library.items()}
+    library.put_vectors("e", {name: (version, np.ones(3)) for name, version in versions.items()})
+    for blob in (b"abc", np.float32([1, np.nan, 1]).tobytes(), "text"):
+        index.execute("UPDATE vectors SET vector = ? WHERE id = 'one'", (blob,))
+        index.commit()
+        assert library.vectors("e").keys() == {"two"}
+        library.put_vectors("e", {"one": (versions["one"], np.ones(3))})
+    assert library.vectors("e").keys() == {"one", "two"}

@@ -6,10 +6,11 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
 
+from vlcache_jax.cache.breaker import FAULTS, Breaker
+from vlcache_jax.cache.looks import Form, Looks, serves_as
 from vlcache_jax.cache.meter import Event, Meter, TierStats
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.remembered import REMEMBERED, Ages, Bounded
@@ -18,54 +19,7 @@ from vlcache_jax.cache.tier import DamagedError, Found, GoneError, RefusedError,
 _log = logging.getLogger(__name__)
 
 _READERS = 4  # threads that look and load
-_KNOWN, _UNKNOWN = 60.0, 5.0  # seconds that such a look holds, where something was found and where nothing was
-_FAULTS = 3  # one after the other, and a tier is left alone
-_REST = (1.0, 60.0)  # seconds that it is, at first and at most
 _CLOSING = 10.0  # seconds that what has been written in vain is waited for
-
-
-class Breaker:
-    """Says whether something that may fail is worth a try: after some faults, one at a time, ever more rarely.
-
-    Args:
-      clock: seconds that only grow.
-    """
-
-    def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._faults = 0
-        self._until = 0.0
-        self._rest = _REST[0]
-
-    def allows(self) -> bool:
-        """Whether to try; who does says how it went."""
-        with self._lock:
-            if self._faults < _FAULTS:
-                return True
-            if self._clock() < self._until:
-                return False
-            self._until = self._clock() + self._rest  # others wait for how this one goes
-            return True
-
-    def worked(self) -> None:
-        with self._lock:
-            self._faults, self._rest = 0, _REST[0]
-
-    def failed(self, times: int = 1) -> None:
-        with self._lock:
-            was_open = self._faults >= _FAULTS
-            self._faults += times
-            if self._faults >= _FAULTS:
-                self._rest = min(2 * self._rest, _REST[1]) if was_open else _REST[0]
-                self._until = self._clock() + self._rest
-
-
-class _Look(NamedTuple):
-    """What a tier had of an image, and when it was asked."""
-
-    at: float
-    found: list[Found]
 
 
 class Channel:
@@ -77,58 +31,51 @@ class Channel:
       clock: seconds that only grow.
       ages: says how old what a tier has is.
       most: bytes that wait to be written; what comes then is not written.
+      patience: seconds that a look at a tier of this machine may take.
+      form: of records.
+      damaged: called with each found record that is not of that form.
+
+    Attributes:
+      looks: what the tier has of images.
     """
 
-    def __init__(self, tier: Tier, meter: Meter, *, clock: Callable[[], float], ages: Ages, most: int):
+    def __init__(
+        self,
+        tier: Tier,
+        meter: Meter,
+        *,
+        clock: Callable[[], float],
+        ages: Ages,
+        most: int,
+        patience: float,
+        form: Form,
+        damaged: Callable[[Meta], object],
+    ):
         self.tier = tier
         self._meter, self._clock, self._ages, self._most = meter, clock, ages, most
+        self._damaged = damaged
         self._breaker = Breaker(clock)
         self._readers = ThreadPoolExecutor(_READERS, f"vlcache-{tier.label}-load")
         self._writer = ThreadPoolExecutor(1, f"vlcache-{tier.label}-keep")
-        self._looks = Bounded[_Look](REMEMBERED)
+        self._refused = Bounded[int](REMEMBERED)
+        self._removing: set[Future[None]] = set()
         self._writing: dict[Future[None], Record] = {}
         self._unwanted: weakref.WeakSet[Record] = weakref.WeakSet()  # though they are being written
         self._lock = threading.Lock()
         self._queued = 0  # that are to read
         self.is_closing = False
         self.progressed = 0.0  # when a record came last
+        self.looks = Looks(self, self._readers, patience, form, clock)
+        tier.report = self.fault
 
     # Looking.
 
-    def ask(self, entries: Iterable[str]) -> dict[str, Future[list[Found]]]:
-        """Asks a tier elsewhere what it has of images, unless that is known."""
-        if self.tier.is_local:
-            return {}
-        now = self._clock()
-        wanted = [entry for entry in dict.fromkeys(entries) if not self._is_fresh(self._looks.get(entry), now)]
-        if not wanted:
-            return {}
-        if self.is_closing or not self._breaker.allows():
-            self.count("unasked", len(wanted))
-            return {}
-        return {entry: self._readers.submit(self._find, entry) for entry in wanted}
+    def allows(self) -> bool:
+        """Return whether the tier is worth a try. The caller reports how it went."""
+        return self._breaker.allows()
 
-    def hear(self, asked: Mapping[str, Future[list[Found]]], patience: float) -> None:
-        """Waits for what was asked, but no longer than so many seconds; what does not come is not there."""
-        wait(asked.values(), patience)
-        for entry, future in asked.items():
-            if not future.done():
-                future.cancel()
-                self.late()
-                self._looks.put(entry, _Look(self._clock(), []))
-
-    def found(self, entry: str) -> list[Found]:
-        """What a tier has of an image, the newest last; of one elsewhere, what it had when it was asked."""
-        if self.tier.is_local:
-            return self._find(entry) if self._breaker.allows() else []
-        look = self._looks.get(entry)
-        return [] if look is None else look.found
-
-    def forget(self, entry: str) -> None:
-        """What a tier has of an image has changed."""
-        self._looks.pop(entry)
-
-    def _find(self, entry: str) -> list[Found]:
+    def find(self, entry: str, is_late: Callable[[], bool] = lambda: False) -> list[Found]:
+        """Return what the tier has of an image, with the times that count; `is_late`: whether that came too late."""
         found: list[Found] = []
         try:
             with self._meter.timing(self.tier.label, "find"):
@@ -136,19 +83,34 @@ class Channel:
         except Exception as error:
             self.fault(error)
         else:
-            self._breaker.worked()
+            if not is_late():
+                self._breaker.worked()
             self.count("found" if found else "missing")
-        if not self.tier.is_local:
-            self._looks.put(entry, _Look(self._clock(), found))
         return found
 
     def _there(self, entry: str) -> list[Found]:
-        """What the tier has of an image, with the times that count."""
         there = (one for one in self.tier.find(entry) if one.meta.entry == entry)
         return [one._replace(written=self._ages.since(one.meta.name, one.written)) for one in there]
 
-    def _is_fresh(self, look: _Look | None, now: float) -> bool:
-        return look is not None and now - look.at < (_KNOWN if look.found else _UNKNOWN)
+    def refuse(self, meta: Meta, why: str) -> None:
+        """Count, log and delete, once, a record that this engine would not have written."""
+        with self._lock:
+            if self._refused.get(meta.name) == hash(meta):
+                return
+            self._refused.put(meta.name, hash(meta))
+        self.fault(DamagedError(f"{meta.name:.140} must be what this engine writes, and is deleted: {why}"))
+        self._damaged(meta)
+        with contextlib.suppress(RuntimeError):  # it is closed: the next engine finds it
+            deleting = self._writer.submit(self._remove, meta.name)  # before what is computed in its place is written
+            with self._lock:
+                self._removing.add(deleting)
+            deleting.add_done_callback(self._removing.discard)
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.tier.delete(name)
+        except Exception as error:
+            self.fault(error)
 
     # Moving.
 
@@ -226,15 +188,15 @@ class Channel:
     def delete_all(self, entry: str, names: Iterable[str], pinned: Collection[str]) -> set[str]:
         """Removes an image's records, and others of these names, but what is pinned; returns the names of those that it
         removed."""
-        there = {*names, *(one.meta.name for one in self.found(entry))}
+        there = {*names, *(one.meta.name for one in self.looks.found(entry))}
         deleted = {name for name in sorted(there.difference(pinned, self.pinned(entry))) if self.delete(name)}
-        self.forget(entry)
+        self.looks.forget(entry)
         return deleted
 
     def pin(self, entry: str, is_pinned: bool) -> int:
         """An image's records stay in the tier, or no longer; returns of how many K, V are there."""
         count = 0
-        for one in self.found(entry):
+        for one in self.looks.found(entry):
             try:
                 self.tier.pin(one.meta.name, is_pinned)
                 count += one.meta.context is not None
@@ -251,9 +213,10 @@ class Channel:
             return set()
 
     def flush(self) -> None:
-        """Waits until everything given so far is written, or is known not to be."""
+        """Waits until everything given so far is written, or is known not to be, and what is damaged is removed."""
         with self._lock:
-            writing = list(self._writing)
+            writing, removing = list(self._writing), list(self._removing)
+        wait(removing)
         for future in writing:
             with contextlib.suppress(CancelledError):  # it was deleted meanwhile
                 future.exception()
@@ -269,6 +232,7 @@ class Channel:
                     self.count("skipped")
         self._writer.shutdown(wait=self.tier.is_local)
         self._readers.shutdown(wait=self.tier.is_local, cancel_futures=True)
+        self.looks.close()
         try:
             self.tier.close()
         except Exception as error:
@@ -300,7 +264,7 @@ class Channel:
                 self.count("gone")
             case RefusedError():
                 self.count("refused")
-                self._breaker.failed(_FAULTS)
+                self._breaker.failed(FAULTS)
             case _:
                 self.count("failed")
                 self._breaker.failed()
@@ -343,16 +307,16 @@ class Channel:
         self.count("skipped" if outcome == "refused" else outcome)
         if outcome == "stored":
             self._meter.move(self.tier.label, "out", meta.part_bytes * len(meta.parts))
-            self.forget(meta.entry)
+            self.looks.forget(meta.entry)
+            self._refused.pop(meta.name)
 
     def _is_outdated(self, meta: Meta) -> bool:
-        """Whether what a tier has of a record must not be used any more, or is not canonical where ours is."""
+        """Whether what a tier has of a record must not be used any more, or lacks what ours has."""
         there = next((one for one in self._there(meta.entry) if one.meta.name == meta.name), None)
         if there is None:  # somebody else is writing it
             return False
         oldest = self._ages.oldest()
-        has_expired = oldest is not None and there.written < oldest
-        return has_expired or (meta.canonical and not there.meta.canonical)
+        return (oldest is not None and there.written < oldest) or not serves_as(there.meta, meta)
 
     def _written(self, future: Future[None]) -> None:
         with self._lock:

@@ -47,8 +47,9 @@ class CacheConfig:
         always is. They count from when it was computed; in `remote`, from when it was written there.
       salt_bytes: that the records of one `cache_salt` take at most, in host memory and on the disk each; None: they
         have no limit of their own. Calls without a salt have none.
-      timeout: seconds that a record may take to come from a tier before its image is computed; None: as long as
-        computing it takes by the rates of `vlcache calibrate` (at least 1), and without any 10.
+      timeout: seconds that a record may take to come from a tier before its image is computed, and that a look at the
+        disk may take. None: for a record as long as computing it takes by the rates of `vlcache calibrate` (at least
+        1), and without any 10; for a look 10.
       variants: how many K, V records of one image are kept, each computed behind another context; None: as many as fit.
       trust_uuids: take a caller's `multi_modal_uuids` for the identity of an image without looking at the image. By
         default an id is bound to the content it first came with, and other content under it is an error.

@@ -8,8 +8,8 @@ after the process was killed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import logging
 import os
 import pathlib
 import sqlite3
@@ -18,21 +18,23 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.cache.item import COLUMNS, Item, Loose, read_item, read_loose
+from vlcache_jax.cache.item_files import ItemFiles
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, owner_key
-from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.cache.locks import MOST, held
+from vlcache_jax.cache.older import LIBRARIES_FOLDER, log_older
 from vlcache_jax.checks import short
 from vlcache_jax.files import make_folder
 
+_log = logging.getLogger(__name__)
+
 _FILE, _LOCK, _OPENING = "index.sqlite", "lock", "opening"
-FOLDER = "libraries-1"
-"""Of the directory of the disk tier; its number changes whenever what is in it must not be read any more."""
-_PART = ".part"
+FOLDER = LIBRARIES_FOLDER
 _PATIENCE = 10.0  # seconds that another process may keep the index
 _TABLES = """
 CREATE TABLE IF NOT EXISTS items (
@@ -57,7 +59,6 @@ CREATE TABLE IF NOT EXISTS vectors (
   vector BLOB NOT NULL, PRIMARY KEY (owner, library, embedder, id)
 ) WITHOUT ROWID;
 """
-_COLUMNS = "library, id, version, content, height, width, limits, entry, file, metadata, added, expires"
 
 
 type Vector = npt.NDArray[np.float32]
@@ -67,45 +68,7 @@ class Use:
     """That somebody needs an item as it was in one version: its records and bytes stay as long as there is one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A picture of a library, as it is at one time.
-
-    Attributes:
-      library, id: its name.
-      picture: what it shows.
-      limits: of its pixels.
-      entry: entry key of its records.
-      file: name of the file of its bytes; None: they are not kept.
-      metadata: what else is said of it.
-      added: seconds since the epoch.
-      expires: when it ends; None: it does not.
-      version: no two are alike, and none comes again.
-      salt: under which its records are kept.
-    """
-
-    library: str
-    id: str
-    picture: PictureKey
-    limits: Mapping[str, int]
-    entry: str
-    file: str | None
-    metadata: Mapping[str, Any]
-    added: float
-    expires: float | None
-    version: str = field(default_factory=lambda: uuid.uuid4().hex)
-    salt: Salt = field(default=None, repr=False)
-
-
-class Loose(NamedTuple):
-    """Records, and maybe a file, that belong to no item."""
-
-    number: int
-    entry: str
-    file: str | None
-
-
-class Items:
+class Items(ItemFiles):
     """The items of all libraries. Every method may be called from any thread, and from several processes.
 
     Args:
@@ -113,22 +76,18 @@ class Items:
       clock: seconds since the epoch.
 
     Raises:
-      ValueError: the index cannot be used.
+      ValueError: the index cannot be used; or another process has been opening it for a minute.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, clock: Callable[[], float] = time.time):
+        super().__init__(None if directory is None else pathlib.Path(directory).expanduser() / FOLDER)
         self._clock = clock
-        self._folder = None if directory is None else pathlib.Path(directory).expanduser() / FOLDER
         self._lock = threading.RLock()
         self._index: sqlite3.Connection | None = None
         self._uses: weakref.WeakValueDictionary[str, Use] = weakref.WeakValueDictionary()  # by version
+        self._pid = os.getpid()
         self._adding = threading.RLock()
         self._depth = 0  # of whoever has it
-
-    @property
-    def keeps_files(self) -> bool:
-        """Whether bytes of pictures can be kept."""
-        return self._folder is not None
 
     # What requests need.
 
@@ -146,20 +105,6 @@ class Items:
                 if (item := self.get(owner, library, name)) is not None:
                     return item, self._uses.setdefault(item.version, Use())
         raise ValueError(f"{called} must be an item that there is, but library {short(library)} has no {short(name)}")
-
-    def read(self, item: Item, *, called: str) -> bytes:
-        """The encoded file of a picture.
-
-        Raises:
-          ValueError: it was not kept, or is gone.
-        """
-        told = f"{called} is {item.id!r} of library {item.library!r}, whose records are gone or not to be used"
-        if item.file is None or self._folder is None:
-            raise ValueError(f"{told}, and its bytes were not kept (keep_bytes): add it again")
-        try:
-            return (self._folder / item.file).read_bytes()
-        except OSError as error:
-            raise ValueError(f"{told}, and its bytes cannot be read ({error.strerror}): add it again") from error
 
     # What libraries need.
 
@@ -209,7 +154,7 @@ class Items:
             if old is not None:
                 self._loosen(index, owner, old)
             index.execute(
-                f"INSERT OR REPLACE INTO items (owner, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT OR REPLACE INTO items (owner, {COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (owner, item.library, item.id, item.version, picture.content, picture.height, picture.width,
                  json.dumps(dict(item.limits)), item.entry, item.file, json.dumps(dict(item.metadata)), item.added,
                  item.expires),
@@ -262,7 +207,17 @@ class Items:
     def loose(self, owner: Salt) -> list[Loose]:
         """What of an owner's belongs to no item, and to no request under way. Nobody may be adding items."""
         rows = self._run("SELECT number, entry, file, version FROM loose WHERE owner = ?", owner_key(owner))
-        return [Loose(*row[:3]) for row in rows if row[3] not in self._uses]
+        found = []
+        for *row, version in rows:
+            try:
+                loose = read_loose(row)
+            except ValueError as error:
+                _log.warning("row %.80r of what belongs to no item is damaged, and is deleted: %s", row[0], error)
+                self._delete_damaged("loose", number=row[0])
+                continue
+            if version not in self._uses:
+                found.append(loose)
+        return found
 
     def is_used(self, owner: Salt, entry: str) -> bool:
         """Whether an item has these records."""
@@ -270,35 +225,10 @@ class Items:
 
     def forget(self, loose: Loose) -> None:
         """It is gone; its file goes, too."""
-        if loose.file is not None and self._folder is not None:
-            for name in (loose.file, f"{loose.file}{_PART}"):
-                (self._folder / name).unlink(missing_ok=True)
+        if loose.file is not None:
+            self._unlink(loose.file)
         with self._changing() as index:
             index.execute("DELETE FROM loose WHERE number = ?", (loose.number,))
-
-    def keep(self, file: str, encoded: bytes) -> None:
-        """Keeps the bytes of a picture: they are there whole, or not at all.
-
-        Raises:
-          ValueError: they cannot be kept.
-        """
-        assert self._folder is not None
-        part = self._folder / f"{file}{_PART}"
-        try:
-            with open(part, "wb") as opened:
-                opened.write(encoded)
-                opened.flush()
-                os.fsync(opened.fileno())
-            part.rename(self._folder / file)
-        except OSError as error:
-            raise ValueError(f"image must be kept as a file, but {self._folder}: {error.strerror}") from error
-
-    def file_bytes(self, file: str) -> int:
-        """Of a file that is kept; 0: it is gone."""
-        try:
-            return 0 if self._folder is None else (self._folder / file).stat().st_size
-        except OSError:
-            return 0
 
     @contextlib.contextmanager
     def writing(self, *, waits: bool = True) -> Iterator[bool]:
@@ -313,7 +243,7 @@ class Items:
                 return
             with self._explained():
                 make_folder(self._folder)
-                is_mine = stack.enter_context(_locked(self._folder / _LOCK, waits=waits))
+                is_mine = stack.enter_context(held(self._folder / _LOCK, waits=waits))
             self._depth = int(is_mine)
             stack.callback(setattr, self, "_depth", 0)
             yield is_mine
@@ -323,8 +253,16 @@ class Items:
     def vectors(self, owner: Salt, library: str, embedder: str) -> dict[str, tuple[str, Vector]]:
         """By id, of which version an embedder's vector is, and the vector."""
         told = "SELECT id, version, vector FROM vectors WHERE owner = ? AND library = ? AND embedder = ?"
-        rows = self._run(told, owner_key(owner), library, embedder)
-        return {name: (version, np.frombuffer(vector, "<f4")) for name, version, vector in rows}
+        found = {}
+        for name, version, vector in self._run(told, owner_key(owner), library, embedder):
+            if isinstance(vector, bytes) and vector and len(vector) % 4 == 0:
+                found[name] = version, np.frombuffer(vector, "<f4")
+            if name not in found or not np.isfinite(found[name][1]).all():
+                found.pop(name, None)
+                _log.warning("the vector of item %.80r of library %.80r is damaged, and is deleted", name, library)
+                whose = {"owner": owner_key(owner), "library": library}
+                self._delete_damaged("vectors", **whose, embedder=embedder, id=name)
+        return found
 
     def put_vectors(self, owner: Salt, library: str, embedder: str, given: Mapping[str, tuple[str, Vector]]) -> None:
         """Keeps vectors, of versions, by id."""
@@ -333,6 +271,8 @@ class Items:
 
     def close(self) -> None:
         """The index is not used any more."""
+        if os.getpid() != self._pid:  # a forked child: it is its parent's
+            return
         with self._lock:
             if self._index is not None:
                 self._index.close()
@@ -346,9 +286,25 @@ class Items:
         return rows[0] if rows else None
 
     def _rows(self, where: str, owner: Salt, *values: Any, ended: bool = False) -> list[Item]:
-        rows = self._run(f"SELECT {_COLUMNS} FROM items WHERE owner = ? {where}", owner_key(owner), *values)
-        now = self._clock()
-        return [_item(owner, *row) for row in rows if ended or row[-1] is None or row[-1] > now]
+        rows = self._run(f"SELECT {COLUMNS} FROM items WHERE owner = ? {where}", owner_key(owner), *values)
+        now, items = self._clock(), []
+        for row in rows:
+            try:
+                item = read_item(owner, row)
+            except ValueError as error:
+                _log.warning("item %.80r of library %.80r is damaged, and is deleted: %s", row[1], row[0], error)
+                self._delete_damaged("items", owner=owner_key(owner), library=row[0], id=row[1])
+                continue
+            if ended or item.expires is None or item.expires > now:
+                items.append(item)
+        return items
+
+    def _delete_damaged(self, table: str, **where: Any) -> None:
+        """Removes a row that no library wrote. If that fails, the next look does it."""
+        self.damaged += 1
+        told = f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in where)}"
+        with contextlib.suppress(ValueError):
+            self._run(told, *where.values())
 
     def _loosen(self, index: sqlite3.Connection, owner: str, item: Item) -> None:
         index.execute(
@@ -391,30 +347,10 @@ class Items:
                 self._index = _connected(":memory:")
             else:
                 make_folder(self._folder)
-                with _locked(self._folder / _OPENING):  # what SQLite does then waits for nobody
+                log_older(self._folder.parent, FOLDER)
+                with held(self._folder / _OPENING, most=MOST):  # what SQLite does then waits for nobody
                     self._index = _connected(str(self._folder / _FILE))
         return self._index
-
-
-def _item(
-    owner: Salt,
-    library: str,
-    name: str,
-    version: str,
-    content: str,
-    height: int,
-    width: int,
-    limits: str,
-    entry: str,
-    file: str | None,
-    metadata: str,
-    added: float,
-    expires: float | None,
-) -> Item:
-    return Item(
-        library, name, PictureKey(content, height, width), json.loads(limits), entry, file, json.loads(metadata),
-        added, expires, version, owner,
-    )  # fmt: skip
 
 
 def _connected(place: str) -> sqlite3.Connection:
@@ -427,18 +363,6 @@ def _connected(place: str) -> sqlite3.Connection:
         index.close()
         raise
     return index
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path, *, waits: bool = True) -> Iterator[bool]:
-    """For as long as nobody else, of all processes, has this lock; whether one has it oneself."""
-    with open(path, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
 
 
 def _owners(salt: Salt) -> list[Salt]:

@@ -13,7 +13,16 @@ from blake3 import blake3
 from vlcache_jax.checks import check_text
 
 FORMAT_VERSION = 3
-"""Version of what a record holds; it changes whenever older records must not be read any more."""
+"""Version of keys and records. `tests/cache/test_format.py` ties it to what both hold.
+
+It must change with every change of a key, of a record's header or of the order of its bytes. Readers ignore nothing in
+these: a header with one more field is damaged to a reader of the same version, which deletes the record. It must also
+change when records of the same header would mean something else, such as K after rotation.
+
+It need not change for additions that a reader of the same version ignores or makes again: another file beside the
+records, the table of the disk's index, a route or a JSON field of `vlcache cache serve`. Libraries have a version of
+their own, `LIBRARIES_FOLDER`: a new table is ignored, a new column is not.
+"""
 
 _TIME = "all behind begins after this time"
 """Stands beside each time of a video. Records whose contexts hold bare times were made by another rule of positions."""

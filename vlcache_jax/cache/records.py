@@ -12,7 +12,7 @@ from typing import Any, cast
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.meter import TierStats
 from vlcache_jax.cache.record import Lost, Meta, Record, State, Why
-from vlcache_jax.cache.remembered import REMEMBERED, Ages, Bounded
+from vlcache_jax.cache.remembered import REMEMBERED, Ages, Losses
 from vlcache_jax.cache.shares import Shares, payer
 from vlcache_jax.inputs.processor import Grid
 
@@ -303,8 +303,7 @@ class Records:
         self._counts = CacheStats()
         self._whys = Counter[str]()
         self._forgotten = forgotten
-        # A record's name, or an entry key for all contexts together -> why there is none, and the owner.
-        self._lost = Bounded[tuple[Why, str]](REMEMBERED)
+        self._lost = Losses(REMEMBERED)
         self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
         self._left: set[Record] = set()  # have lost their place, and are still to be read
 
@@ -426,6 +425,12 @@ class Records:
                 self._counts.not_finite += why is Why.not_finite
                 self._counts.failed += why is Why.load_failed
                 self.remove(record, why)
+
+    def found_damaged(self, meta: Meta) -> None:
+        """A tier has a record that must not be read; its image is computed."""
+        self._lost.note(meta, Why.corrupt)
+        with self._lock:
+            self._counts.corrupt += 1
 
     def discard(self, record: Record) -> None:
         """The record came from a request that failed."""
@@ -565,8 +570,7 @@ class Records:
         if record.meta.context is not None:
             entry = record.meta.entry
             if why is not None:
-                for lost in (record.meta.name, entry):
-                    self._lost.put(lost, (why, record.meta.owner))
+                self._lost.note(record.meta, why)
             self._variants[entry].remove(record)
             if not self._variants[entry]:
                 del self._variants[entry]

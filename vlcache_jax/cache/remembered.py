@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.record import Meta, Record, Why
 
 REMEMBERED = 65536  # images, aliases, reasons for losses; a few hundred bytes apiece
 _MOST_REQUESTS = 4096  # each a list of images, of a hundred bytes apiece
@@ -48,6 +48,15 @@ class Bounded[V]:
     def clear(self) -> None:
         with self._lock:
             self._values.clear()
+
+
+class Losses(Bounded[tuple[Why, str]]):
+    """Why there are no K, V, and whose they were: by a record's name, and by an entry key for all contexts together."""
+
+    def note(self, meta: Meta, why: Why) -> None:
+        """Remembers why a record of K, V is gone."""
+        for name in (meta.name, meta.entry) if meta.context is not None else ():
+            self.put(name, (why, meta.owner))
 
 
 class Requests:

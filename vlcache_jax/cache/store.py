@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.cache.looks import Form, any_form
 from vlcache_jax.cache.meter import Meter
 from vlcache_jax.cache.record import Lost, Meta, Part, Planes, Record, Why
 from vlcache_jax.cache.records import CacheStats, Handle, Records
@@ -31,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _REFUSED = 4096  # files that are no pictures
 _LOOK = 1.0  # seconds that a request waits at most to hear what a tier elsewhere has
+_LOOK_HERE = 10.0  # and at most for what one of this machine has, unless `timeout` says otherwise
 _TICK = 0.05  # seconds between two looks at what is late
 _UNCHECKED = 2  # parts that may have come and not be checked
 
@@ -76,6 +78,7 @@ class Store(Records):
       limit: seconds that a record may take to come; who needs it computes then.
       forgotten: called with every record that leaves host memory.
       expired: called with the entry key of an image that has become too old.
+      form: of the records that this engine writes; whatever else is found is damaged.
       together: layers of a record that are loaded together where others are to be loaded, too, so that the first ones
         of all come first; None: all.
       clock: seconds since the epoch.
@@ -100,6 +103,7 @@ class Store(Records):
         limit: Callable[[Meta], float] = lambda meta: 30.0,
         forgotten: Callable[[Record], object] = lambda record: None,
         expired: Callable[[str], object] = lambda entry: None,
+        form: Form = any_form,
         together: int | None = None,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
@@ -113,8 +117,11 @@ class Store(Records):
         self._room, self._limit, self._expired, self._steady = room, limit, expired, steady
         self._patience = _LOOK if config.timeout is None else min(_LOOK, config.timeout)
         self.meter = Meter()
-        most = self.tier.capacity // 2
-        self.channels = [Channel(tier, self.meter, clock=steady, ages=self.ages, most=most) for tier in tiers]
+        make = functools.partial(
+            Channel, meter=self.meter, clock=steady, ages=self.ages, most=self.tier.capacity // 2, form=form,
+            patience=_LOOK_HERE if config.timeout is None else config.timeout, damaged=self.found_damaged,
+        )  # fmt: skip
+        self.channels = [make(tier) for tier in tiers]
         self._sighted = Bounded[bool](REMEMBERED)  # images; whether more than once
         self._loading: dict[Future[None], _Load] = {}
         self._moving = threading.Lock()
@@ -125,14 +132,17 @@ class Store(Records):
 
     def look(self, entries: Sequence[str]) -> None:
         """Asks the tiers that are not on this machine for images, before their requests are planned."""
-        asked = [(channel, channel.ask(entries)) for channel in self.channels]
+        asked = [(channel, channel.looks.ask(entries)) for channel in self.channels]
         until = time.perf_counter() + self._patience
         for channel, looking in asked:
             # Of what is in memory, the others have little more; what they say is for the next time.
             needed = {entry: future for entry, future in looking.items() if not self.has_variants(entry)}
-            channel.hear(needed, max(0.0, until - time.perf_counter()))
+            channel.looks.hear(needed, max(0.0, until - time.perf_counter()))
 
-    def lookup(self, entry: str, context: str, *, grid: Grid | None, approximate: bool, waits: bool = False) -> Handle:
+    def lookup(
+        self, entry: str, context: str, *, grid: Grid | None, approximate: bool, owner: str | None = None,
+        waits: bool = False,
+    ) -> Handle:  # fmt: skip
         """Finds what is kept for an image and pins it. What host memory lacks begins to come; records that are still
         being filled are found too.
 
@@ -141,9 +151,10 @@ class Store(Records):
           context: digest of what stands before it.
           grid: of the image; a record with another one is not its record. None: it is not known.
           approximate: whether K, V computed in another context may be returned.
+          owner: whose records of it are, see `Meta`. None: it is not known.
           waits: for what comes.
         """
-        coming = self._bring_in(entry, context, approximate) if self.channels else {}
+        coming = self._bring_in(entry, context, approximate, grid, owner) if self.channels else {}
         try:
             if waits:
                 self.wait()
@@ -157,26 +168,15 @@ class Store(Records):
         handle.brought = {record.meta.name: label for record, label in coming.items()}
         return handle
 
-    def _bring_in(self, entry: str, context: str, approximate: bool) -> dict[Record, str]:
+    def _bring_in(
+        self, entry: str, context: str, approximate: bool, grid: Grid | None, owner: str | None
+    ) -> dict[Record, str]:
         """Begins to load what is kept of an image, and is not in host memory; the records, pinned, and where each comes
         from."""
         self._sight(entry)
-        kv = self.tier.get(name := f"kv/{entry}/{context}")
-        known = None if kv is None else kv.meta
-        wanted: dict[str, tuple[Channel, Found]] = {}
-        there: dict[str, tuple[Channel, Found]] | None = None
-        if known is None:
-            there = _outside(self.channels, entry, self.ages.oldest())
-            if name in there and self.is_of_use(there[name][1].meta, approximate):
-                wanted[name] = there[name]
-            elif approximate and not self.has_variants(entry):
-                wanted |= _variant(there)
-            known = next((found.meta for _, found in wanted.values()), None)
-        computes = known is None or known.name != name or not known.is_exact  # some rows, from the encoder's
-        if computes and self.tier.get(name := f"enc/{entry}") is None:
-            there = _outside(self.channels, entry, self.ages.oldest()) if there is None else there
-            if name in there:
-                wanted[name] = there[name]
+        wanted = _wanted(
+            self, entry, context, approximate, lambda: _outside(self.channels, entry, self.ages.oldest(), grid, owner)
+        )
         # Records that are used in host memory should not leave the disk as if nobody had.
         names = {f"kv/{entry}/{context}", f"enc/{entry}"} - wanted.keys()
         here = [name for name in names if self.tier.get(name) is not None]
@@ -234,8 +234,8 @@ class Store(Records):
         self._sighted.pop(entry)  # it has not been asked for yet
         for channel in (channel for channel in self.channels if not channel.tier.is_read_only):
             there = channel.to_write(entry)  # or written by the time of the look
-            channel.forget(entry)
-            channel.hear(channel.ask([entry]), self._patience)
+            channel.looks.forget(entry)
+            channel.looks.hear(channel.looks.ask([entry]), self._patience)
             names |= channel.delete_all(entry, there, pinned)
         return names
 
@@ -304,7 +304,8 @@ class Store(Records):
                 return None
             if not channel.is_worth_a_try():
                 return None
-            room = replace(meta.with_room(self._room(meta.tokens)), checksums=())
+            if (room := _with_room(meta, self._room)) is None:
+                return None
             [record] = self.reserve([room], source=channel.tier.label)
             if record is not None:
                 record.written = found.written
@@ -350,7 +351,7 @@ class Store(Records):
                 channel.note_progress()
         except Exception as error:  # whatever it was, the answer does not depend on it
             channel.fault(error)
-            channel.forget(meta.entry)
+            channel.looks.forget(meta.entry)
             if isinstance(error, DamagedError):
                 channel.delete(meta.name)
                 self.withdraw(record, Why.corrupt)
@@ -360,19 +361,60 @@ class Store(Records):
                 faster = self.channels[: self.channels.index(channel)]
                 self._keep(record, [one for one in faster if one.tier.is_local])
             elif record.state == Lost(Why.not_finite):  # it is gone
-                channel.forget(meta.entry)
+                channel.looks.forget(meta.entry)
         finally:
             if not has_more:
                 self.withdraw(record)  # unless it is settled by now
         return has_more
 
 
-def _outside(channels: Sequence[Channel], entry: str, oldest: float | None) -> dict[str, tuple[Channel, Found]]:
+def _wanted(
+    store: Store,
+    entry: str,
+    context: str,
+    approximate: bool,
+    outside: Callable[[], dict[str, tuple[Channel, Found]]],
+) -> dict[str, tuple[Channel, Found]]:
+    """What a request wants of an image that host memory lacks, by name.
+
+    Args:
+      outside: gives what the other tiers have.
+    """
+    kv = store.tier.get(name := f"kv/{entry}/{context}")
+    known = None if kv is None else kv.meta
+    wanted: dict[str, tuple[Channel, Found]] = {}
+    there: dict[str, tuple[Channel, Found]] | None = None
+    if known is None:
+        there = outside()
+        if name in there and store.is_of_use(there[name][1].meta, approximate):
+            wanted[name] = there[name]
+        elif approximate and not store.has_variants(entry):
+            wanted |= _variant(there)
+        known = next((found.meta for _, found in wanted.values()), None)
+    computes = known is None or known.name != name or not known.is_exact  # some rows, from the encoder's
+    if computes and store.tier.get(name := f"enc/{entry}") is None:
+        there = outside() if there is None else there
+        if name in there:
+            wanted[name] = there[name]
+    return wanted
+
+
+def _with_room(meta: Meta, room: Callable[[int], int]) -> Meta | None:
+    """The same, padded and still to be filled; None: it is larger than the images that this engine takes."""
+    try:
+        return replace(meta.with_room(room(meta.tokens)), checksums=())
+    except ValueError:
+        return None
+
+
+def _outside(
+    channels: Sequence[Channel], entry: str, oldest: float | None, grid: Grid | None = None, owner: str | None = None
+) -> dict[str, tuple[Channel, Found]]:
     """The records of an image outside host memory, each in the fastest tier that has it, the newest last; but none that
-    were written before `oldest`."""
+    were written before `oldest`, and none that this engine would not have written so."""
     there: dict[str, tuple[Channel, Found]] = {}
     for channel in channels:
-        for one in channel.found(entry):
+        for one in channel.looks.found(entry, grid, owner):
             if one.meta.name not in there and (oldest is None or one.written >= oldest):
                 there[one.meta.name] = channel, one
     return there

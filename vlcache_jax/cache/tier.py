@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from vlcache_jax.cache.record import Meta, Part, Planes, checksum
+
+_log = logging.getLogger(__name__)
 
 Place = Callable[[Part], Planes]
 """Where a part of a record is to be put."""
@@ -28,6 +31,10 @@ class GoneError(TierError):
 
 class RefusedError(TierError):
     """Whoever keeps the records does not give them to us; the message says why."""
+
+
+def _log_damage(error: DamagedError) -> None:
+    _log.warning("%s", error)
 
 
 class Found(NamedTuple):
@@ -57,11 +64,13 @@ class Tier:
       is_local: whether a look at it takes no longer than one at a file of this machine, and what was written survives
         this process.
       is_read_only: whether nothing can be written to it.
+      report: called with the error of each record that `find` found damaged, and deleted.
     """
 
     label: str
     is_local = False
     is_read_only = False
+    report: Callable[[DamagedError], object] = staticmethod(_log_damage)
 
     def find(self, entry: str) -> list[Found]:
         """All complete records of an image, the newest last."""
@@ -108,6 +117,14 @@ class Tier:
             if left > capacity or (before is not None and line.used < before):
                 self.delete(line.name)
                 left -= line.bytes
+
+    def older(self) -> dict[str, int]:
+        """Folders of older formats, which no engine of this one reads, and the bytes of each."""
+        return {}
+
+    def remove_older(self, name: str) -> None:
+        """Deletes such a folder."""
+        raise NotImplementedError
 
     def counts(self) -> dict[str, int]:
         """`records`, `bytes` and `capacity`, where it is known what is kept now."""

@@ -15,6 +15,7 @@ from typing import Annotated, cast
 import numpy as np
 import typer
 
+from vlcache_jax.cache.older import older_folders
 from vlcache_jax.cache.record import Meta, Part, Planes, Record, blocks
 from vlcache_jax.cache.tier import DamagedError, Line, Tier, TierError, verified
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
@@ -50,7 +51,7 @@ def ls_command(store: Annotated[str, STORE]) -> None:
 
 @app.command("stats")
 def stats_command(store: Annotated[str, STORE]) -> None:
-    """Sums up the records by kind.
+    """Sums up the records by kind, and folders of older formats, which are not read.
 
     Example: vlcache cache stats ~/records
     """
@@ -61,7 +62,10 @@ def stats_command(store: Annotated[str, STORE]) -> None:
             kind, entry, *_ = line.name.split("/")
             kinds["encoder rows" if kind == "enc" else "keys and values"].append(line.bytes)
             images.add(entry)
-        rows = [{"what": kind, "records": len(sizes), "MB": sum(sizes) / 1e6} for kind, sizes in kinds.items()]
+        rows = [{"what": kind, "records": str(len(one)), "MB": sum(one) / 1e6} for kind, one in kinds.items()]
+        rows += [
+            {"what": f"{name}, older format", "records": "-", "MB": size / 1e6} for name, size in tier.older().items()
+        ]
         show(f"{len(images)} images in {_title(store)}", rows)
 
 
@@ -120,6 +124,9 @@ def prune_command(
     days: Annotated[
         float | None, typer.Option(min=0, help="What was written before so many days leaves in any case.")
     ] = None,
+    old_formats: Annotated[
+        bool, typer.Option("--old-formats", help="Also delete folders of older formats, with all that they hold.")
+    ] = False,
 ) -> None:
     """Deletes the records that were not used for longest, until the others fit. Pinned ones stay.
 
@@ -130,6 +137,9 @@ def prune_command(
         tier.prune(parse_bytes(size, "size"), None if days is None else time.time() - days * _DAY)
         left = [line.bytes for line in tier.lines()]
         print(f"records deleted: {before - len(left)}; left: {len(left)}, {sum(left) / 1e6:.2f} MB")
+        for name, size_of in tier.older().items() if old_formats else ():
+            tier.remove_older(name)
+            print(f"deleted: {name}, of an older format, {size_of / 1e6:.2f} MB")
 
 
 @app.command("export")
@@ -243,7 +253,8 @@ def opened(store: str, *, make: bool = False) -> Iterator[Tier]:
         tier = open_remote(store, timeout=_TIMEOUT)
     else:
         directory = pathlib.Path(store).expanduser()
-        if not (make or (directory / FOLDER).is_dir()):
+        has_records = (directory / FOLDER).is_dir() or (directory.is_dir() and older_folders(directory, FOLDER))
+        if not (make or has_records):
             raise ValueError(f"store must be a URL or a directory of records, got {store}")
         tier = DiskTier(directory, EVERYTHING)
     try:
@@ -300,8 +311,12 @@ def _parts(tier: Tier, meta: Meta) -> dict[Part, Planes]:
     Raises:
       DamagedError, TierError: it is damaged, or cannot be read.
     """
-    places = Record(meta).parts
-    return {part: verified(meta, part, planes) for part, planes in tier.read(meta, meta.parts, places.__getitem__)}
+    record = Record(meta)  # takes memory when the first part has come, and its file has the size that it says
+
+    def place(part: Part) -> Planes:
+        return record.part(meta.parts.index(part))
+
+    return {part: verified(meta, part, planes) for part, planes in tier.read(meta, meta.parts, place)}
 
 
 def _add(archive: tarfile.TarFile, meta: Meta, parts: dict[Part, Planes]) -> None:

@@ -24,6 +24,7 @@ class ImageRef:
       grid: patches, see `vlcache_jax.inputs.processor`.
       num_tokens: image tokens it takes in the prompt.
       shared: another entry key under which it may be kept, such as an operator's for everyone; None: there is none.
+      shared_owner: digest of the salt in that key.
       has_pixels: whether it can be computed.
     """
 
@@ -35,9 +36,10 @@ class ImageRef:
         load: Callable[[], Patches],
         *,
         shared: str | None = None,
+        shared_owner: str | None = None,
         has_pixels: bool = True,
     ):
-        self.has_pixels = has_pixels
+        self.has_pixels, self.shared_owner = has_pixels, shared_owner
         self.key, self.grid, self.num_tokens, self.shared = key, grid, num_tokens, shared
         self._load = load
 

@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +20,11 @@ from vlcache_jax.cache.record import Meta, Record, Why
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.engine.request import Holding, ImageUse, Planned, Request
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
 from vlcache_jax.intake.costs import Image, Load, Rates, choose
+from vlcache_jax.intake.forms import Forms
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import Policy
@@ -38,8 +37,7 @@ class Planner:
     Args:
       config: of the model.
       store, writer: the cache.
-      kv: of the model, as they are stored.
-      fingerprint: of the weights; asked for when there is an image.
+      forms: of records.
       token_rungs: to which records are padded.
       rates: by which `CacheConfig.load` = "auto" decides; None: it decides nothing.
     """
@@ -50,15 +48,13 @@ class Planner:
         store: Store,
         writer: Writer,
         *,
-        kv: KVShape,
-        fingerprint: Callable[[], str],
+        forms: Forms,
         token_rungs: tuple[int, ...],
         rates: Rates | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
         self._config = config
-        self._kv, self._fingerprint = kv, fingerprint
-        self._token_rungs = token_rungs
+        self._forms, self._token_rungs = forms, token_rungs
 
     def plan(self, request: Request, policy: Policy) -> Planned:
         """Looks a request up, plans it, and gives what it will compute a place in the cache.
@@ -73,7 +69,7 @@ class Planner:
         try:
             # What is found, and wanted, decides what is computed.
             for context, image in zip(contexts, request.images, strict=False):
-                handles.append(self._find(image, context, policy.approximates))
+                handles.append(self._find(image, context, policy.approximates, request.owner))
                 if (load := self.store.config.load) in ("encoder", "compute"):
                     handles[-1].pass_over(encoder=load == "compute" and image.has_pixels)
             layout, plan, choice = self._arrange(request, handles, policy)
@@ -114,12 +110,13 @@ class Planner:
             hold=Holding(self.store, handles, made, None if known else key, request.items),
         )
 
-    def _find(self, image: ImageRef, context: str, approximate: bool) -> Handle:
+    def _find(self, image: ImageRef, context: str, approximate: bool, owner: str) -> Handle:
         """What is kept of an image, under its own key or for everyone."""
         found: Handle | None = None
         for key in image.keys:
             if found is None or not found.exact:
-                handle = self.store.lookup(key, context, grid=image.grid, approximate=approximate)
+                whose = owner if key == image.key else image.shared_owner
+                handle = self.store.lookup(key, context, grid=image.grid, approximate=approximate, owner=whose)
                 found = handle if found is None else found.prefer(handle)
         assert found is not None
         return found
@@ -184,12 +181,13 @@ class Planner:
             use, image = uses[i], uses[i].span.image
             canonical = canonical and use.span.state != "approximate"
             if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
-                meta = self._encoder_meta(image, owner)
+                meta = self._forms.encoder(image.key, owner, image.grid, self._padded(image))
                 wanted.setdefault(meta.name, (meta, i))  # a request may show an image twice
             is_there = handle.is_coded or _has(handle, context, canonical)
             if use.linked is None and not is_there and (most is None or variants[image.key] < most):
                 variants[image.key] += 1
-                meta = self._kv_meta(image, owner, context, canonical)
+                room = self._padded(image)
+                meta = self._forms.keys_and_values(image.key, owner, context, canonical, image.grid, room)
                 wanted[meta.name] = meta, i
         if not wanted:
             return []
@@ -215,20 +213,6 @@ class Planner:
             parts.append(image.key)
             done = start + image.num_tokens
         return list(context_keys(parts))
-
-    def _encoder_meta(self, image: ImageRef, owner: str) -> Meta:
-        shape = 1 + self._config.vision.num_deepstack, self._padded(image), self._config.text.hidden_size
-        return Meta(
-            image.key, owner, None, True, image.grid, image.num_tokens, str(self._kv.dtype), shape,
-            model=self._fingerprint(), codec=self._kv.stored_as,
-        )  # fmt: skip
-
-    def _kv_meta(self, image: ImageRef, owner: str, context: str, canonical: bool) -> Meta:
-        data = self._kv.record(self._padded(image))
-        return Meta(
-            image.key, owner, context, canonical, image.grid, image.num_tokens, str(data.dtype), data.shape,
-            self._kv.code_bytes, model=self._fingerprint(), codec=self._kv.stored_as,
-        )  # fmt: skip
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_rungs)

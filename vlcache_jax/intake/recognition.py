@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from PIL import Image
 
 from vlcache_jax.cache.items import Item, Items, Use
-from vlcache_jax.cache.keys import Salt, alias_key, content_key, entry_key, group_key
+from vlcache_jax.cache.keys import SHARED, Salt, alias_key, content_key, entry_key, group_key, owner_key
 from vlcache_jax.cache.store import PictureKey, Store
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, NamedImage
@@ -136,7 +136,10 @@ class Task:
         items = self._recognizer.items
         item, self.use = items.find(*source.named, self._salt, called=source.name)
         self._item = item
-        self.source = KeptImage(name=source.name, item=item, read=lambda: items.read(item, called=source.name))
+        self.source = KeptImage(
+            name=source.name, item=item, read=lambda: items.read(item, called=source.name),
+            lose=lambda: items.lose(item, called=source.name),
+        )  # fmt: skip
         self.medium = self._recognizer.media.look_known(self.source, item.limits, item.picture)
         self._become(item.picture, self.medium.grid)
         self.is_known = True
@@ -195,14 +198,17 @@ class Task:
     def _become(self, picture: PictureKey, grid: tuple[int, int, int]) -> ImageRef:
         """The next image is known."""
         recognizer, settings, number = self._recognizer, self.medium.settings, len(self.images)
-        key, shared = recognizer.entry_key(picture, settings, self._salt), None
+        key, shared, whose = recognizer.entry_key(picture, settings, self._salt), None, SHARED
         if self._item is not None:
-            shared = recognizer.entry_key(picture, settings, self._item.salt)
+            shared, whose = recognizer.entry_key(picture, settings, self._item.salt), self._item.salt
         elif not self._apart and len(recognizer.store.shared):
             shared = recognizer.store.shared.get(recognizer.entry_key(picture, settings, None))
         tokens = recognizer.media.processor.num_tokens(grid)
         has_pixels = self._item is None or self._item.file is not None
-        image = ImageRef(key, grid, tokens, lambda: self._patches(number), shared=shared, has_pixels=has_pixels)
+        image = ImageRef(
+            key, grid, tokens, lambda: self._patches(number), shared=shared, has_pixels=has_pixels,
+            shared_owner=None if shared is None else owner_key(whose),
+        )  # fmt: skip
         self.pictures.append(picture)
         self.images.append(image)
         return image
@@ -261,17 +267,22 @@ class KeptImage(ImageSource):
     Attributes:
       item: the library's.
       read: gives the encoded file, or raises a ValueError.
+      lose: called if that file shows another picture; returns what is to be raised.
     """
 
     value: bytes | Image.Image | Rgb = field(default=b"", repr=False)
     item: Item
     read: Callable[[], bytes]
+    lose: Callable[[], ValueError]
 
     def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
         return self.item.picture.height, self.item.picture.width
 
     def decode(self, max_pixels: int = MAX_IMAGE_PIXELS) -> Rgb:
-        return ImageSource(self.name, self.read()).decode(max_pixels)
+        rgb = ImageSource(self.name, self.read()).decode(max_pixels)
+        if _picture((rgb,)) != self.item.picture:  # kept under the item's key, it would mislead all that name it
+            raise self.lose()
+        return rgb
 
 
 class Budget:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import logging
 import math
 import time
 import uuid
@@ -17,13 +18,16 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vlcache_jax.cache.items import Item
+from vlcache_jax.cache.items import Item, Items
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, content_key
 from vlcache_jax.cache.store import PictureKey
 from vlcache_jax.checks import check_flags, check_text, is_a, short
+from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.progress import Progress
 from vlcache_jax.service import Service
+
+_log = logging.getLogger(__name__)
 
 TIERS = ("disk", "memory", "device")
 _MOST_NAME = 256  # characters of a name
@@ -74,12 +78,18 @@ class LibraryStats:
       kept: of these, how many have records of K, V now, in any tier of this machine.
       with_bytes: how many have the bytes of their pictures.
       file_bytes: of these bytes.
+      uncleaned: records and files of items that are gone, which are still to be removed: the next change of an item, or
+        the next opening, does it.
+      damaged: entries of all libraries' index, and files, that were damaged and have been removed since the process
+        began.
     """
 
     items: int
     kept: int
     with_bytes: int
     file_bytes: int
+    uncleaned: int = 0
+    damaged: int = 0
 
 
 class _Given(NamedTuple):
@@ -172,6 +182,7 @@ class Library:
         self._items, self._images = service.items, service.images
         self._whose: dict[str, Any] = {"shared": True} if owner is None else {"cache_salt": owner}
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        len(self)  # an index that cannot be used is known now
         self._clean(waits=False)
 
     def watch(self, watcher: Watcher) -> None:
@@ -316,7 +327,8 @@ class Library:
         items = self.items()
         files = [item.file for item in items if item.file is not None]
         kept = sum(self.service.cache.store.knows(item.entry) for item in items)
-        return LibraryStats(len(items), kept, len(files), sum(map(self._items.file_bytes, files)))
+        size, uncleaned = sum(map(self._items.file_bytes, files)), len(self._items.loose(self.salt))
+        return LibraryStats(len(items), kept, len(files), size, uncleaned, self._items.damaged)
 
     def state(self) -> Any:
         """Another one whenever an item has changed."""
@@ -397,16 +409,24 @@ class Library:
         return item
 
     def _clean(self, *, waits: bool = True) -> None:
-        """Gives back what belongs to no item, and to no request under way."""
-        with self._items.writing(waits=waits) as is_mine:
-            if not is_mine:  # somebody is adding items, and cleans up behind that
-                return
-            for name in self._items.expired(self.salt, self.name):
-                self._items.remove(self.salt, self.name, name)
-            for loose in self._items.loose(self.salt):
-                if not self._items.is_used(self.salt, loose.entry):
-                    self._images.delete(loose.entry, **self._whose)
-                self._items.forget(loose)
+        """Gives back what belongs to no item, and to no request under way. What fails is noted, and done later: the
+        change that it follows has happened."""
+        try:
+            with self._items.writing(waits=waits) as is_mine:
+                if is_mine:  # else somebody is adding items, and cleans up after that
+                    _give_back(self._items, self._images, self.salt, self.name, self._whose)
+        except (ValueError, OSError) as error:
+            _log.warning("library %r is cleaned later: %s", self.name, error)
+
+
+def _give_back(items: Items, images: ImageCache, salt: Salt, library: str, whose: Mapping[str, Any]) -> None:
+    """Deletes what belongs to no item of an owner's, and to no request under way."""
+    for name in items.expired(salt, library):
+        items.remove(salt, library, name)
+    for loose in items.loose(salt):
+        if not items.is_used(salt, loose.entry):
+            images.delete(loose.entry, **whose)
+        items.forget(loose)
 
 
 def _vectors(

@@ -851,3 +851,18 @@ def test_two_processes_on_one_directory(tmp_path, request):
             _, entry, *context = name.split("/")
             assert_whole(tier, make(int(entry, 16), context[0] if context else None))
         assert sum(path.stat().st_size for path in (tmp_path / FOLDER).glob("??/*")) == tier.counts()["bytes"] <= 40_000
+
+
+def test_what_index_and_file_say_of_another_record_is_deleted(tmp_path):
+    told = []
+    with closing(tmp_path) as tier:
+        tier.report = told.append
+        one, other = make(1, key(7)), make(1, key(8))
+        write(tier, one, other)
+        for damage in (make_header(other.meta), b"x"):
+            path_of(tier, one).write_bytes(path_of(tier, other).read_bytes())
+            tier._index._execute("UPDATE records SET header = ? WHERE name = ?", damage, one.meta.name)
+            assert [found.meta.name for found in tier.find(key(1))] == [other.meta.name]
+            assert (names(tier), path_of(tier, one).exists()) == ([other.meta.name], False)
+            write(tier, one)
+        assert [type(error) for error in told] == [DamagedError] * 2

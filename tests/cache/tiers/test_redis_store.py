@@ -319,6 +319,19 @@ def test_threads(tier):
 # Damage.
 
 
+@pytest.mark.parametrize("tokens", [10**9, 10**30])
+def test_a_header_that_says_too_much_costs_nothing(tier, server, tokens, monkeypatch):
+    """It is removed before as many keys are made as it says."""
+    write(tier, KV)
+    told, said = [], server.client.hget(HASH, KV.meta.name)
+    vast = make_header(replace(KV.meta, tokens=tokens))
+    server.client.hset(HASH, KV.meta.name, said[:24] + vast)
+    monkeypatch.setattr(redis_store, "_all_keys", lambda *given: pytest.fail("keys"))
+    tier.report = told.append
+    assert found(tier, KV) is None
+    assert (len(told), server.client.dbsize()) == (1, 0)
+
+
 @pytest.mark.parametrize("name", ["encoder", "kv", "coded"])
 def test_no_flipped_bit_passes(tier, server, name):
     record = CASES[name]

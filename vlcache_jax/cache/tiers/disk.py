@@ -7,7 +7,6 @@ directory: who changes what is visible does so within a transaction of the index
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import logging
@@ -23,6 +22,8 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
+from vlcache_jax.cache.locks import MOST, held
+from vlcache_jax.cache.older import LIBRARIES_FOLDER, log_older, older_bytes, remove_folder
 from vlcache_jax.cache.record import Meta, Part, Planes, blocks
 from vlcache_jax.cache.shares import Shares, payer
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
@@ -58,7 +59,7 @@ class DiskTier(Tier):
       clock: seconds since the epoch.
 
     Raises:
-      ValueError: it is no directory, or cannot be used.
+      ValueError: it is no directory, or cannot be used; or another process has been opening it for a minute.
     """
 
     label = "disk"
@@ -75,13 +76,14 @@ class DiskTier(Tier):
     ):
         self.capacity, self._shares, self._ttl = capacity, shares or Shares(), ttl
         self._clock = clock
-        self._me = uuid.uuid4().hex
+        self._me, self._pid = uuid.uuid4().hex, os.getpid()
         self._numbers = itertools.count()  # of files that are being written
         self._gone: set[str] = set()  # records whose file was not found
         try:
             self.directory = pathlib.Path(directory).expanduser() / FOLDER
             make_folder(self.directory)
-            with _locked(self.directory / "lock"):  # two that open at once would mend what the other is making
+            log_older(self.directory.parent, FOLDER)
+            with held(self.directory / "lock", most=MOST):  # two that open at once would mend what the other is making
                 self._alive = open(self.directory / f"{self._me}{_WRITER}", "wb")  # noqa: SIM115
                 fcntl.flock(self._alive, fcntl.LOCK_EX)
                 try:
@@ -102,10 +104,11 @@ class DiskTier(Tier):
                 if name in self._gone:
                     continue
                 try:
-                    meta = read_header(header)
-                except DamagedError:  # of the index; the file may be as it should
-                    meta = read_header(_header(self.directory / file_name(name)))
-                found.append(Found(meta, written))
+                    found.append(Found(self._meta(name, header), written))
+                except DamagedError as error:
+                    self.report(error)
+                    with self._changing():
+                        self._remove(name)
             return found
 
     def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
@@ -171,6 +174,8 @@ class DiskTier(Tier):
         return {"records": records, "bytes": size, "capacity": self.capacity}
 
     def close(self) -> None:
+        if os.getpid() != self._pid:  # a forked child: index and files are its parent's
+            return
         self._index.close()
         self._die()
 
@@ -179,7 +184,24 @@ class DiskTier(Tier):
             for name in self._index.leaving(0, capacity, before=before)[0]:
                 self._remove(name)
 
+    def older(self) -> dict[str, int]:
+        with self._reporting("older formats"):
+            return older_bytes(self.directory.parent, FOLDER, LIBRARIES_FOLDER)
+
+    def remove_older(self, name: str) -> None:
+        with self._reporting(name):
+            remove_folder(self.directory.parent, name, FOLDER, LIBRARIES_FOLDER)
+
     # Files.
+
+    def _meta(self, name: str, header: bytes) -> Meta:
+        """What the index says of a record, or where that is damaged, its file."""
+        with contextlib.suppress(DamagedError):
+            if (meta := read_header(header)).name == name:
+                return meta
+        if (meta := read_header(_header(self.directory / file_name(name)))).name != name:
+            raise DamagedError(f"{name}: its file is that of {meta.name}")
+        return meta
 
     @property
     def _oldest(self) -> float | None:
@@ -324,20 +346,6 @@ class DiskTier(Tier):
             yield
         except (OSError, sqlite3.Error) as error:
             raise TierError(f"{name}: {type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    """Keeps others out."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise ValueError(f"{path} must be a file: delete what is there") from error
-        raise
-    with open(descriptor, "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _header(path: str | os.PathLike[str] | int) -> bytes:

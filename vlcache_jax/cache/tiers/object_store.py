@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import os
 import pathlib
 import urllib.parse
@@ -24,6 +23,7 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore, from_url
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
+from vlcache_jax.cache.older import is_older
 from vlcache_jax.cache.record import Meta, Part, Planes, blocks
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
 from vlcache_jax.cache.tiers.record_file import (
@@ -40,8 +40,6 @@ from vlcache_jax.files import make_folder
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
-
-_log = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -129,6 +127,20 @@ class ObjectTier(Tier):
             lines = [Line(name, one["size"], _written(one)) for name, one in ours if name is not None]
             return sorted(lines, key=lambda line: line.used)
 
+    def older(self) -> dict[str, int]:
+        with _reporting("list", "older formats"):
+            folders = obstore.list_with_delimiter(self._store)["common_prefixes"]
+            older = {folder: self._below(folder) for folder in folders if is_older(folder, FOLDER)}
+            return {folder: sum(one["size"] for one in objects) for folder, objects in older.items() if objects}
+
+    def remove_older(self, name: str) -> None:
+        with _reporting("delete", name):
+            if is_older(name, FOLDER):
+                obstore.delete(self._store, [one["path"] for one in self._below(name)])
+
+    def _below(self, folder: str) -> list[ObjectMeta]:
+        return [one for page in obstore.list(self._store, folder, chunk_size=_PAGE) for one in page]
+
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
@@ -150,7 +162,7 @@ class ObjectTier(Tier):
         except FileNotFoundError:
             return None
         except DamagedError as error:
-            _log.warning("%s, and is deleted", error)
+            self.report(DamagedError(f"{error}, and is deleted"))
             with contextlib.suppress(Exception):  # who may not delete may not
                 obstore.delete(self._store, one["path"])
             return None

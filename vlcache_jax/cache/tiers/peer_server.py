@@ -5,7 +5,7 @@ the model and the salt. Records under a salt are served as any other: only who k
 key, so the key is the permission. The token says who may ask at all. Nothing is encrypted: this is for a network whose
 machines trust each other.
 
-    GET /v1/hello?format=&model=&codec=   200: JSON, {"format": 2, "server": "0.1.0"}
+    GET /v1/hello?format=&model=&codec=   200: JSON, {"format": FORMAT_VERSION, "server": "0.1.0"}
     GET /v1/records/<entry>               200: of each record 8 bytes, when it was written (milliseconds since the
                                           epoch, big-endian), and its file's header, which begins with its length
     GET /v1/files/<xx>/<file>             206: the bytes that the Range header asks for

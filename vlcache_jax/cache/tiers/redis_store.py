@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import re
 import struct
 import time
@@ -30,9 +29,8 @@ from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome
 from vlcache_jax.cache.tiers.record_file import file_bytes, make_header, read_header
 from vlcache_jax.checks import shorten
 
-_log = logging.getLogger(__name__)
-
 _CHUNK = 2**23  # bytes
+_MOST_BYTES = 2**36  # of a record; what says more is none
 _PATIENCE = 3600  # seconds until the server deletes what a dead writer has left
 _ABOUT = struct.Struct(">16sQ")  # in front of a header: id of the write, and milliseconds since the epoch
 _NAMESPACE = 16  # digits
@@ -203,9 +201,11 @@ class RedisTier(Tier):
             meta = read_header(value[_ABOUT.size :])
             if meta.name.encode() != field or _key(_space(meta), meta.entry) != key:
                 raise DamagedError("it says that it is another record")
+            if file_bytes(meta) > _MOST_BYTES:  # before as many keys are made as it says
+                raise DamagedError(f"it says that it has {file_bytes(meta)} bytes")
             return _Kept(write, milliseconds / 1000, meta)
         except DamagedError as error:
-            _log.warning("%r of %r is damaged, and is removed: %s", field, key, error)
+            self.report(DamagedError(f"{field!r:.200} of {key!r} is damaged, and is deleted: {error}"))
             chunks = self._client.scan_iter(key + b":" + value[:16].hex().encode() + b":*", _PAGE)
             self._client.eval(_REMOVE, 1, key, field, value[:16])
             for some in itertools.batched(chunks, _PAGE):

@@ -21,6 +21,7 @@ import os
 import pathlib
 import pickle
 import platform
+import re
 import stat
 import sys
 import time
@@ -44,6 +45,8 @@ MOST_BYTES = 2**31  # of all files; beyond that those go that nobody has read fo
 PACKAGE = __name__.partition(".")[0]
 _TRACED = tuple(f"{PACKAGE}.{wing}" for wing in ("codecs", "compress", "device", "models", "pallas_kernels", "reuse"))
 _INSIDE = "__wrapped__", "__func__", "fget", "func"  # of what is compiled or cached, methods of classes, properties
+_FORMAT = "2"  # of the files; those of another one have other names, and leave as the oldest
+_NAME = re.compile("[0-9a-f]{64}")
 _CHECKSUM = hashlib.sha256().digest_size
 _BEGUN = time.time()
 _log = logging.getLogger(__name__)
@@ -88,14 +91,20 @@ class ProgramFiles:
         return None
 
     def find(self, program: Program[Any]) -> Made | None:
-        """A program that was made of the same before; None: there is none that can be read."""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UntoldError):
+        """A program that was made of the same before; None: there is none that can be read. Damaged files are deleted,
+        and the program is compiled again."""
+        try:
             place = self._index(program)
-            index = json.loads(place.read_text(encoding="utf-8"))
-            choices = tuple(Choice(*choice) for choice in index["choices"])
-            _touch(place)
-            if (compiled := _read(folder() / index["program"])) is not None:
+        except UntoldError:
+            return None
+        try:
+            if (found := _read_index(place)) is None:
+                return None
+            name, choices = found
+            if (compiled := _read(folder() / name)) is not None:
                 return compiled, choices
+        except OSError as error:  # it may pass
+            _log.debug("%s cannot be read: %s", place, error)
         return None
 
     def make(
@@ -103,7 +112,7 @@ class ProgramFiles:
     ) -> jax.stages.Compiled:
         """Compiles a program, unless what was lowered is known; from then on `find` finds it."""
         compiled = path = None
-        with contextlib.suppress(AttributeError, KeyError):  # another jax may not say all of it
+        with contextlib.suppress(AttributeError, KeyError, OSError):  # another jax may not say all of it
             path = folder() / self._digest_of(lowered)
             compiled = _read(path)
         is_known = compiled is not None
@@ -113,18 +122,19 @@ class ProgramFiles:
         try:
             if not is_known:
                 _write(path, compiled)
-            write_whole(self._index(program), json.dumps({"program": path.name, "choices": choices}))
+            place = self._index(program)
+            write_whole(place, json.dumps({"index": place.stem, "program": path.name, "choices": choices}))
         except Exception as error:  # a full disk, or what cannot be written, keeps nobody from computing
             _log.debug("%s is not kept: %s", program, error)
         return compiled
 
     def _index(self, program: Program[Any]) -> pathlib.Path:
-        return folder() / f"{_digest(self._code, self._machine, _settings(), self._sizes, told(program))}.json"
+        return folder() / f"{_digest(_FORMAT, self._code, self._machine, _settings(), self._sizes, told(program))}.json"
 
     def _digest_of(self, lowered: jax.stages.Lowered) -> str:
         # The text says nothing of arguments that nothing depends on.
         trees = map(str, (lowered.args_info, lowered.in_tree, lowered.out_tree, _used(lowered)))
-        return _digest(self._machine, _settings(), lowered.as_text(), *trees)
+        return _digest(_FORMAT, self._machine, _settings(), lowered.as_text(), *trees)
 
 
 def use_compilation_cache(devices: Sequence[jax.Device]) -> None:
@@ -327,23 +337,61 @@ def _digest(*parts: str) -> str:
 
 def _write(path: pathlib.Path, compiled: jax.stages.Compiled) -> None:
     content = zlib.compress(pickle.dumps(serialize_executable.serialize(compiled)), 1)
-    write_whole(path, hashlib.sha256(content).digest() + content)
+    write_whole(path, _checksum(path, content) + content)
+
+
+def _checksum(path: pathlib.Path, content: bytes) -> bytes:
+    """Of a program under its name: under another one it is another program."""
+    return hashlib.sha256(path.name.encode() + content).digest()
 
 
 def _read(path: pathlib.Path) -> jax.stages.Compiled | None:
-    """None: there is none, or it is damaged."""
+    """None: there is none, or it is damaged, and is deleted.
+
+    Raises:
+      OSError: it cannot be read.
+    """
     try:
         content = path.read_bytes()
-        if hashlib.sha256(content[_CHECKSUM:]).digest() != content[:_CHECKSUM]:
+    except FileNotFoundError:
+        return None
+    try:
+        if _checksum(path, content[_CHECKSUM:]) != content[:_CHECKSUM]:
             raise ValueError("its bytes are others than were written")
         _touch(path)
         executable, takes, gives = pickle.loads(zlib.decompress(content[_CHECKSUM:]))
         return serialize_executable.deserialize_and_load(executable, takes, gives, execution_devices=jax.devices()[:1])
+    except Exception as error:  # whatever is wrong with it, it can be compiled again
+        _discard(path, error)
+        return None
+
+
+def _read_index(place: pathlib.Path) -> tuple[str, tuple[Choice, ...]] | None:
+    """The name of a program's file, and its kernels; None: there is none, or it is damaged, and is deleted.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    try:
+        content = place.read_bytes()
     except FileNotFoundError:
         return None
-    except Exception as error:  # whatever is wrong with it, it can be compiled again
-        _log.debug("%s cannot be read: %s", path, error)
+    try:
+        index = json.loads(content)
+        if index["index"] != place.stem or not _NAME.fullmatch(index["program"]):
+            raise ValueError("it is another program's")
+        choices = tuple(Choice(*choice) for choice in index["choices"])
+        _touch(place)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        _discard(place, error)
         return None
+    return index["program"], choices
+
+
+def _discard(path: pathlib.Path, error: Exception) -> None:
+    _log.warning("the kept program %s is damaged, and is deleted and compiled again: %s", path, error)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _touch(path: pathlib.Path) -> None:
