@@ -75,6 +75,7 @@ from vlcache_jax.progress import Progress, interruptible, say
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.serving import Call
+from vlcache_jax.structured_outputs import read_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -495,7 +496,8 @@ def _open_sequences(
 ) -> SequenceBuilder:
     model = checkpoint.config
     defaults = read_generation_config(checkpoint.directory, tokenizer, model.text.vocab_size)
-    return SequenceBuilder(model, memory, tokenizer, *defaults, config.seed, config.enable_prefix_caching)
+    is_tight = read_config(config.structured_outputs_config)
+    return SequenceBuilder(model, memory, tokenizer, *defaults, config.seed, config.enable_prefix_caching, is_tight)
 
 
 def _open_cache(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import json
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vlcache_jax.checks import check_text, short
-from vlcache_jax.foreign import STRUCTURED, takes_foreign
+from vlcache_jax.foreign import STRUCTURED, STRUCTURED_CONFIG, ours, takes_foreign
 
 MAX_LENGTH = 1 << 16  # characters of one: what is longer may take seconds to compile
 MAX_MULTIPLE = 100_000  # the same of `multipleOf`, whose automaton has as many states
@@ -37,7 +38,8 @@ class StructuredOutputs:
       structural_tag: an object, or its text, with `structures`, each of `begin`, `schema` and `end`, and `triggers`.
         The answer is text as the model likes, but where it writes a trigger, a structure that begins with it follows.
         Tokens that are added to the vocabulary, such as `<tool_call>`, are meant as such there.
-      disable_any_whitespace: no white space between the tokens of JSON.
+      disable_any_whitespace: no white space between the tokens of JSON. None: as the engine's
+        `structured_outputs_config` says.
       whitespace_pattern: a regular expression of the white space there; None: any.
 
     Raises:
@@ -51,14 +53,14 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "json_object", self.json_object or False)
         for name in ("json_object", "disable_any_whitespace"):
-            if not isinstance(given := getattr(self, name) or False, bool):
+            if not isinstance(given := getattr(self, name), bool | None):
                 raise ValueError(f"structured_outputs.{name} must be true or false, got {short(given)}")
-            object.__setattr__(self, name, given)
         for name in ("json", "structural_tag"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _json_text(given, f"structured_outputs.{name}"))
@@ -119,6 +121,12 @@ class StructuredOutputs:
             raise ValueError(f"response_format.json_schema.schema must be an object, got {short(schema)}")
         return cls(json=schema)
 
+    def within(self, is_tight: bool) -> Self:
+        """This in an engine: `is_tight` says whether JSON has no white space where nothing else is asked."""
+        if self.disable_any_whitespace is not None:
+            return self
+        return dataclasses.replace(self, disable_any_whitespace=is_tight and self.whitespace_pattern is None)
+
     @property
     def kind(self) -> str:
         """Which of them it is."""
@@ -136,6 +144,28 @@ class StructuredOutputs:
             return '{"type": "object"}'
         given = getattr(self, self.kind)
         return given if isinstance(given, str) else json.dumps(given)
+
+
+def read_config(given: Any) -> bool | None:
+    """The `disable_any_whitespace` of an engine's `structured_outputs_config`; None: it says nothing of it.
+
+    Raises:
+      ValueError: it is no object, has unknown fields, or asks for what there is not.
+    """
+    name = "structured_outputs_config"
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f'{name} must be an object such as {{"disable_any_whitespace": true}}, got {short(given)}')
+    options = dict(given or {})
+    is_tight = options.pop("disable_any_whitespace", None)
+    if not isinstance(is_tight, bool | None):
+        raise ValueError(f"{name}.disable_any_whitespace must be true or false, got {short(is_tight)}")
+    if options.get("backend") == "auto":
+        del options["backend"]
+    try:
+        ours(name, STRUCTURED_CONFIG, options, ("disable_any_whitespace",))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return is_tight
 
 
 def _json_text(given: Any, name: str) -> str:

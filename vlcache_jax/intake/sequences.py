@@ -20,6 +20,7 @@ from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, 
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.structured_outputs import read_config
 
 _GENERATION = {
     "do_sample": optional(FLAG),
@@ -41,6 +42,7 @@ class SequenceBuilder:
       end_tokens: the checkpoint's.
       seed: of answers whose sampling parameters name none.
       keeps_pages: whether prompts use pages that are there already, and leave theirs.
+      is_tight: whether JSON has no white space where a request says nothing of it; None: as the checkpoint says.
 
     Attributes:
       grammars: that answers are held to.
@@ -55,6 +57,7 @@ class SequenceBuilder:
         end_tokens: frozenset[int],
         seed: int,
         keeps_pages: bool = True,
+        is_tight: bool | None = None,
     ):
         self._config = config
         self._memory = memory
@@ -63,6 +66,8 @@ class SequenceBuilder:
         self._end_tokens = end_tokens
         self._random = np.random.default_rng(seed)
         self._keeps_pages = keeps_pages
+        own = read_config(generation.get("structured_outputs_config"))
+        self._is_tight = bool(own if is_tight is None else is_tight)
         self.grammars = Grammars(tokenizer, end_tokens, config.text.vocab_size)
 
     def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int] | ValueError]:
@@ -120,6 +125,8 @@ class SequenceBuilder:
             resolved = params.resolve(self._generation)  # a copy: the caller's may be set while the call runs
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
+        if (held := resolved.structured_outputs) is not None:
+            resolved.structured_outputs = held.within(self._is_tight)
         ends, vocab_size = self._ends(resolved), self._config.text.vocab_size
         if any(end >= vocab_size for end in ends):
             raise ValueError(
@@ -279,6 +286,7 @@ def read_generation_config(
         generation = read_object(path) if path.exists() else {}
         check_fields(generation, _GENERATION)
         SamplingParams().resolve(generation)
+        read_config(generation.get("structured_outputs_config"))
         ends = generation.get("eos_token_id", tokenizer.eos_token_id)
         ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
         if not all(isinstance(end, int) and 0 <= end < vocab_size for end in ends):
