@@ -211,9 +211,10 @@ def _compute(llm: LLM, prompt: dict[str, Any]) -> RequestOutput:
     """The first token with nothing in the cache and every program compiled."""
     while True:
         llm.reset_mm_cache()
-        waited = llm.stats().compile_seconds
+        before = llm.stats()
         [output] = llm.generate(prompt, _greedy(1), use_tqdm=False)
-        if llm.stats().compile_seconds == waited:
+        after = llm.stats()
+        if (after.compile_seconds, after.load_seconds) == (before.compile_seconds, before.load_seconds):
             return output
 
 

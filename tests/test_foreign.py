@@ -18,6 +18,7 @@ from vlcache_jax.config import EngineOptions
 from vlcache_jax.device import memory_plan
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.foreign import CALLS, ENGINE, SAMPLING, VllmOptions, ours
+from vlcache_jax.structured_outputs import StructuredOutputs, StructuredOutputsConfig
 
 SETTINGS = {
     **SHORT,
@@ -64,7 +65,7 @@ ENGINE_NAMES = """
     specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels
     ray_workers_use_nsight num_gpu_blocks_override model_loader_extra_config ignore_patterns enable_chunked_prefill
     disable_chunked_mm_input scheduler_reserve_full_isl prefill_schedule_interval watermark
-    disable_hybrid_kv_cache_manager structured_outputs_config aux_output_config reasoning_parser
+    disable_hybrid_kv_cache_manager aux_output_config reasoning_parser
     reasoning_parser_plugin speculative_config spec_method spec_model spec_tokens watermark_config diffusion_config
     show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces per_request_spec_decode_metrics
     kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets cudagraph_metrics
@@ -468,3 +469,67 @@ def test_outputs_are_json(llm, textured_image):
         2,
         llm.service.device.runner.config.text.vocab_size,
     )
+
+
+@pytest.mark.parametrize("name", ["AsyncEngineArgs", "EngineArgs", "AsyncLLMEngine", "GuidedDecodingParams"])
+def test_names_of_vllm_say_what_to_write(name):
+    told = rf"no attribute '{name}'; (write|import) .*(LLM|StructuredOutputs)"
+    with pytest.raises(AttributeError, match=told):
+        getattr(vlcache_jax, name)
+    with pytest.raises(ImportError, match=told):
+        exec(f"from vlcache_jax import {name}")
+    assert not hasattr(vlcache_jax, name)
+
+
+def test_other_names_are_unknown_as_they_are_in_any_module():
+    with pytest.raises(AttributeError, match=r"no attribute 'Nothing'$"):
+        vlcache_jax.Nothing  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        exec("from vlcache_jax import Nothing")
+
+
+def test_ways_in_which_vllm_opens_an_engine_say_what_to_write():
+    for name in ("from_engine_args", "from_vllm_config"):
+        with pytest.raises(AttributeError, match=rf"^AsyncLLM has no {name}; write AsyncLLM\(model, "):
+            getattr(AsyncLLM, name)
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_guided_parameters_say_what_to_write(kind):
+    with pytest.raises(TypeError, match=f"guided_{kind}; write it into structured_outputs: {{'{kind}': "):
+        SamplingParams(**{f"guided_{kind}": "a"})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("tight", "must be an object such as"),
+        ({"disable_any_whitespace": 1}, "disable_any_whitespace must be true or false, got 1"),
+        ({"disable_any_whitespac": True}, "no argument disable_any_whitespac; is it disable_any_whitespace"),
+        ({"enable_in_reasoning": "yes"}, "enable_in_reasoning must be true or false, got 'yes'"),
+        ({"disable_additional_properties": True}, "write additionalProperties into each schema"),
+    ],
+)
+def test_a_structured_outputs_config_that_cannot_be_is_refused(given, told):
+    with pytest.raises(ValueError, match=f"^structured_outputs_config.*{told}"):
+        EngineConfig("tiny-vqa", structured_outputs_config=given)
+
+
+def test_what_asks_for_nothing_of_a_structured_outputs_config_is_taken():
+    given = {"backend": "auto", "disable_any_whitespace": True, "enable_in_reasoning": False, "reasoning_parser": ""}
+    taken = StructuredOutputsConfig.of(
+        EngineConfig("tiny-vqa", structured_outputs_config=given).structured_outputs_config
+    )
+    assert taken == StructuredOutputsConfig(disable_any_whitespace=True, enable_in_reasoning=False)
+    with pytest.warns(UserWarning, match="backend has no meaning here"):
+        EngineConfig("tiny-vqa", structured_outputs_config={"backend": "xgrammar"})
+
+
+@pytest.mark.parametrize("switch", ["disable_any_whitespace", "enable_in_reasoning"])
+@pytest.mark.parametrize("own", [None, False, True])
+@pytest.mark.parametrize("engine", [None, False, True])
+@pytest.mark.parametrize("checkpoint", [None, False, True])
+def test_a_request_comes_before_its_engine_and_that_before_the_checkpoint(switch, own, engine, checkpoint):
+    config = StructuredOutputsConfig(**{switch: engine}).over(StructuredOutputsConfig(**{switch: checkpoint}))
+    held = StructuredOutputs(json_object=True, **{switch: own}).within(config)
+    assert getattr(held, switch) is next((value for value in (own, engine, checkpoint) if value is not None), False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import sys
 
 import pytest
 
 from vlcache_jax import progress
-from vlcache_jax.progress import Progress
+from vlcache_jax.progress import Progress, shown_waiting
 
 
 class Terminal(io.StringIO):
@@ -77,3 +78,50 @@ def test_after_an_error_the_next_one_stands_alone(capsys):
     with Progress("scoring"):
         pass
     assert capsys.readouterr().err == "answering\nscoring\n"
+
+
+def test_a_note_stands_after_the_numbers(clock, capsys):
+    with Progress("compiling", 40) as bar:
+        clock[0] += 3
+        bar.reach(0, "programs, 3 s, now window(1)")
+        clock[0] += 3
+        bar.reach(12, "programs, 6 s, now window(4)")
+    lines = [
+        "compiling",
+        "compiling 0 of 40 programs, 3 s, now window(1)",
+        "compiling 12 of 40 programs, 6 s, now window(4)",
+    ]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_a_terminal_gets_the_note_too(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress("compiling", 4) as bar:
+        bar.reach(1, "programs, 6 s, now window(4)")
+    assert "compiling programs, 6 s, now window(4):  25%" in sys.stderr.getvalue()
+
+
+def test_the_longer_a_wait_the_fewer_its_lines(clock, capsys):
+    """Seven minutes of a server's warm-up that reports every second."""
+    with Progress("compiling", 420) as bar:
+        for second in range(420):
+            clock[0] += 1
+            bar.reach(second)
+    lines = capsys.readouterr().err.splitlines()
+    seconds = [int(line.split()[1]) for line in lines[1:]]
+    gaps = [after - before for before, after in itertools.pairwise(seconds)]
+    assert gaps[0] == 3
+    assert gaps == sorted(gaps)
+    assert 25 <= gaps[-1] <= 30
+    assert len(lines) < 45
+
+
+def test_loading_is_shown_beside_something_and_not_alone(clock, capsys):
+    with shown_waiting("loading programs"):
+        pass
+    with shown_waiting("compiling window(1)"):
+        pass
+    with Progress("answering"), shown_waiting("loading programs"):
+        pass
+    assert capsys.readouterr().err.splitlines() == ["compiling window(1)", "answering", "answering: loading programs"]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
+from typing import Literal
 
 import numpy as np
+import openai
+import pydantic
 import pytest
 from PIL import Image
 
 from tests.benchmarks.test_tiny_vqa import solve
 from tests.helper import ALONE, some_cases
-from vlcache_jax import LLM, SamplingParams
+from vlcache_jax import LLM, AsyncLLM, SamplingParams
 from vlcache_jax.assets import PICTURES, SCHEDULES, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.pictures import render, shipped_pictures
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
 from vlcache_jax.commands.demo import TURNS
 from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.server.app import Server
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.lifecycle import listening
 from vlcache_jax.study.questions import user_turn
 
 
@@ -54,7 +61,7 @@ print(is_torch_available())
     assert done.stdout == "2 False\nTrue\n"
     lines = done.stderr.splitlines()
     assert lines[:2] == ["loading weights of tiny_vqa (0.02 GB)", "answering"]
-    assert lines[2].startswith("answering: compiling ")
+    assert lines[2].startswith(("answering: compiling ", "answering: loading programs"))
 
 
 def test_the_pictures_are_those_that_are_drawn():
@@ -92,3 +99,26 @@ def test_the_schedules_are_the_models():
             levels = Schedule.load(path).levels
             assert image.match == "approximate"
             assert list(image.recomputed[1:]) == [level * image.tokens // 500 for level in levels[1:]]
+
+
+@pytest.mark.servers
+def test_openais_client_parses_json_of_the_shipped_model():
+    """Without white space between its tokens, which the model would write until the answer is cut off."""
+
+    class Glyph(pydantic.BaseModel):
+        color: Literal["red", "green", "blue", "yellow"]
+        shape: Literal["star", "circle", "square"]
+
+    image = "data:image/png;base64," + base64.b64encode((PICTURES / "picture.png").read_bytes()).decode()
+    question = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "What is at C2?"}]
+    given = {"model": "tiny-vqa", "messages": [{"role": "user", "content": question}], "max_completion_tokens": 60}
+    engine = AsyncLLM("tiny-vqa", ladder=ALONE, use_tqdm=False, allowed_local_media_path=None)
+    with listening(Server(engine, ServerConfig(port=0))) as url, openai.OpenAI(base_url=url, api_key="none") as client:
+        [choice] = client.chat.completions.parse(**given, response_format=Glyph).choices
+        assert isinstance(choice.message.parsed, Glyph)
+        assert (choice.finish_reason, choice.message.content.split()) == ("stop", [choice.message.content])
+        # A request's own value comes first.
+        spaced = {"structured_outputs": {"json": Glyph.model_json_schema(), "disable_any_whitespace": False}}
+        [choice] = client.chat.completions.create(**given, extra_body=spaced).choices
+        assert (choice.finish_reason, choice.message.content.strip()) == ("length", "{")
+    engine.service.close()

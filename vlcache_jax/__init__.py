@@ -1,5 +1,6 @@
 """Serves Qwen vision-language models in JAX and reuses the work done on images it has seen."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,10 +55,22 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Imported at first use: a command's --help need not wait for JAX.
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _no_such(name)
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _no_such(name: str) -> Exception:
+    """The error for a name; of vLLM's names it says what to write. An import would hide an AttributeError."""
+    from vlcache_jax.foreign import NAMES
+
+    told = f"module {__name__!r} has no attribute {name!r}"
+    if name not in NAMES:
+        return AttributeError(told)
+    told = f"{told}; {NAMES[name]}"
+    is_import = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
+    return ImportError(told, name=__name__) if is_import else AttributeError(told)
 
 
 def __dir__() -> list[str]:

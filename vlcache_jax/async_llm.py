@@ -17,6 +17,7 @@ from vlcache_jax.calls import Conversation, PromptLike, is_token_ids
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.embedding import EmbedsAsync
 from vlcache_jax.engine.engine import EngineStats
+from vlcache_jax.foreign import Absent
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.outputs import Deltas, OutputCollector, RequestDelta, RequestOutput
@@ -50,6 +51,9 @@ class AsyncLLM(EmbedsAsync):
     Raises:
       ValueError: `max_waiting` or `when_full` is wrong. Else what `LLM` raises.
     """
+
+    from_engine_args = Absent("write AsyncLLM(model, ...) with the same arguments")
+    from_vllm_config = Absent("write AsyncLLM(model, ...) with the engine's arguments")
 
     @shows_options
     def __init__(

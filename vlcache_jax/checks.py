@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import re
-from typing import Any, TypeGuard
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
+_FEW = 8  # names that an error lists
+_LONGEST_NAME = 80  # characters that are compared with others
 _PIECE = 1 << 18  # values that stay in a core's cache
 _SHOWN = 1 << 14  # characters and entries of a value that is written out whole before it is shortened
 _ENTRIES, _LEVELS = 8, 3  # of a larger value that are written
@@ -32,6 +37,20 @@ def check_whole(name: str, value: Any, least: int, most: float = math.inf, *, or
     bounded = f"an integer from {least} to {most}" if most < math.inf else f"an integer of at least {least}"
     wanted = "a positive integer" if (least, most) == (1, math.inf) else bounded
     raise ValueError(f"{name} must be {wanted}{' or None' if or_none else ''}, got {short(value)}")
+
+
+def unknown(name: Any, known: Collection[str], instead: Mapping[str, str] | None = None) -> str:
+    """What an error says of a name that is none of these: the one that may be meant, and all of them if they are few.
+
+    Args:
+      known: the names.
+      instead: by other names, what to write in their place.
+    """
+    told = f"must hold only {', '.join(known) if len(known) <= _FEW else 'known fields'}, got {short(name)}"
+    if (hint := (instead or {}).get(name)) is not None:
+        return f"{told}; {hint}"
+    close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], known, 1)
+    return f"{told}; is it {close[0]}?" if close else told
 
 
 def check_flags(**flags: Any) -> None:
@@ -154,6 +173,8 @@ def is_finite(array: np.ndarray) -> bool:
     Args:
       array: contiguous; float32, bfloat16 or float16, or float8_e4m3fn, which has no infinities, and one not-a-number.
     """
+    import numpy as np  # most callers check arguments alone, and do without it
+
     all_set = np.uint8(0x7F) if array.itemsize == 1 else np.array(np.inf, array.dtype).view(f"u{array.itemsize}")
     bits = array.reshape(-1).view(all_set.dtype)
     pieces = (bits[i : i + _PIECE] for i in range(0, len(bits), _PIECE))

@@ -1,4 +1,7 @@
-"""What an engine is opened with: every option, checked before anything is loaded."""
+"""What an engine is opened with: every option, checked before anything is loaded.
+
+Imported without jax, so that `vlcache serve --help` need not wait for it; checks import it.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,24 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.checks import check_flags, check_whole, is_a, parse_bytes
-from vlcache_jax.compress.policies import Compressor
-from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.foreign import ENGINE, VllmOptions, ours, warn_ignored
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
 from vlcache_jax.inputs.settings import MediaSettings, read_settings
-from vlcache_jax.pallas_kernels import dispatch
-from vlcache_jax.reuse.parse import parse_policy
-from vlcache_jax.reuse.policies import Policy
-from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.structured_outputs import StructuredOutputsConfig
 
-Reuse = str | float | os.PathLike[str] | Schedule | Policy
-Compress = str | Compressor
+if TYPE_CHECKING:
+    from vlcache_jax.compress.policies import Compressor
+    from vlcache_jax.reuse.policies import Policy
+    from vlcache_jax.reuse.schedule import Schedule
+
+type Reuse = str | float | os.PathLike[str] | Schedule | Policy
+type Compress = str | Compressor
 
 _NONE_IS_DEFAULT = ("cache", "seed", "enable_prefix_caching")
 
@@ -83,6 +86,10 @@ class EngineConfig:
       revision: branch, tag or commit of a model on the hub.
       verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that
         were written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
+      structured_outputs_config: {"disable_any_whitespace": true}: JSON that an answer is held to has no white space
+        between its tokens, unless a request says otherwise. Small models may write white space until `max_tokens`.
+        {"enable_in_reasoning": true}: a form holds during the model's thinking, too. By default as the checkpoint's
+        generation_config.json says under this name; that of "tiny-vqa" disables white space.
       seed: of answers whose sampling parameters name none.
       use_tqdm: say on stderr what is loaded. It silences no call: each has its own.
       policy: what `reuse` means.
@@ -118,6 +125,7 @@ class EngineConfig:
     max_image_pixels: int = MAX_IMAGE_PIXELS
     revision: str | None = None
     verify_weights: bool = False
+    structured_outputs_config: Mapping[str, Any] | None = None
     seed: int = 0
     use_tqdm: bool = True
     policy: Policy = field(init=False, repr=False, compare=False)
@@ -126,6 +134,9 @@ class EngineConfig:
     access: Access = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        from vlcache_jax.pallas_kernels import dispatch
+        from vlcache_jax.reuse.parse import parse_policy
+
         self._set(policy=parse_policy(self.reuse))
         check_flags(
             verify_weights=self.verify_weights,
@@ -156,6 +167,8 @@ class EngineConfig:
             object.__setattr__(self, name, value)
 
     def _check_types(self) -> None:
+        from vlcache_jax.convert.plan import as_dtype
+
         model, dtype = self.model, self.dtype
         if not isinstance(model, (str, os.PathLike)):
             raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
@@ -167,6 +180,7 @@ class EngineConfig:
             raise ValueError(f"ladder must be a Ladder or None, got {self.ladder!r}")
         if not isinstance(self.revision, str | None):
             raise ValueError(f"revision must be a string or None, got {self.revision!r}")
+        StructuredOutputsConfig.of(self.structured_outputs_config)
         check_whole("seed", self.seed, 0)
 
     @classmethod
@@ -221,6 +235,7 @@ class EngineOptions(VllmOptions, total=False):
     max_image_pixels: int
     revision: str | None
     verify_weights: bool
+    structured_outputs_config: Mapping[str, Any] | None
     seed: int | None
     use_tqdm: bool
 

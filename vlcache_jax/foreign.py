@@ -195,7 +195,7 @@ _Ignored = TypedDict(  # noqa: UP013
         "spec_tokens": Any, "speculative_config": Any, "speculative_model": Any,
 
         "guided_decoding_backend": Any, "logits_processor_pattern": Any, "reasoning_config": Any,
-        "reasoning_parser": Any, "reasoning_parser_plugin": Any, "structured_outputs_config": Any,
+        "reasoning_parser": Any, "reasoning_parser_plugin": Any,
 
         "additional_config": Any, "aggregate_engine_logging": Any, "aux_output_config": Any,
         "collect_detailed_traces": Any, "custom_histogram_buckets": Any, "disable_log_requests": Any,
@@ -242,6 +242,15 @@ ENGINE = Names(
     usual=frozenset({"disable_log_stats", "enable_chunked_prefill"}),
 )
 
+# What vLLM called the fields of `structured_outputs` before.
+GUIDED = {
+    f"guided_{kind}": f"write it into structured_outputs: {{{kind!r}: ...}}"
+    for kind in ("json", "regex", "choice", "grammar", "json_object")
+} | {
+    "guided_whitespace_pattern": "write it into structured_outputs: {'whitespace_pattern': ...}",
+    "guided_decoding_backend": "leave it out: llguidance serves all",
+}
+
 # Of SamplingParams.
 SAMPLING = Names(
     only={
@@ -279,6 +288,7 @@ SAMPLING = Names(
     ),
     usual=frozenset({"detokenize", "spaces_between_special_tokens"}),
     strange={
+        **GUIDED,
         "do_sample": "set temperature, where 0 is greedy",
         "max_completion_tokens": "set max_tokens",
         "max_new_tokens": "set max_tokens",
@@ -292,6 +302,13 @@ STRUCTURED = Names(
     only={"disable_additional_properties": ()},
     instead={"disable_additional_properties": "write additionalProperties into the schema"},
     ignored=_listed("_backend _backend_was_auto disable_fallback"),
+)
+
+# Of StructuredOutputsConfig.
+STRUCTURED_CONFIG = Names(
+    only={"disable_additional_properties": ()},
+    instead={"disable_additional_properties": "write additionalProperties into each schema"},
+    ignored=_listed("backend disable_fallback reasoning_parser reasoning_parser_plugin"),
 )
 
 # Of LLM.chat, LLM.generate and AsyncLLM.generate.
@@ -422,3 +439,36 @@ def takes_foreign[T](names: Names) -> Callable[[type[T]], type[T]]:
         return kind
 
     return changed
+
+
+# Names of vLLM's package, and attributes of its engines, that there are not here: what to write.
+_OPTIONS = "write its arguments into LLM(model, ...) or AsyncLLM(model, ...)"
+NAMES = {
+    "AsyncEngineArgs": _OPTIONS,
+    "AsyncLLMEngine": "import AsyncLLM",
+    "EngineArgs": _OPTIONS,
+    "GuidedDecodingParams": "import StructuredOutputs",
+    "LLMEngine": "import LLM, or AsyncLLM for requests that come one by one",
+    "PoolingParams": "call LLM.embed or LLM.score",
+    "RequestOutputKind": "AsyncLLM.generate yields what there is so far, AsyncLLM.deltas what is new",
+    "StructuredOutputsParams": "import StructuredOutputs",
+    "TextPrompt": 'write {"prompt": ..., "multi_modal_data": ...}',
+    "TokensPrompt": 'write {"prompt_token_ids": [...], "multi_modal_data": ...}',
+}
+
+
+class Absent:
+    """An attribute of vLLM's class that ours has not: asking for it raises an AttributeError that says what to write.
+
+    Args:
+      instead: that.
+    """
+
+    def __init__(self, instead: str):
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no {self._name}; {self._instead}")

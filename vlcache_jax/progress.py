@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 SECONDS = 3.0  # from one line to the next, unless work of another kind begins
+_MOST_SECONDS, _PART = 30.0, 0.1  # of a long wait: a tenth of the time so far, but no more
 _AGAIN = 0.01  # seconds until an interrupt that was swallowed comes again
 
 
@@ -33,6 +34,7 @@ class Progress:
     def __init__(self, doing: str, total: int | None = None, *, show: bool = True):
         self.doing, self.total, self.done = doing, total, 0
         self._tokens = 0
+        self._note = ""
         self._begin = time.monotonic()
         self._show = show
         self._chain: tuple[Progress, ...] = (self,)  # those that it is within, and it
@@ -44,14 +46,16 @@ class Progress:
         self._tokens += tokens
         self._say()
 
-    def reach(self, done: int) -> None:
-        """So many are done."""
+    def reach(self, done: int, note: str = "") -> None:
+        """So many are done; the note stands after the numbers."""
+        self._note = note
         self.update(done - self.done)
 
     def __str__(self) -> str:
-        if not self.done or self.total == 0:
+        if self.total == 0 or not (self.done or self._note):
             return self.doing
-        return f"{self.doing} {self.done}{f' of {self.total}' if self.total else ''}{self.rate}"
+        counted = f"{self.doing} {self.done}{f' of {self.total}' if self.total else ''}{self.rate}"
+        return f"{counted} {self._note}".rstrip()
 
     @property
     def rate(self) -> str:
@@ -100,6 +104,12 @@ class Progress:
 _innermost: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("progress", default=None)
 
 
+def shown_waiting(doing: str) -> contextlib.AbstractContextManager[Any]:
+    """Shows what a request waits for. Loading takes a moment: it is shown beside what is shown already, not alone."""
+    is_alone = _innermost.get() is None
+    return contextlib.nullcontext() if is_alone and doing.startswith("loading") else Progress(doing)
+
+
 def say(line: str) -> None:
     """A line on stderr, at once."""
     print(line, file=sys.stderr, flush=True)
@@ -131,6 +141,8 @@ class _Bar:
 
     def show(self, chain: Sequence[Progress]) -> None:
         first = f"{chain[0].doing}{chain[0].rate}" if chain[0].total is not None else str(chain[0])
+        if chain[0].total and chain[0]._note:
+            first = f"{chain[0].doing} {chain[0]._note}"
         shown = ": ".join([first, *map(str, chain[1:])])
         if shown != self._shown:
             self._bar.set_description(shown)
@@ -146,13 +158,15 @@ class _Bar:
 class _Lines:
     def __init__(self) -> None:
         self._kinds: set[str] = set()
+        self._begin = time.monotonic()
         self._last = 0.0
 
     def show(self, chain: Sequence[Progress]) -> None:
         kind = chain[-1].doing.split()[0]
-        if kind not in self._kinds or time.monotonic() - self._last >= SECONDS:
+        now = time.monotonic()
+        if kind not in self._kinds or now - self._last >= min(max(SECONDS, _PART * (now - self._begin)), _MOST_SECONDS):
             self._kinds.add(kind)
-            self._last = time.monotonic()
+            self._last = now
             say(": ".join(map(str, chain)))
 
     def ended(self, chain: Sequence[Progress]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,10 +73,13 @@ from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
-from vlcache_jax.progress import Progress, interruptible, say
+from vlcache_jax.progress import Progress, interruptible, say, shown_waiting
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.serving import Call
+from vlcache_jax.structured_outputs import StructuredOutputsConfig
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -481,7 +485,7 @@ def _open_device(
         implementation=config.implementation, codec=kv.codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
         compressed_slots=memory.compressed_pages and (memory.compressed_pages + 1) * PAGE, devices=devices,
     )  # fmt: skip
-    runner.programs.compiling = lambda program: Progress(f"compiling {program}")
+    runner.programs.shows = shown_waiting
     identity = identity_of(checkpoint.config, devices.all[0].device_kind, kv, devices.count)
     return Device(runner, memory, identity)
 
@@ -497,7 +501,8 @@ def _open_sequences(
 ) -> SequenceBuilder:
     model = checkpoint.config
     defaults = read_generation_config(checkpoint.directory, tokenizer, model.text.vocab_size)
-    return SequenceBuilder(model, memory, tokenizer, *defaults, config.seed, config.enable_prefix_caching)
+    structured = StructuredOutputsConfig.of(config.structured_outputs_config)
+    return SequenceBuilder(model, memory, tokenizer, *defaults, config.seed, config.enable_prefix_caching, structured)
 
 
 def _open_cache(
@@ -516,11 +521,18 @@ def _open_cache(
 
 
 def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int, float]:
-    missing = programs.missing(programs.family_of(policy))
+    missing, compiled = programs.missing(programs.family_of(policy)), programs.num_compiled
     with interruptible(), Progress("compiling", len(missing), show=verbose) as bar:
-        count, seconds = programs.compile(missing, lambda _: bar.update())
+
+        def show(done: int, seconds: float) -> None:
+            bar.reach(done, f"programs, {seconds:.0f} s, now {', '.join(map(str, programs.under_way)) or 'none'}")
+
+        count, seconds = programs.compile(missing, show)
+    compiled = programs.num_compiled - compiled
+    _log.info("compiled %d and loaded %d programs in %.1f s", compiled, count - compiled, seconds)
     if verbose and count:
-        say(f"compiled {count} programs in {seconds:.1f} s")
+        loaded = f" and loaded {count - compiled} kept ones" if count > compiled else ""
+        say(f"compiled {compiled} programs{loaded} in {seconds:.1f} s")
         _say_kernels(choice for choices in programs.kernels.values() for choice in choices)
     return count, seconds
 

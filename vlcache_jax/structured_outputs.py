@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import json
 import math
@@ -12,17 +13,20 @@ from typing import Any, Self
 
 from vlcache_jax.checks import check_text, exceeds, short
 from vlcache_jax.fields import parse_json
-from vlcache_jax.foreign import STRUCTURED, takes_foreign
+from vlcache_jax.foreign import STRUCTURED, STRUCTURED_CONFIG, ours, takes_foreign
 
 MAX_LENGTH = 1 << 16  # characters of one: what is longer may take seconds to compile
 MAX_MULTIPLE = 100_000  # the same of `multipleOf`, whose automaton has as many states
 
 MAX_REPEATS = 100_000  # of repetitions of repetitions that must come; the compiler writes out each
 
+_SWITCHES = ("disable_any_whitespace", "enable_in_reasoning")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
 # What stands for itself, classes of characters, groups, and how often one is repeated.
-_REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<least>\d{1,18})(?:,\d{0,18})?\}")
+_REPEAT = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<least>\d{1,18})(?:,\d{0,18})?\}"
+)
 _ESCAPED = re.compile(r"\\u00([0-9a-fA-F]{2})")
 
 
@@ -42,10 +46,11 @@ class StructuredOutputs:
       structural_tag: an object, or its text, with `structures`, each of `begin`, `schema` and `end`, and `triggers`.
         The answer is text as the model likes, but where it writes a trigger, a structure that begins with it follows.
         Tokens that are added to the vocabulary, such as `<tool_call>`, are meant as such there.
-      disable_any_whitespace: no white space between the tokens of JSON.
+      disable_any_whitespace: no white space between the tokens of JSON. None: as the engine's
+        `structured_outputs_config` says.
       whitespace_pattern: a regular expression of the white space there; None: any.
-      enable_in_reasoning: it holds from the first token, also if the prompt opens the model's thinking. By default the
-        model then thinks freely, and the answer after `</think>` is held.
+      enable_in_reasoning: it holds from the first token, also if the prompt opens the model's thinking. False: the
+        model thinks freely, and the answer after `</think>` is held. None: as the engine's option says.
 
     Raises:
       ValueError: it is none of these, or too long.
@@ -58,15 +63,15 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
-    enable_in_reasoning: bool = False
+    enable_in_reasoning: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("json_object", "disable_any_whitespace", "enable_in_reasoning"):
-            if not isinstance(given := getattr(self, name) or False, bool):
+        object.__setattr__(self, "json_object", self.json_object or False)
+        for name in ("json_object", *_SWITCHES):
+            if not isinstance(given := getattr(self, name), bool | None):
                 raise ValueError(f"structured_outputs.{name} must be true or false, got {short(given)}")
-            object.__setattr__(self, name, given)
         for name in ("json", "structural_tag"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _json_text(given, f"structured_outputs.{name}"))
@@ -129,6 +134,15 @@ class StructuredOutputs:
             raise ValueError(f"response_format.json_schema.schema must be an object, got {short(schema)}")
         return cls(json=schema)
 
+    def within(self, config: StructuredOutputsConfig) -> Self:
+        """Return this with an engine's switches where it has none of its own."""
+        is_tight, in_reasoning = self.disable_any_whitespace, self.enable_in_reasoning
+        if is_tight is None:
+            is_tight = bool(config.disable_any_whitespace) and self.whitespace_pattern is None
+        if in_reasoning is None:
+            in_reasoning = bool(config.enable_in_reasoning)
+        return dataclasses.replace(self, disable_any_whitespace=is_tight, enable_in_reasoning=in_reasoning)
+
     @property
     def kind(self) -> str:
         """Which of them it is."""
@@ -146,6 +160,46 @@ class StructuredOutputs:
             return '{"type": "object"}'
         given = getattr(self, self.kind)
         return given if isinstance(given, str) else json.dumps(given)
+
+
+@dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """An engine's `structured_outputs_config`.
+
+    Attributes:
+      disable_any_whitespace, enable_in_reasoning: see `StructuredOutputs`, which comes first; None: not given.
+    """
+
+    disable_any_whitespace: bool | None = None
+    enable_in_reasoning: bool | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """Return the options of an object with vLLM's names; None has none.
+
+        Raises:
+          ValueError: it is no object, has unknown fields, or asks for an option that is not supported.
+        """
+        name = "structured_outputs_config"
+        if not isinstance(given, Mapping | None):
+            raise ValueError(f'{name} must be an object such as {{"disable_any_whitespace": true}}, got {short(given)}')
+        options = dict(given or {})
+        switches = {switch: options.pop(switch, None) for switch in _SWITCHES}
+        for switch, value in switches.items():
+            if not isinstance(value, bool | None):
+                raise ValueError(f"{name}.{switch} must be true or false, got {short(value)}")
+        if options.get("backend") == "auto":
+            del options["backend"]
+        try:
+            ours(name, STRUCTURED_CONFIG, options, _SWITCHES)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        return cls(**switches)
+
+    def over(self, other: Self) -> Self:
+        """Return this with another one's options where it has none."""
+        own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return dataclasses.replace(other, **own)
 
 
 def _json_text(given: Any, name: str) -> str:

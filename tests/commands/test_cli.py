@@ -386,3 +386,23 @@ def test_bench_ttft_says_what_is_wrong(run, arguments, message):
     result = run("bench", "ttft", *arguments)
     assert result.exit_code == 1
     assert f"error: {message}" in result.stderr
+
+
+def test_help_and_errors_of_usage_wait_for_no_jax():
+    """Of every command, in one process; what is imported by one would be seen after it."""
+    words = [[], ["serve", "--prot", "1"], ["run"], ["ask", "--modle", "a"], ["nothing"]]
+    words += [list(path) for path, _ in commands(typer.main.get_command(app))]
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from vlcache_jax.commands.cli import app
+for words in {words!r}:
+    usage = any(word.startswith("--") for word in words) or words in (["run"], ["nothing"])
+    result = CliRunner().invoke(app, words if usage else [*words, "--help"])
+    assert result.exit_code == (2 if usage else 0), (words, result.output)
+    assert ("Usage" in result.output), words
+    slow = {{"jax", "jaxlib", "flax", "transformers", "tokenizers", "starlette"}} & set(sys.modules)
+    assert not slow, (words, slow)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

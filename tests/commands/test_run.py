@@ -146,7 +146,7 @@ def test_a_row_of_openai():
         ("[1]", "must be a JSON object, got [1]"),
         ("[" * 100_000, "must be JSON"),
         ({}, "must hold messages, or a question and its images, got nothing"),
-        ({"prompt": "a"}, "must hold only id, metadata, messages, question, image, images, video, allowed_token_ids,"),
+        ({"prompt": "a"}, "must hold only known fields, got 'prompt'"),
         ({"question": 3}, "question must be a string, got 3"),
         ({"question": "\ud800"}, "question must be text"),
         ({"question": "?", "messages": HELLO}, "must hold either messages or a question, got both: question"),

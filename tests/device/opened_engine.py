@@ -35,6 +35,8 @@ jax.stages.Lowered.compile = counted("compiled", jax.stages.Lowered.compile)
 def opened():
     counts.update(dict.fromkeys(counts, 0))
     with LLM(MODEL, ladder=FEW, max_model_len=4 * PAGE, kv_cache_bytes=2**23, dtype="float32", use_tqdm=False) as llm:
+        shown = set()
+        llm.service.device.runner.programs.shows = lambda doing: contextlib.nullcontext(shown.add(doing.split("(")[0]))
         picture = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
         parts = [{"type": "image", "image": picture}, {"type": "text", "text": "What?"}]
         [output] = llm.chat(
@@ -47,7 +49,13 @@ def opened():
             "answer": told,
             "kernels": sorted(map(str, llm.kernels.items())),
             "programs": llm.service.device.runner.programs.num_programs,
+            "stats": told_of_programs(llm.stats()),
+            "shown": sorted({one.split()[0] for one in shown}),
         }
+
+
+def told_of_programs(stats):
+    return [stats.programs, stats.compiled_programs, stats.compile_seconds > 0, stats.load_seconds > 0]
 
 
 def programs():

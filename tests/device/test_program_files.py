@@ -48,9 +48,19 @@ def starts(checkpoints, tmp_path_factory):
 @pytest.mark.ladder
 def test_a_second_start_traces_and_compiles_nothing(starts):
     first, later = starts
-    assert first["lowered"] == first["compiled"] == first["programs"] > 5
-    assert later["opened"] == first | {"lowered": 0, "compiled": 0}
+    count = first["programs"]
+    assert first["lowered"] == first["compiled"] == count > 5
+    assert (first["stats"], first["shown"]) == ([count, count, True, False], ["compiling"])
+    read = {"lowered": 0, "compiled": 0, "stats": [count, 0, False, True], "shown": ["loading"]}
+    assert later["opened"] == first | read
     assert later["again"] == later["opened"]
+
+
+@pytest.mark.ladder
+def test_what_is_read_for_its_text_is_loaded_too(starts):
+    """It is traced again, and not compiled."""
+    count = starts[0]["programs"]
+    assert starts[1]["replaced"]["stats"] == [count, 0, False, True]
 
 
 @pytest.mark.ladder
@@ -308,10 +318,11 @@ def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
         jax.debug.callback(seen.append, x)
         return x + 1
 
-    compiled = own.make(layer, jax.jit(calls).lower(jnp.zeros(2)), ())
+    compiled, is_read = own.make(layer, jax.jit(calls).lower(jnp.zeros(2)), ())
     np.testing.assert_array_equal(compiled(jnp.ones(2)), np.full(2, 2))
     jax.effects_barrier()
     assert len(seen) == 1
+    assert not is_read
     assert own.find(layer) is None
 
 

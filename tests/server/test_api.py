@@ -243,6 +243,7 @@ WRONG = [
     ({"logit_bias": {"5": 1, "05": 2}}, 400, "logit_bias"),
     ({"logprob_token_ids": [1]}, 400, "logprob_token_ids"),
     ({"min_tokens": 9}, 400, "min_tokens"),
+    ({"max_tokens": 10**6}, 400, "max_tokens"),
     ({"response_format": {"type": "xml"}}, 400, "response_format"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400, "response_format"),
@@ -301,6 +302,20 @@ def test_what_is_wrong_is_named(served, change, status, param):
         message = found["error"]["message"]
         assert message.startswith((re.split(r"\W", param)[0], "body must hold only ")), message
         assert not re.search("^prompt |sampling_params|jinja|positional", message)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("temprature", "body must hold only known fields, got 'temprature'; is it temperature?"),
+        ("guided_json", "body must hold only known fields, got 'guided_json'; write it into structured_outputs: "),
+        ("xyzzy", "body must hold only known fields, got 'xyzzy'"),
+    ],
+)
+def test_an_unknown_field_is_told_with_the_one_that_may_be_meant(served, field, told):
+    _, found = served.json("POST", "/v1/chat/completions", {"messages": HELLO, field: 1})
+    assert found["error"]["message"].startswith(told)
+    assert len(found["error"]["message"]) < 120
 
 
 LONG = "z" * 100_000

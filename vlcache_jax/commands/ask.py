@@ -18,9 +18,11 @@ from vlcache_jax.progress import Progress, say
 
 if TYPE_CHECKING:
     from vlcache_jax.config import EngineOptions
+    from vlcache_jax.engine.engine import EngineStats
     from vlcache_jax.llm import LLM
     from vlcache_jax.outputs import RequestOutput
 
+_LEAST = 0.0005  # seconds that are reported
 _SALT = "vlcache ask, rehearsal"
 Conversation = list[dict[str, Any]]
 
@@ -71,10 +73,10 @@ def ask(
         if twice:
             _rehearse(llm, conversation, params, shown, compress)
         for _ in range(1 + twice):
-            compiling = llm.stats().compile_seconds
+            before = llm.stats()
             [output] = llm.chat(conversation, params, compress=compress)
             typer.echo(output.outputs[0].text)
-            typer.echo(_summary(output, llm.stats().compile_seconds - compiling), err=True)
+            typer.echo(_summary(output, before, llm.stats()), err=True)
 
 
 def _part(file: str, fps: float | None) -> dict[str, Any]:
@@ -104,14 +106,23 @@ def _rehearse(
         rehearse(llm, twice)
 
 
-def _summary(output: RequestOutput, compiling: float) -> str:
+def _summary(output: RequestOutput, before: EngineStats, after: EngineStats) -> str:
     metrics, images = output.metrics, output.cache.images
     counts = Counter(f"{image.match} ({image.why.value})" if image.why else image.match for image in images)
     found = ", ".join(f"{count} {match}" if count > 1 else match for match, count in counts.items())
-    compiled = f", of which {compiling:.3f} s are compilation" if compiling > 0.0005 else ""
     return (
         f"[{len(output.prompt_token_ids)} prompt tokens, {sum(image.tokens for image in images)} of images; "
         f"first token after {metrics.ttft:.3f} s, {len(output.outputs[0].token_ids)} tokens in {metrics.decode:.2f} s"
-        f"{compiled}; images: {found or 'none'}; {output.cache.rows[-1]} tokens computed, "
+        f"{_waited(before, after)}; images: {found or 'none'}; {output.cache.rows[-1]} tokens computed, "
         f"{output.num_cached_tokens + output.cache.approximate_tokens} reused]"
     )
+
+
+def _waited(before: EngineStats, after: EngineStats) -> str:
+    """How long the answer waited for programs, in seconds: those that were compiled, and those that an earlier process
+    compiled and that were loaded."""
+    compiled = after.compile_seconds - before.compile_seconds
+    loaded = after.load_seconds - before.load_seconds
+    told = [f"{compiled:.3f} s are compilation"] if compiled > _LEAST else []
+    told += [f"{loaded:.3f} s loading compiled programs"] if loaded > _LEAST else []
+    return f", of which {' and '.join(told)}" if told else ""

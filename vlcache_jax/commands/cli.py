@@ -319,7 +319,7 @@ def ask_command(
 
 
 class _Serve(TyperCommand):
-    """Its options are those of the engine, which are read when somebody asks for them: it takes JAX to do so."""
+    """Its options are those of the engine, which are read when the command is called for."""
 
     @functools.cached_property
     def own(self) -> Any:

@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from vlcache_jax.checks import check_text, is_a, short, shorten
+from vlcache_jax.checks import check_text, is_a, short, shorten, unknown
+from vlcache_jax.foreign import GUIDED
 from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.protocol.answers import Counts, logprob
 from vlcache_jax.protocol.fields import SAMPLING
@@ -290,7 +291,7 @@ def _placed(conversation: Any, folder: pathlib.Path) -> Any:
 def _check_keys(given: Mapping[str, Any], known: Any, also: Any = ()) -> None:
     for key in given:
         if key not in known:
-            raise ValueError(f"must hold only {', '.join((*also, *known))}, got {key!r}")
+            raise ValueError(unknown(key, (*also, *known), GUIDED))
 
 
 def _plain_answer(answer: CompletionOutput) -> dict[str, Any]:

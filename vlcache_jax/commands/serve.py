@@ -17,9 +17,8 @@ from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.shipped import SHIPPED
 from vlcache_jax.config import EngineConfig
 from vlcache_jax.device.ladder import Ladder
-from vlcache_jax.progress import say_errors
+from vlcache_jax.progress import say, say_errors
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.lifecycle import serve
 
 # What others may send must not name files of the process, unless the operator says so.
 _DEFAULTS: dict[str, Any] = {"allowed_local_media_path": None}
@@ -32,7 +31,10 @@ def command() -> Any:
 
     def run(model: str | None, same_model: str | None, **given: Any) -> None:
         with say_errors():
+            say("importing JAX")
             engine, config = configs(opt.one_model(model, same_model) or SHIPPED, given)
+            from vlcache_jax.server.lifecycle import serve
+
             code = serve(engine, config)
         raise typer.Exit(code)
 

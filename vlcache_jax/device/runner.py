@@ -17,6 +17,7 @@ from flax import nnx
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.device.compressed_work import compressed_work
+from vlcache_jax.device.fitting import Fitting
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder, round_up
 from vlcache_jax.device.mesh import ONE, Devices
@@ -28,7 +29,7 @@ from vlcache_jax.device.programs.keep import Restage
 from vlcache_jax.device.programs.shapes import Params, Shapes
 from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, EmptyPool, HoldLanes, OpenLane
 from vlcache_jax.device.programs.table import Programs
-from vlcache_jax.device.programs.window import ANSWER, CompressedWindow, Window, fixed
+from vlcache_jax.device.programs.window import ANSWER, CompressedWindow, Window
 from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled, choice_of
 from vlcache_jax.models import ModelConfig, abstract_model, bind
 from vlcache_jax.models.layers import times
@@ -57,6 +58,7 @@ class Runner:
 
     Attributes:
       pool, compressed: the KV pools.
+      fitting: chooses sizes of batches.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Runner:
         )  # fmt: skip
         self.constants = self.shapes.constants(self.text)
         self.programs = Programs(self.shapes)
+        self.fitting = Fitting(self.programs)
         self.token_rungs = self.shapes.token_rungs
         self.run = self.programs.run
         self.reset()
@@ -115,7 +118,7 @@ class Runner:
           grids: of each.
         """
         sizes, rungs = list(map(len, patches)), self.ladder.patches
-        size, shares = round_up(sum(sizes), rungs), self.devices.share_out(sizes)
+        size, shares = self.fitting.encoder(sum(sizes)), self.devices.share_out(sizes)
         each = round_up(max(sum(sizes[i] for i in share) for share in shares), rungs)
         if each not in self.devices.shares(size, rungs):
             return self.run(Encode(size), self._visual, *self._packed(patches, grids, size), self.normalization)
@@ -196,8 +199,7 @@ class Runner:
     def head(self, x: jax.Array, first: int, count: int) -> tuple[jax.Array, int]:
         """Logits, float32 [B, V], of rows of `x` that hold those from `first` to `first + count`, and which row they
         begin with."""
-        most = self.ladder.max_sequences
-        size = most if len(x) > most else min(round_up(count, self.ladder.sequences), len(x))
+        size = self.fitting.head(len(x), count)
         first = min(first, len(x) - size)
         return self.run(OutputHead(len(x), size), self.text["norm"], self.head_weights, x, np.int32(first)), first
 
@@ -223,7 +225,7 @@ class Runner:
         Args:
           given: by lane what may come, int32 [ceil(V / 32)], and pairs of a token and what is added to its logit.
         """
-        size, vocab_size = round_up(len(given), self.ladder.sequences), self.config.text.vocab_size
+        size, vocab_size = self.fitting.held(len(given)), self.config.text.vocab_size
         lane, words = np.full(size, NO_LANE, np.int32), np.zeros((size, -(-vocab_size // 32)), np.int32)
         token, added = np.full((size, MAX_BIASED), vocab_size, np.int32), np.zeros((size, MAX_BIASED), np.float32)
         for row, (number, (allowed, pairs)) in enumerate(given.items()):
@@ -262,7 +264,7 @@ class Runner:
           Of programs that follow each other [tokens, B] of each, or more, with `NO_ANSWER` where nothing was chosen.
         """
         count = len(rows)
-        size = round_up(count, self.ladder.sequences)
+        size = self.fitting.window(rows, tokens)
         config = self.shapes.work_config(size, decode=True)
         work = kernels.make_work(
             np.arange(count), np.zeros(count, np.int32), end[1], tables, config,
@@ -282,8 +284,8 @@ class Runner:
           kept: tokens that each layer keeps of each prompt, [L, n].
           end: tokens behind the prompt that each sees at its first and at its last one here, [2, n].
         """
-        count, size = len(rows), round_up(len(rows), self.ladder.sequences)
-        longest = max(len(pages) for own in tables for pages in own)
+        count, longest = len(rows), max(len(pages) for own in tables for pages in own)
+        size = self.fitting.window(rows, tokens, longest)
         program = CompressedWindow(size, round_up(longest, self.shapes.page_rungs))
         lists, list_of = compressed_work(kept, end, self.shapes.work_config(size, True, program.pages))
         padded, all_kept = np.zeros((len(kept), size, program.pages), np.int32), np.zeros((len(kept), size), np.int32)
@@ -300,7 +302,7 @@ class Runner:
         given = _padded(rows, program.count), *work, np.int32(tokens)
         if not is_host:
             given = self.devices.put(given)  # once, for all
-        for one in [program] if is_host else fixed(program, rows, tokens, self.ladder.window):
+        for one in self.fitting.windows(program, rows, tokens):
             lanes, self._lanes = self._lanes_now(), None
             with pool.taken() as arrays:
                 chosen, self._lanes, arrays[:] = self.run(one, self.text, self.head_weights, arrays, lanes, *given)

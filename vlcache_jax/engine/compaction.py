@@ -180,7 +180,7 @@ class Compactor:
         plan = full_prefill(layout, layers, ()).behind(len(layout) - found.rows)
         plan = replace(plan, slot=answer.progress.plan.slot)
         prefill = Prefill(answer, layout, plan, lease.table, shared=len(lease.table), links=False)
-        turn = self._prefiller.begin([prefill])
+        turn = self._prefiller.begin([prefill], self._ladder)
         turn.kept = {image: record for image, record in turn.kept.items() if record.is_ready}
         looked_at = {span.image for span in layout.images if plan.depth[span.tokens].any()}
         if not _are_readable(looked_at - turn.kept.keys() - turn.here.keys()):

@@ -17,7 +17,6 @@ from vlcache_jax.cache.device import DeviceTier
 from vlcache_jax.cache.tier import TierError
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.clock import Clock
-from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Step
 from vlcache_jax.engine.compaction import Compactor
@@ -31,6 +30,7 @@ from vlcache_jax.engine.results import (
     Flight,
     Recorded,
     after_prefill,
+    decodable,
     decode,
     free,
     held,
@@ -41,6 +41,8 @@ from vlcache_jax.engine.results import (
     run_on,
 )
 from vlcache_jax.engine.scheduler import Scheduler
+
+Find = abc.Callable[[abc.Iterable[Sequence]], list[Generation]]  # some of those whose prompts have been launched
 
 _MASK_PATIENCE = 0.002  # seconds that a pass waits to know what may come next
 
@@ -68,7 +70,9 @@ class EngineStats(PageStats):
       generated_tokens: of answers, as returned.
       launches: programs handed to the device.
       programs: compiled so far, or read from disk.
-      compile_seconds: that requests waited for these; what is compiled while nobody waits is not in it.
+      compiled_programs: of these, those that this process compiled.
+      compile_seconds, load_seconds: that requests waited for programs to be compiled, and to be read from disk; what is
+        compiled while no request waits is not in it.
       host_prefill_seconds, host_window_seconds: of the host's processor, to launch prefill steps and windows.
     """
 
@@ -95,7 +99,9 @@ class EngineStats(PageStats):
     generated_tokens: int = 0
     launches: int = 0
     programs: int = 0
+    compiled_programs: int = 0
     compile_seconds: float = 0.0
+    load_seconds: float = 0.0
     host_prefill_seconds: float = 0.0
     host_window_seconds: float = 0.0
 
@@ -128,6 +134,7 @@ class Engine:
         self._counts = EngineStats(pages.count)
         self._turn: Turn | None = None  # whose steps are being launched
         self._flight = Flight()
+        self._is_held_up = False  # whether a pass passed over something whose programs are being compiled
 
     # From the thread that drives it.
 
@@ -152,6 +159,7 @@ class Engine:
           RuntimeError: there is something to do, but nothing of it can be done.
         """
         self._count(steps=1)
+        self._is_held_up = False
         launched, unread = self._flight.launched, self._flight.unread
         self._sweep()
         self._admit()
@@ -165,7 +173,13 @@ class Engine:
         # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow. The
         # host looks once: how an answer goes on must not hang on the time.
         known = held(self.scheduler.decoding, until=time.perf_counter() + _MASK_PATIENCE)
-        self._run_on(known)
+        if not self.runner.programs.is_warming:  # else they come token by token: their steps may have no programs yet
+            start = time.thread_time()
+            for forced, tokens in run_on(self.runner, self._lanes, self.scheduler.runs(known)):
+                if tokens is not None:
+                    self._flight.add(tokens)
+                self._count(**_counts_of(forced, start))
+                start = time.thread_time()
         while window and self._decode(lambda decoding: [one for one in held(decoding) if one in known], 1):
             window -= 1
         self._flight.let_leave()
@@ -199,15 +213,14 @@ class Engine:
             kv_cache_bytes=self.pages.count * self.pages.size * self.runner.shapes.kv.slot_bytes,
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
-            launches=self.runner.programs.launches,
-            programs=self.runner.programs.num_programs,
-            compile_seconds=self.runner.programs.waited,
+            **self.runner.programs.stats(),
         )
 
     def close(self) -> None:
         """It runs nothing any more."""
         self._clock.close()
         self._prefiller.close()
+        self.runner.programs.close()
 
     # Parts of a pass.
 
@@ -240,7 +253,10 @@ class Engine:
             if not ready:
                 self._encode_ahead(waiting)
                 return False
-            self._turn = self._prefiller.begin(self.scheduler.next_turn(ready))
+            if (found := self._prefiller.next_turn(self.scheduler, ready)) is None:
+                self._is_held_up = True
+                return False
+            self._turn = self._prefiller.begin(*found)
             for prefill, images in zip(self._turn.prefills, self._turn.images, strict=True):
                 self.scheduler.replan(prefill.sequence, prefill.sequence.progress.plan, images)
         turn = self._turn
@@ -269,18 +285,9 @@ class Engine:
 
     def _encode_ahead(self, waiting: abc.Iterable[Sequence]) -> None:
         """While nobody's records are there: the first one's images that it will have to encode in any case."""
-        sequence = next(iter(waiting), None)
+        sequence = None if self.runner.programs.is_warming else next(iter(waiting), None)
         if sequence is not None and self._prefiller.encode_ahead(sequence, self._readiness.encodable(sequence)):
             self._flight.add(Recorded(self.writer))  # others may wait for what records hold of it
-
-    def _run_on(self, answers: list[Generation]) -> None:
-        """Launches runs of forced tokens, and a token behind each."""
-        start = time.thread_time()
-        for step, tokens in run_on(self.runner, self._lanes, self.scheduler.runs(answers)):
-            if tokens is not None:
-                self._flight.add(tokens)
-            self._count(**_counts_of(step, start))
-            start = time.thread_time()
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether a sequence can be computed now; then what it computes is settled."""
@@ -290,26 +297,30 @@ class Engine:
             self.scheduler.replan(sequence, found.plan, found.images)
         return found is not None
 
-    def _decode(self, find: abc.Callable[[abc.Iterable[Sequence]], list[Generation]], most: int) -> bool:
-        """Launches windows of up to `most` tokens, if there are answers that may go on; whether it did.
+    def _decode(self, find: Find, most: int) -> bool:
+        """Launches windows of up to `most` tokens of those that `find` finds; whether there are any. Those that go on
+        with a part of their prompts have one of their own."""
+        done: list[Generation] = []
+        for compressed in (False, True):
+            # While the program for all of them is coming, there are several windows.
+            while some := self._decode_alike(find, most, done, compressed):
+                done += some
+                if not self.runner.programs.is_warming:
+                    break
+        return bool(done)
 
-        Those that go on with a part of their prompts have one of their own.
-
-        Args:
-          find: these, of all whose prompts have been launched.
-        """
-        did = self._decode_alike(find, most, compressed=False)
-        return self._decode_alike(find, most, compressed=True) or did
-
-    def _decode_alike(
-        self, find: abc.Callable[[abc.Iterable[Sequence]], list[Generation]], most: int, *, compressed: bool
-    ) -> bool:
+    def _decode_alike(self, find: Find, most: int, done: list[Generation], compressed: bool) -> list[Generation]:
+        """Launches a window of those that are not done in this pass; returns its rows."""
         start = time.thread_time()
         while True:
             alike = (one for one in self.scheduler.decoding if (one.progress.compressed is not None) == compressed)
-            active = find(alike)
+            active = [one for one in find(alike) if one not in done]
             if not active:
-                return False
+                return []
+            active = active[: decodable(self.runner, self._lanes, active, most)]
+            if not active:
+                self._is_held_up = True
+                return []
             left = [sequence.most - sequence.progress.scheduled for sequence in active]
             # A CPU computes padding as slowly as rows, so that a window ends where fewer rows will do.
             longest = self.runner.ladder.until_fewer(left) if self.runner.is_host else max(left)
@@ -321,23 +332,20 @@ class Engine:
             elif compressed:
                 self._compactor.put_aside()
             elif not self.scheduler.preempt([p.sequence for p in self._turn.prefills] if self._turn else ()):
-                return False
+                return []
         if self.trace is not None:
             self.trace.append((len(active), sum(sequence.progress.scheduled for sequence in active), tokens))
-        self._flight.add(decode(self.runner, self._lanes, active, tokens))
+        launched = decode(self.runner, self._lanes, active, tokens)
+        self._flight.add(launched)
         self.scheduler.decoded(active, tokens)
-        rows = round_up(len(active), self.runner.ladder.sequences)
-        self._count(
-            windows=1,
-            decode_steps=tokens,
-            decode_rows=tokens * rows,
-            padded_decode_rows=tokens * (rows - len(active)),
-            host_window_seconds=time.thread_time() - start,
-        )
-        return True
+        self._count(**_counts_of_window(launched.size, len(active), tokens, start))
+        return active
 
     def _wait(self) -> None:
         """Waits for something that others do for those that run."""
+        if self._is_held_up:
+            self.runner.programs.wait_for_some(PATIENCE)
+            return
         if not all(one.end.error is None and one.may_go_on(PATIENCE) for one in self.scheduler.decoding):
             return
         if self._turn is not None:
@@ -402,6 +410,13 @@ class Engine:
 def _has(turn: Turn | None, sequence: Sequence) -> bool:
     """Whether a turn computes something of a sequence."""
     return turn is not None and any(prefill.sequence is sequence for prefill in turn.prefills)
+
+
+def _counts_of_window(rows: int, used: int, tokens: int, start: float) -> dict[str, float]:
+    """What a window of so many rows, of which some are used, adds to the counts; `start` as in `_counts_of`."""
+    seconds = time.thread_time() - start
+    decoded = {"decode_rows": tokens * rows, "padded_decode_rows": tokens * (rows - used)}
+    return {"windows": 1, "decode_steps": tokens, "host_window_seconds": seconds} | decoded
 
 
 def _counts_of(step: Step, start: float) -> dict[str, float]:

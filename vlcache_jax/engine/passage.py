@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
+
 import jax
 import numpy as np
 
@@ -58,7 +60,7 @@ class Passage:
         """
         with self.runner.pool.taken() as pool:
             while self.layer < stop:
-                if is_block(self.step, self.layer, len(self._deepstack)):
+                if is_block(self.step.bounds, self.layer, len(self._deepstack), self.step.selection is not None):
                     if self.layer + BLOCK > stop:
                         break
                     self._run_block(pool, slice(self.layer, self.layer + BLOCK))
@@ -142,10 +144,9 @@ class Passage:
         return self.runner.run(program, weights, self.x, *pool, self._rows, is_image, request, table, before)
 
 
-def is_block(step: Step, first: int, num_deepstack: int) -> bool:
-    """Whether a step's layers from `first` on are one program."""
-    size, stop = step.bounds[first], first + BLOCK
-    if size > BLOCK_ROWS or step.selection is not None or first < num_deepstack or stop > len(step.active):
+def is_block(bounds: abc.Sequence[int], first: int, num_deepstack: int, selects: bool) -> bool:
+    """Whether the layers from `first` on of a step with these bounds are one program."""
+    size, stop = bounds[first], first + BLOCK
+    if size > BLOCK_ROWS or selects or first < num_deepstack or stop >= len(bounds):
         return False
-    layers = range(first, first + BLOCK)
-    return all(step.bounds[layer + 1] == size for layer in layers)
+    return all(bounds[layer + 1] == size for layer in range(first, stop))

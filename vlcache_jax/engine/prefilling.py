@@ -14,12 +14,14 @@ from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.clock import Clock
-from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.ladder import Ladder, round_up
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Placement, Prefill, Step, copied_pages, encoder_calls, prefill_steps
 from vlcache_jax.engine.device_copies import DeviceCopies
+from vlcache_jax.engine.needed import usable_ladder
 from vlcache_jax.engine.passage import Passage
 from vlcache_jax.engine.request import ImageUse, Sequence
+from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.engine.uploads import Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
 
@@ -32,6 +34,7 @@ class Turn:
 
     Attributes:
       prefills: these.
+      ladder: sizes of their steps.
       images: of each, where they come from.
       upload: of stored images, before the first step has ended.
       steps: that are still to be launched; None: rows have not been cut into steps yet.
@@ -40,6 +43,7 @@ class Turn:
     """
 
     prefills: abc.Sequence[Prefill]
+    ladder: Ladder
     upload: Upload
     steps: deque[Step] | None = None
     passage: Passage | None = None
@@ -118,11 +122,29 @@ class Prefiller:
         """A sequence has ended."""
         self._ahead.pop(sequence, None)
 
-    def begin(self, prefills: abc.Sequence[Prefill]) -> Turn:
-        """Copies pages, and has stored images brought to the device."""
+    def next_turn(self, scheduler: Scheduler, ready: abc.Sequence[Sequence]) -> tuple[list[Prefill], Ladder] | None:
+        """The prefills that have a turn, and the sizes of their steps. Those whose programs are coming wait for them;
+        None: all do."""
+        for some in (ready, *([one] for one in ready if len(ready) > 1)):
+            turn = scheduler.next_turn(some)
+            if (ladder := self._usable_ladder(turn)) is not None:
+                return turn, ladder
+        return None
+
+    def _usable_ladder(self, prefills: abc.Sequence[Prefill]) -> Ladder | None:
+        ahead = [self._ahead[one.sequence].where for one in prefills if one.sequence in self._ahead]
+        encoded = {image for images in ahead for image in images}
+        return usable_ladder(self.runner, prefills, self._calls, encoded)
+
+    def begin(self, prefills: abc.Sequence[Prefill], ladder: Ladder) -> Turn:
+        """Copies pages, and has stored images brought to the device.
+
+        Args:
+          ladder: sizes of the steps.
+        """
         if pairs := copied_pages(prefills):
             self.runner.pool.copy_pages(pairs)
-        turn = Turn(prefills, Upload(self.copies, self._transfers, prefills))
+        turn = Turn(prefills, ladder, Upload(self.copies, self._transfers, prefills))
         for ahead in (self._ahead.pop(prefill.sequence, None) for prefill in prefills):
             if ahead is not None:
                 turn.where.update(ahead.where)
@@ -142,7 +164,7 @@ class Prefiller:
         layers = self.runner.config.text.num_layers
         self._link(turn)  # at once: it needs no steps
         if turn.steps is None:
-            turn.steps = deque(prefill_steps(turn.prefills, self.runner.ladder, self.runner.num_slots, layers))
+            turn.steps = deque(prefill_steps(turn.prefills, turn.ladder, self.runner.num_slots, layers))
         step = turn.steps[0]
         if turn.passage is None:
             self.stage(step, turn)

@@ -119,6 +119,9 @@ class Tokens(Results):
       launched: the prefill that they follow; None: they go on.
       first: row of the first answer.
       forced: of each, tokens before these that nobody had to choose.
+
+    Attributes:
+      size: rows that its programs had, padding included.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Tokens(Results):
     ):
         super().__init__(answers)
         self._answers, self._launched, self._first, self._forced = answers, launched, first, forced
+        self.size = int(sampled[0].token.shape[-1])
         wants_all = any(answer.params.logprobs is not None for answer in answers)
         self._arrays: list[tuple[jax.Array, ...]] = [tuple(one if wants_all else one[:1]) for one in sampled]
         jax.copy_to_host_async(self._arrays)
@@ -342,6 +346,15 @@ def held(decoding: abc.Iterable[Sequence], until: float = 0.0) -> list[Generatio
 def _is_known(answer: Generation) -> bool:
     """Whether it is known what may come behind all that has been launched of it."""
     return answer.allowed(answer.progress.scheduled) is not None
+
+
+def decodable(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> int:
+    """How many of these answers go on together now: all, or fewer while a warm-up compiles the window for all."""
+    if not runner.programs.is_warming:
+        return len(active)
+    leases = [one.progress.compressed for one in active if one.progress.compressed is not None]
+    pages = max((len(table) for lease in leases for table in lease.tables), default=None)
+    return runner.fitting.decodable(lanes.rows(active), tokens, pages)
 
 
 def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> Tokens:

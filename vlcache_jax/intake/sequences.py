@@ -21,8 +21,9 @@ from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.structured_outputs import StructuredOutputsConfig
 
-_ENDS = "eos_token_id"
+_ENDS, _HELD = "eos_token_id", "structured_outputs_config"
 _GENERATION = {
     "do_sample": optional(FLAG),
     "temperature": optional(real(0, 1e9)),
@@ -43,6 +44,7 @@ class SequenceBuilder:
       end_tokens: the checkpoint's.
       seed: of answers whose sampling parameters name none.
       keeps_pages: whether prompts use pages that are there already, and leave theirs.
+      structured: the engine's options of structured outputs, which come before the checkpoint's.
 
     Attributes:
       grammars: that answers are held to.
@@ -57,6 +59,7 @@ class SequenceBuilder:
         end_tokens: frozenset[int],
         seed: int,
         keeps_pages: bool = True,
+        structured: StructuredOutputsConfig = StructuredOutputsConfig(),  # noqa: B008 - frozen
     ):
         self._config = config
         self._memory = memory
@@ -65,6 +68,7 @@ class SequenceBuilder:
         self._end_tokens = end_tokens
         self._random = np.random.default_rng(seed)
         self._keeps_pages = keeps_pages
+        self._structured = structured.over(StructuredOutputsConfig.of(generation.get(_HELD)))
         self.grammars = Grammars(tokenizer, end_tokens, config.text.vocab_size)
 
     def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int] | ValueError]:
@@ -122,6 +126,8 @@ class SequenceBuilder:
             resolved = params.resolve(self._generation)  # a copy: the caller's may be set while the call runs
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
+        if (held := resolved.structured_outputs) is not None:
+            resolved.structured_outputs = held.within(self._structured)
         ends, vocab_size = self._ends(resolved), self._config.text.vocab_size
         if any(end >= vocab_size for end in ends):
             raise ValueError(
@@ -321,9 +327,12 @@ def _read_generation(path: pathlib.Path) -> dict[str, Any]:
         raw = read_object(path)
         nested = raw.get("text_config")
         levels = (nested if isinstance(nested, dict) else {}, raw)
-        found = {name: one[name] for one in levels for name in (*_GENERATION, _ENDS) if one.get(name) is not None}
+        found = {
+            name: one[name] for one in levels for name in (*_GENERATION, _ENDS, _HELD) if one.get(name) is not None
+        }
         check_fields(found, _GENERATION)
         SamplingParams().resolve(found)
+        StructuredOutputsConfig.of(found.get(_HELD))
     except ValueError as error:
         raise ValueError(f"{path} must hold usable sampling parameters: {error}") from error
     return found

@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vlcache_jax.checks import short, shorten
+from vlcache_jax.checks import short, shorten, unknown
+from vlcache_jax.foreign import GUIDED
 from vlcache_jax.inputs.tools import MOST_TOOLS
 from vlcache_jax.protocol.messages import MESSAGE
 from vlcache_jax.protocol.values import ApiError, Schema, check
@@ -214,7 +215,7 @@ def check_fields(
         if name in absent or name in also:
             continue
         if name not in known:
-            raise ApiError(f"body must hold only {', '.join(known)}, got {short(name)}", shorten(name))
+            raise ApiError(f"body {unknown(name, known, GUIDED)}", shorten(name))
         if value is not None and (name not in SAMPLING or name in _ALSO_CHECKED):
             check(value, known[name], name)
     return {name: value for name, value in body.items() if value is not None and name not in absent}

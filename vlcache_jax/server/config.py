@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlcache_jax.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
-from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.inputs.prompt import template_text
-from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.server.tenants import Tenants
 
 
@@ -88,6 +86,9 @@ class ServerConfig:
     warmup: bool = True
 
     def __post_init__(self) -> None:
+        from vlcache_jax.compress.parse import parse_compressor
+        from vlcache_jax.reuse.parse import parse_policy
+
         for name in ("host", "root_path"):
             check_text(getattr(self, name), name)
         for name in ("uds", "api_keys", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template", "embedder"):

@@ -48,7 +48,7 @@ class Responses(Chats):
       searching: knows the libraries that answers may search.
     """
 
-    prefix = "resp_"
+    prefix, most_field = "resp_", "max_output_tokens"
 
     def __init__(self, *given: Any, stored: StoredResponses, searching: Searching):
         super().__init__(*given)

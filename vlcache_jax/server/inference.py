@@ -59,6 +59,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     prefix: ClassVar[str]
     field: ClassVar[str]
     """Of bodies, that holds what is asked."""
+    most_field: ClassVar[str] = "max_tokens"
+    """Of bodies, that says how long answers may be."""
 
     def __init__(
         self,
@@ -99,9 +101,20 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         del body
         await self._answer_request(request, sender, tenant)
 
+    def _check_most(self, most: int | None) -> None:
+        """Refuses answers that would be longer than prompts and answers together may be, as OpenAI and vLLM do."""
+        if most is not None and most > self.engine.max_model_len:
+            name = self.most_field
+            raise ApiError(
+                f"{name} must be at most max_model_len = {self.engine.max_model_len}, got {most}; leave it out for the "
+                "longest answer that fits",
+                name,
+            )
+
     async def _answer_request(self, request: R, sender: _Sender, tenant: Tenant | None) -> None:
         prompts = self._prompts(request)
         count = request.params.n * len(prompts)
+        self._check_most(request.params.max_tokens)
         self._check(request.options, count, tenant)
         told = request.options
         salt = request_salt(self._register, tenant, told.cache_salt)

@@ -90,6 +90,12 @@ class ProgramFiles:
             return files
         return None
 
+    def has(self, program: Program[Any]) -> bool:
+        """Whether a program was made of the same before, as far as its index says."""
+        with contextlib.suppress(OSError, UntoldError):
+            return self._index(program).exists()
+        return False
+
     def find(self, program: Program[Any]) -> Made | None:
         """A program that was made of the same before; None: there is none that can be read. Damaged files are deleted,
         and the program is compiled again."""
@@ -109,8 +115,12 @@ class ProgramFiles:
 
     def make(
         self, program: Program[Any], lowered: jax.stages.Lowered, choices: tuple[Choice, ...]
-    ) -> jax.stages.Compiled:
-        """Compiles a program, unless what was lowered is known; from then on `find` finds it."""
+    ) -> tuple[jax.stages.Compiled, bool]:
+        """Compiles a program, unless what was lowered is known; from then on `find` finds it.
+
+        Returns:
+          The program, and whether it was read from disk.
+        """
         compiled = path = None
         with contextlib.suppress(AttributeError, KeyError, OSError):  # another jax may not say all of it
             path = folder() / self._digest_of(lowered)
@@ -118,7 +128,7 @@ class ProgramFiles:
         is_known = compiled is not None
         compiled = compiled or lowered.compile(self._options)
         if path is None or is_kept_by_jax():  # what jax read from disk would lack functions when it is written again
-            return compiled
+            return compiled, is_known
         try:
             if not is_known:
                 _write(path, compiled)
@@ -126,7 +136,7 @@ class ProgramFiles:
             write_whole(place, json.dumps({"index": place.stem, "program": path.name, "choices": choices}))
         except Exception as error:  # a full disk, or what cannot be written, keeps nobody from computing
             _log.debug("%s is not kept: %s", program, error)
-        return compiled
+        return compiled, is_known
 
     def _index(self, program: Program[Any]) -> pathlib.Path:
         return folder() / f"{_digest(_FORMAT, self._code, self._machine, _settings(), self._sizes, told(program))}.json"

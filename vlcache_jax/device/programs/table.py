@@ -1,7 +1,8 @@
 """The table of compiled programs.
 
 `compile` makes all that a policy can call for ahead, else each is compiled at its first use. Threads that want the same
-program compile it once.
+program compile it once. While `compile` runs, `are_coming` has programs compiled beside it, so that the engine's thread
+waits for none of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import os
 import pathlib
 import threading
@@ -38,9 +40,14 @@ PROGRAMS: tuple[type[Program[Any]], ...] = (
     keep.EmptyTier, keep.KeepLayer, keep.KeepRows, keep.Restage,
 )  # fmt: skip
 
+_SECOND = 1.0
+_HASTENED = 2  # threads beside those of `compile`: one program may wait for a thread that compiles it already
 _LAUNCHING = threading.Lock()
 _MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
 _MAPS_OF_A_PROGRAM = 3000  # of the largest ones; 350 on average
+_log = logging.getLogger(__name__)
+
+Shows = abc.Callable[[str], contextlib.AbstractContextManager[Any]]  # of what is done, what is shown meanwhile
 
 
 class Programs:
@@ -48,9 +55,11 @@ class Programs:
 
     Attributes:
       shapes: of the engine.
-      compiling: called with a program that `run` has to wait for; it waits within what that returns.
+      shows: called with what `run` waits for: "loading programs" or "compiling" and a program; it waits within the
+        context that this returns.
       launches: programs called so far.
-      waited: seconds that calls waited for their programs to be compiled, or read from disk.
+      num_compiled: programs that this process compiled; it read the others from disk.
+      compile_seconds, load_seconds: that calls waited for their programs to be compiled, and to be read from disk.
       first_launched: when the first call since this was set to None returned.
       kernels: in the programs compiled so far: which implementation runs each case, and why.
     """
@@ -58,11 +67,15 @@ class Programs:
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
         self._options = _compiler_options(shapes)
-        self.compiling: abc.Callable[[Program[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.shows: Shows = contextlib.nullcontext
         self._compiled: dict[Program[Any], jax.stages.Compiled] = {}
         self._locks: dict[Program[Any], threading.Lock] = {}
-        self.launches = 0
-        self.waited = 0.0
+        self._read: set[Program[Any]] = set()  # of them, those that were on disk
+        self._under_way: dict[Program[Any], None] = {}  # what is being compiled or read now
+        self._warming = 0  # calls of `compile` under way
+        self._hastened: dict[Program[Any], concurrent.futures.Future[Any]] = {}
+        self.launches = self.num_compiled = 0
+        self.compile_seconds = self.load_seconds = 0.0
         self.first_launched: float | None = None
         self.kernels: dict[Program[Any], tuple[dispatch.Choice, ...]] = {}
 
@@ -79,38 +92,100 @@ class Programs:
         return list(dict.fromkeys(one for kind in PROGRAMS for one in kind.repeats(self.shapes, repeat)))
 
     def compile(
-        self, programs: abc.Iterable[Program[Any]], progress: abc.Callable[[Program[Any]], None] = lambda program: None
+        self,
+        programs: abc.Iterable[Program[Any]],
+        progress: abc.Callable[[int, float], None] = lambda done, seconds: None,
     ) -> tuple[int, float]:
-        """Compiles those that are not compiled yet; returns the number of them and the seconds it took."""
+        """Compiles those that are not compiled yet; returns the number of them and the seconds it took.
+
+        Args:
+          progress: called every second, and at each program that is there: with the number of them, and the seconds.
+        """
         start = time.perf_counter()
         missing = self.missing(programs)
         _ = self._files  # before threads want it
         threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        if not self._warming:
+            self._hastened = {}
+        self._warming += 1
         try:
-            compiling = {threads.submit(self.program, one): one for one in missing}
-            for future in concurrent.futures.as_completed(compiling):
-                future.result()
-                progress(compiling[future])
+            left = {threads.submit(self.program, one) for one in missing}
+            while left:
+                there, left = concurrent.futures.wait(left, _SECOND, concurrent.futures.FIRST_COMPLETED)
+                for future in there:
+                    future.result()
+                progress(len(missing) - len(left), time.perf_counter() - start)
         finally:
+            self._warming -= 1
             threads.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun never will
         return len(missing), time.perf_counter() - start
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether `compile` is under way."""
+        return self._warming > 0
+
+    def are_coming(self, programs: abc.Iterable[Program[Any]]) -> bool:
+        """Whether some of these are missing, and other threads compile them; only while `compile` is under way.
+
+        They are compiled next, beside what `compile` is at. One whose compilation failed does not come: the call that
+        needs it raises the error.
+        """
+        missing, hastened = self.missing(programs) if self._warming else [], self._hastened
+        for program in missing:
+            if program not in hastened:
+                hastened[program] = self._hastening.submit(self.program, program)
+        have_failed = (hastened[program].done() and program not in self._compiled for program in missing)
+        return bool(missing) and not any(have_failed)
+
+    def wait_for_some(self, seconds: float) -> None:
+        """Waits until one more of those in `are_coming` is there, but not for long."""
+        coming = [future for future in self._hastened.values() if not future.done()]
+        concurrent.futures.wait(coming, seconds, concurrent.futures.FIRST_COMPLETED)
+
+    @functools.cached_property
+    def _hastening(self) -> concurrent.futures.ThreadPoolExecutor:
+        return concurrent.futures.ThreadPoolExecutor(_HASTENED, "vlcache-programs")
+
+    def close(self) -> None:
+        """Begins no more of what `are_coming` has compiled."""
+        if "_hastening" in vars(self):
+            self._hastening.shutdown(wait=False, cancel_futures=True)
 
     def missing(self, programs: abc.Iterable[Program[Any]]) -> list[Program[Any]]:
         """Those that are not compiled yet."""
         return [program for program in programs if program not in self._compiled]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, by their names in `EngineStats`."""
+        return {
+            "launches": self.launches,
+            "programs": self.num_programs,
+            "compiled_programs": self.num_compiled,
+            "compile_seconds": self.compile_seconds,
+            "load_seconds": self.load_seconds,
+        }
 
     @property
     def num_programs(self) -> int:
         """Programs compiled so far."""
         return len(self._compiled)
 
+    @property
+    def under_way(self) -> list[Program[Any]]:
+        """Programs that are being compiled, or read from disk, now."""
+        return list(self._under_way)
+
     def run[R](self, program: Program[R], *arguments: Any) -> R:
         """Calls a program, which is compiled first if it is not yet."""
         if (compiled := self._compiled.get(program)) is None:
             begin = time.perf_counter()
-            with self.compiling(program):
-                compiled = self.program(program)
-            self.waited += time.perf_counter() - begin
+            compiled = self.program(program, self.shows)
+            took = time.perf_counter() - begin
+            if program in self._read:
+                self.load_seconds += took
+            else:
+                self.compile_seconds += took
         self.launches += 1
         # All devices must get programs that exchange in one order, whoever else launches some on them.
         with _LAUNCHING if self.shapes.devices.count > 1 else contextlib.nullcontext():
@@ -119,36 +194,62 @@ class Programs:
             self.first_launched = time.perf_counter()
         return made
 
-    def program(self, program: Program[Any]) -> jax.stages.Compiled:
+    def program(self, program: Program[Any], shows: Shows = contextlib.nullcontext) -> jax.stages.Compiled:
         """The compiled program. If another thread is at it, waits for it; else compiles it if it is not yet.
+
+        Args:
+          shows: see `Programs`.
 
         Raises:
           MemoryError: see `check_maps`.
         """
-        with self._locks.setdefault(program, threading.Lock()):
+        lock = self._locks.setdefault(program, threading.Lock())
+        if not lock.acquire(blocking=False):
+            with shows(f"compiling {program}"):
+                lock.acquire()
+        try:
             if program not in self._compiled:
-                check_maps(program)
-                self._compiled[program] = self._found(program) or self._made(program)
+                self._under_way[program] = None
+                self._compiled[program] = self._found(program, shows) or self._made(program, shows)
             return self._compiled[program]
+        finally:
+            self._under_way.pop(program, None)
+            lock.release()
 
     @functools.cached_property
     def _files(self) -> ProgramFiles | None:
         return ProgramFiles.of(self.shapes, self._options)
 
-    def _found(self, program: Program[Any]) -> jax.stages.Compiled | None:
+    def _found(self, program: Program[Any], shows: Shows) -> jax.stages.Compiled | None:
         """The program as it was compiled before; None: it was not, or is not kept."""
-        if self._files is None or (found := self._files.find(program)) is None:
+        check_maps(program)
+        if self._files is None or not self._files.has(program):
+            return None
+        with shows("loading programs"):
+            found = self._files.find(program)
+        if found is None:
             return None
         compiled, choices = found
+        self._read.add(program)
         if choices:
             self.kernels[program] = choices
         return compiled
 
-    def _made(self, program: Program[Any]) -> jax.stages.Compiled:
-        lowered = self._lower(program)
-        if self._files is None:
-            return lowered.compile(self._options)
-        return self._files.make(program, lowered, self.kernels.get(program, ()))
+    def _made(self, program: Program[Any], shows: Shows) -> jax.stages.Compiled:
+        begin, is_read = time.perf_counter(), False
+        _log.info("compiling %s", program)
+        with shows(f"compiling {program}"):
+            lowered = self._lower(program)
+            if self._files is None:
+                compiled = lowered.compile(self._options)
+            else:
+                compiled, is_read = self._files.make(program, lowered, self.kernels.get(program, ()))
+        _log.info("%s %s in %.1f s", "loaded" if is_read else "compiled", program, time.perf_counter() - begin)
+        if is_read:
+            self._read.add(program)
+        else:
+            self.num_compiled += 1
+        return compiled
 
     def _lower(self, program: Program[Any]) -> jax.stages.Lowered:
         with dispatch.recorded() as choices:

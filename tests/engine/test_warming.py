@@ -1,0 +1,203 @@
+"""Requests during a warm-up: none waits for a program while others that are compiled give the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+
+import pytest
+
+from tests.helper import ALONE, SIZES, WITHIN, user
+from vlcache_jax import LLM, AsyncLLM, SamplingParams
+
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+CHOICE = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"choice": ["a rather long answer"]})
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    """Answers have a window of one row, and of eight."""
+    with LLM(checkpoints("qwen3_vl"), use_tqdm=False, reuse="off", **SIZES | {"ladder": ALONE}) as llm:
+        yield AsyncLLM(llm.service)
+
+
+@pytest.fixture
+def prompts(textured_image):
+    """By name: a conversation and how it is answered."""
+    return {
+        "stream": (user("Hello"), LONG),
+        "other": (user("What?"), SHORT),
+        "long": (user("word " * 40), SHORT),
+        "picture": (user("See:", textured_image(64, 64, 1)), SHORT),
+        "held": (user("Hello"), CHOICE),
+    }
+
+
+async def answer(engine, asked, begun=None):
+    """Token ids of an answer; `begun` is set at its third token."""
+    conversation, params = asked
+    async for output in engine.generate(conversation, params):
+        if begun is not None and len(output.outputs[0].token_ids) > 2:
+            begun.set()
+    return output.outputs[0].token_ids
+
+
+class Held:
+    """Programs of some names, which are gone, and whose compilation waits until they are released.
+
+    Attributes:
+      asked: those whose compilation has begun.
+      fails: the warm-up is to fail.
+    """
+
+    def __init__(self, engine, names, monkeypatch):
+        self.programs, self.names, self.asked = engine.service.device.runner.programs, names, []
+        self.fails = False
+        self._go, found = threading.Event(), self.programs._found
+        for program in [one for one in self.programs._compiled if self._is_held(one)]:
+            del self.programs._compiled[program]
+
+        def wait(program, shows):
+            if self._is_held(program):
+                self.asked.append(program)
+                assert self._go.wait(WITHIN)
+            return found(program, shows)
+
+        monkeypatch.setattr(self.programs, "_found", wait)
+
+    def _is_held(self, program):
+        return str(program).startswith(self.names)
+
+    @contextlib.asynccontextmanager
+    async def warming(self, engine):
+        """A warm-up that waits for a program, until the end or `release`; yields its task."""
+        warming = asyncio.create_task(engine.warmup(verbose=False))
+        try:
+            while not self.asked:
+                await asyncio.sleep(0.01)
+            yield warming
+            assert self._go.is_set() or not warming.done()
+        finally:
+            self.release()
+            [error] = await asyncio.gather(warming, return_exceptions=True)
+            if not self.fails and isinstance(error, Exception):
+                raise error
+
+    def release(self):
+        self._go.set()
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, WITHIN))
+
+
+async def together(engine, prompts, name):
+    """The answers of a stream, and of another request that comes when it has begun."""
+    begun = asyncio.Event()
+    stream = asyncio.create_task(answer(engine, prompts["stream"], begun))
+    await begun.wait()
+    return stream, asyncio.create_task(answer(engine, prompts[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("other", ("window(8)",)),  # each has a window of its own
+        ("held", ("window(8)", "hold_lanes(1)")),
+        ("other", ("window(1)",)),  # one has a window of eight rows
+        ("long", ("embed(512)", "layer(512")),  # its steps are smaller
+        ("long", ("embed(16)", "embed(64)", "layer(16", "layer(64")),  # or larger
+        ("picture", ("encode(64)", "stage(16)")),  # it is padded to more patches
+        ("other", ("head(8, 1)", "sample(1)")),
+    ],
+)
+def test_while_a_program_is_compiled_others_serve(engine, prompts, name, names, monkeypatch):
+    async def ask():
+        stream, other = await together(engine, prompts, name)
+        return await stream, await other
+
+    run(engine.warmup(verbose=False))
+    expected = run(ask())
+    held = Held(engine, names, monkeypatch)
+
+    async def ask_meanwhile():
+        async with held.warming(engine):
+            return await ask()
+
+    assert run(ask_meanwhile()) == expected
+    assert len(held.asked) == len(set(held.asked))  # each is compiled once
+
+
+def test_a_stream_goes_on_while_the_programs_of_another_request_are_compiled(engine, prompts, monkeypatch):
+    run(engine.warmup(verbose=False))
+    expected = {name: run(answer(engine, prompts[name])) for name in ("stream", "other", "picture")}
+    held = Held(engine, "encode(", monkeypatch)
+
+    async def ask():
+        async with held.warming(engine):
+            stream, picture = await together(engine, prompts, "picture")
+            assert await stream == expected["stream"]
+            assert await answer(engine, prompts["other"]) == expected["other"]  # it overtakes the picture's
+            assert not picture.done()
+            held.release()
+            assert await picture == expected["picture"]
+
+    run(ask())
+
+
+def test_a_request_whose_program_cannot_be_compiled_during_a_warm_up_has_its_error(engine, prompts, monkeypatch):
+    run(engine.warmup(verbose=False))
+    expected = run(answer(engine, prompts["other"]))
+    held = Held(engine, "window", monkeypatch)
+    held.fails = True
+    programs, found = held.programs, held.programs._found
+
+    def fail(program, shows):
+        if str(program).startswith("encode("):
+            raise MemoryError("no maps are left")
+        return found(program, shows)
+
+    monkeypatch.setattr(programs, "_found", fail)
+    for program in [one for one in programs._compiled if str(one).startswith("encode(")]:
+        del programs._compiled[program]
+
+    async def ask():
+        async with held.warming(engine) as warming:
+            with pytest.raises(RuntimeError, match="no maps are left"):
+                await answer(engine, prompts["picture"])
+            held.release()
+            with pytest.raises(MemoryError, match="no maps are left"):
+                await warming
+        assert await answer(engine, prompts["other"]) == expected
+
+    run(ask())
+
+
+def test_what_is_compiled_is_logged_where_nothing_is_shown(engine, caplog):
+    programs = engine.service.device.runner.programs
+    compiled = programs.num_compiled
+    programs._compiled.clear()
+    with caplog.at_level(logging.INFO, "vlcache_jax"):
+        count, _ = run(engine.warmup(verbose=False))
+    told = [record.getMessage() for record in caplog.records]
+    assert count == programs.num_compiled - compiled > 20
+    for word in ("compiling window(8)", "compiled window(8) in "):
+        assert any(line.startswith(word) for line in told)
+    assert told[-1].startswith(f"compiled {count} and loaded 0 programs in ")
+
+
+def test_a_warm_up_shows_how_far_it_is(engine, capsys):
+    programs = engine.service.device.runner.programs
+    programs._compiled.clear()
+    shown = []
+    count, _ = programs.compile(programs.family_of(engine.service.policy), lambda *far: shown.append(far))
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown)
+    assert (shown[-1][0], programs.under_way) == (count, [])
+    programs._compiled.clear()
+    run(engine.warmup())
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compiling"
+    assert any(line.startswith(f"compiled {count} programs in ") for line in lines)
