@@ -29,12 +29,13 @@ class Progress:
 
     Attributes:
       done: so many, so far.
+      note: stands after the numbers.
     """
 
     def __init__(self, doing: str, total: int | None = None, *, show: bool = True):
         self.doing, self.total, self.done = doing, total, 0
         self._tokens = 0
-        self._note = ""
+        self.note = ""
         self._begin = time.monotonic()
         self._show = show
         self._chain: tuple[Progress, ...] = (self,)  # those that it is within, and it
@@ -47,15 +48,15 @@ class Progress:
         self._say()
 
     def reach(self, done: int, note: str = "") -> None:
-        """So many are done; the note stands after the numbers."""
-        self._note = note
+        """Set how many are done, and the note."""
+        self.note = note
         self.update(done - self.done)
 
     def __str__(self) -> str:
-        if self.total == 0 or not (self.done or self._note):
+        if self.total == 0 or not (self.done or self.note):
             return self.doing
         counted = f"{self.doing} {self.done}{f' of {self.total}' if self.total else ''}{self.rate}"
-        return f"{counted} {self._note}".rstrip()
+        return f"{counted} {self.note}".rstrip()
 
     @property
     def rate(self) -> str:
@@ -141,8 +142,8 @@ class _Bar:
 
     def show(self, chain: Sequence[Progress]) -> None:
         first = f"{chain[0].doing}{chain[0].rate}" if chain[0].total is not None else str(chain[0])
-        if chain[0].total and chain[0]._note:
-            first = f"{chain[0].doing} {chain[0]._note}"
+        if chain[0].total and chain[0].note:
+            first = f"{chain[0].doing} {chain[0].note}"
         shown = ": ".join([first, *map(str, chain[1:])])
         if shown != self._shown:
             self._bar.set_description(shown)

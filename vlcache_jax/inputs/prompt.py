@@ -162,6 +162,19 @@ class Prompt:
         return tuple(source for source in self.sources if isinstance(source, VideoSource))
 
 
+def _chat_template(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the chat template of a checkpoint, see `PromptRenderer.from_pretrained`; None if it has none."""
+    template = tokenizer.chat_template
+    for file, is_required in (("chat_template.json", True), ("processor_config.json", False)):
+        if not (path := directory / file).exists():
+            continue
+        found = read_object(path)
+        kind = either(TEXT, OBJECT)
+        check_fields(found, {"chat_template": kind if is_required else optional(kind)}, path, required=is_required)
+        template = found.get("chat_template") or template
+    return template.get("default") if isinstance(template, dict) else template
+
+
 class PromptRenderer:
     """Makes prompts with a checkpoint's tokenizer and chat template.
 
@@ -216,17 +229,7 @@ class PromptRenderer:
             tokenizer = _tokenizer_class(Path(directory)).from_pretrained(directory, local_files_only=True)
         except Exception as error:  # the library and its parser raise nearly anything
             raise ValueError(f"{directory} must hold a tokenizer: {type(error).__name__}: {error}") from error
-        template = tokenizer.chat_template
-        for file, is_required in (("chat_template.json", True), ("processor_config.json", False)):
-            if not (path := Path(directory, file)).exists():
-                continue
-            found = read_object(path)
-            kind = either(TEXT, OBJECT)
-            check_fields(found, {"chat_template": kind if is_required else optional(kind)}, path, required=is_required)
-            template = found.get("chat_template") or template
-        if isinstance(template, dict):
-            template = template.get("default")
-        return cls(tokenizer, template, access=access)
+        return cls(tokenizer, _chat_template(Path(directory), tokenizer), access=access)
 
     def image(self, value: Any, name: str = "image") -> ImageSource:
         """Takes hold of an image, see `images.read_image`."""
