@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,12 @@ def test_the_oldest_files_go_first(tmp_path, monkeypatch):
         assert "".join(sorted(path.name for path in files.folder().iterdir())) == left
 
 
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    with LLM(checkpoints("qwen3_vl"), compressed_kv_bytes=2**22, use_tqdm=False, **SIZES) as llm:
+        yield llm
+
+
 @dataclasses.dataclass(frozen=True)
 class Foreign:
     size: int = 1
@@ -214,6 +221,123 @@ def test_each_part_of_what_a_program_is_made_of_counts(name, value, monkeypatch)
     assert place != files.ProgramFiles(None, {"a": True})._index(Layer(64, 32, True))
     monkeypatch.setattr(files, name, value)
     assert place != files.ProgramFiles(None, {})._index(Layer(64, 32, True))
+
+
+def _other(leaf, **changes):
+    return jax.ShapeDtypeStruct(**{"shape": leaf.shape, "dtype": leaf.dtype} | changes)
+
+
+def _in_first(change):
+    """A tree whose first leaf is another one."""
+
+    def changed(tree):
+        [first, *rest], kind = jax.tree.flatten(tree)
+        return jax.tree.unflatten(kind, [change(first), *rest])
+
+    return changed
+
+
+SIZES_OF_AN_ENGINE = {
+    "config": [
+        lambda one: dataclasses.replace(one, text=dataclasses.replace(one.text, rms_norm_eps=1e-3)),
+        lambda one: dataclasses.replace(one, vision=dataclasses.replace(one.vision, merge_size=3)),
+    ],
+    **{name: [lambda one: one + 128] for name in ("num_slots", "max_pages", "kept_tokens", "compressed_slots")},
+    "ladder": [lambda one: dataclasses.replace(one, window=one.window + 1)],
+    "implementation": [lambda one: "another"],
+    "kv": [lambda one: dataclasses.replace(one, width=one.width + 8)],
+    **{
+        name: [
+            _in_first(lambda leaf: _other(leaf, shape=(*leaf.shape, 1))),
+            _in_first(lambda leaf: _other(leaf, dtype=jnp.float16)),
+            lambda one: [one],
+        ]
+        for name in ("visual", "normalization", "text", "head")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SIZES_OF_AN_ENGINE)
+def test_each_size_of_an_engine_counts(engine, name):
+    shapes = engine.service.device.runner.programs.shapes
+    before = files._sizes(shapes)
+    for change in SIZES_OF_AN_ENGINE[name]:
+        changed = copy.copy(shapes)
+        setattr(changed, name, change(getattr(shapes, name)))
+        assert files._sizes(changed) != before
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (files.sys, "version", "3"),
+        (files.metadata, "version", lambda name: "1" if name == "jax" else "2"),
+        (files.metadata, "version", lambda name: "1" if name == "jaxlib" else "2"),
+        (files.metadata, "version", lambda name: "1" if name == "flax" else "2"),
+        (files.metadata, "version", lambda name: "1" if name == "numpy" else "2"),
+        (files, "_processor", lambda: ["another"]),
+        (files.os, "cpu_count", lambda: 7),
+        (files.os, "sched_getaffinity", lambda _: range(7)),
+        (files.jax, "devices", lambda: [Device("cpu", "another")]),
+        (files.jax, "devices", lambda: [Device("another", "cpu")]),
+    ],
+)
+def test_each_part_of_a_machine_counts(where, name, value, monkeypatch):
+    monkeypatch.setattr(files.metadata, "version", lambda name: "2")
+    monkeypatch.setattr(files.jax, "devices", lambda: [Device("cpu", "cpu")])
+    before = files._machine()
+    monkeypatch.setattr(where, name, value)
+    assert files._machine() != before
+
+
+@pytest.mark.parametrize("name", ["NPROC", "XLA_CPU_SOMETHING"])
+def test_variables_that_the_compiler_reads_count(name, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    before = files._machine()
+    monkeypatch.setenv(name, "3")
+    assert files._machine() != before
+
+
+class Device:
+    """As jax has one."""
+
+    def __init__(self, kind, version):
+        self.device_kind, self.client = kind, types.SimpleNamespace(platform_version=version)
+
+
+LOWERED = {"text": "text", "args_info": "args", "in_tree": "in", "out_tree": "out", "used": {1, 3}}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_each_part_of_what_is_lowered_counts(name, monkeypatch):
+    """The text, what it takes and gives, and which of its arguments it uses."""
+    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
+    own = files.ProgramFiles(None, {})
+
+    def digest(text, args_info, in_tree, out_tree, used):
+        lowering = types.SimpleNamespace(compile_args={"kept_var_idx": used})
+        parts = {"args_info": args_info, "in_tree": in_tree, "out_tree": out_tree, "_lowering": lowering}
+        return own._digest_of(types.SimpleNamespace(as_text=lambda: text, **parts))
+
+    other = {1, 2} if name == "used" else "other"
+    assert digest(**LOWERED) == digest(**LOWERED) != digest(**LOWERED | {name: other})
+
+
+def test_each_part_of_where_it_is_compiled_counts_for_what_is_lowered(monkeypatch):
+    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
+    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32))
+    digest = files.ProgramFiles(None, {})._digest_of(lowered)
+    assert digest == files.ProgramFiles(None, {})._digest_of(lowered)
+    assert digest != files.ProgramFiles(None, {"a": True})._digest_of(lowered)
+    with jax.default_matmul_precision("bfloat16"):
+        assert digest != files.ProgramFiles(None, {})._digest_of(lowered)
+    monkeypatch.setattr(files, "_machine", lambda: "another")
+    assert digest != files.ProgramFiles(None, {})._digest_of(lowered)
+
+
+def test_parts_do_not_run_into_each_other():
+    assert files._digest("a", "b") != files._digest("ab", "") != files._digest("a\n1 b")
+    assert files._digest("a", "b") != files._digest("a\n1 b") != files._digest("b", "a")
 
 
 def test_flags_of_the_compiler_count(monkeypatch):
@@ -342,14 +466,26 @@ def test_only_a_folder_of_ones_own_is_read(wrong, tmp_path):
     files.check_owner(tmp_path / "own")
 
 
-def test_every_program_can_be_told(checkpoints):
-    """Those of all named ways to reuse, and of compression."""
-    names = set()
-    with LLM(checkpoints("qwen3_vl"), compressed_kv_bytes=2**22, use_tqdm=False, **SIZES) as llm:
-        programs = llm.service.device.runner.programs
-        for reuse in ("off", "exact", "approximate", "full", "shift-0.1", "mpic-4", "cacheblend-0.15", "0.1"):
-            for program in programs.family_of(llm.service.policy_of(reuse)):
-                names.add(program.name)
-                assert files.told(program) == files.told(copy.deepcopy(program))
-        assert files._sizes(programs.shapes)
-    assert {"window", "compressed_window", "score_rows", "choose"} <= names
+def test_every_program_can_be_told(engine):
+    """Those of all named ways to reuse, and of compression; each says another thing of itself."""
+    programs, found = engine.service.device.runner.programs, {}
+    for reuse in ("off", "exact", "approximate", "full", "shift-0.1", "mpic-4", "cacheblend-0.15", "0.1"):
+        for program in programs.family_of(engine.service.policy_of(reuse)):
+            found[program] = files.told(program)
+            assert found[program] == files.told(copy.deepcopy(program))
+    assert {"window", "compressed_window", "score_rows", "choose"} <= {program.name for program in found}
+    assert len(set(found.values())) == len(found)
+
+
+def test_each_size_of_a_program_counts(engine):
+    programs, seen = engine.service.device.runner.programs, set()
+    for program in programs.family_of(engine.service.policy_of("shift-0.1")):
+        for field in dataclasses.fields(program):
+            value = getattr(program, field.name)
+            if type(value) in (int, bool):
+                changed = dataclasses.replace(
+                    program, **{field.name: type(value)(value + 1 if type(value) is int else not value)}
+                )
+                assert files.told(changed) != files.told(program)
+                seen.add(program.name)
+    assert {"layer", "window", "compressed_window", "link"} <= seen
