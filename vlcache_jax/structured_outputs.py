@@ -22,7 +22,9 @@ MAX_REPEATS = 100_000  # of repetitions of repetitions that must come; the compi
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
 # What stands for itself, classes of characters, groups, and how often one is repeated.
-_REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<least>\d{1,18})(?:,\d{0,18})?\}")
+_REPEAT = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<least>\d{1,18})(?:,\d{0,18})?\}"
+)
 _ESCAPED = re.compile(r"\\u00([0-9a-fA-F]{2})")
 
 
