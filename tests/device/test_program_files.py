@@ -350,10 +350,10 @@ def test_a_file_of_other_bytes_is_no_program(tmp_path, monkeypatch):
     assert files._read(path) == ("executable", "takes", "gives")
     unpacked, content, loads = [], path.read_bytes(), files.pickle.loads
     monkeypatch.setattr(files.pickle, "loads", lambda content: unpacked.append(content) or loads(content))
-    for place in (0, len(content) // 2, len(content) - 1):
-        damaged = bytearray(content)
-        damaged[place] ^= 1
-        path.write_bytes(damaged)
+    other = files.zlib.compress(files.pickle.dumps(("other", "takes", "gives")))  # which could be unpacked
+    damaged = [bytes([content[0] ^ 1]) + content[1:], content[:-1], content[: files._CHECKSUM] + other]
+    for one in damaged:
+        path.write_bytes(one)
         assert files._read(path) is None
         assert not path.exists()
     assert not unpacked
