@@ -694,7 +694,7 @@ def test_a_row_that_has_ended_writes_nothing(engine, pictures, monkeypatch, comp
     runner = engine.service.device.runner
     texts, long = ("One ", "Two ", "Three "), dataclasses.replace(GREEDY, max_tokens=14)
     scheduler = engine.service.engine.scheduler
-    monkeypatch.setattr(scheduler, "_lanes", sorted(scheduler._lanes)[-3:])  # the last is next to padding's
+    monkeypatch.setattr(scheduler, "_lanes", sorted(scheduler._lanes)[-3:])  # the last one is in use, too
 
     def answered(*params):
         renew(engine)
