@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from research.compiled import abstract_runner
 from tests.helper import SIZES, damage_first_passage, give_pages, spoil, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
 from vlcache_jax.benchmarks.floor import MODELS
+from vlcache_jax.cache import keys
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
 from vlcache_jax.reuse.parse import parse_policy
@@ -182,6 +184,61 @@ def test_an_image_exchanged_under_equal_text_is_never_found(llm, picture):
     place = first.prompt_token_ids.tolist().index(llm.service.renderer.image_token_id)
     assert place - PAGE < second.num_cached_tokens <= place
     assert tokens([second]) == tokens(chat(llm, user(LONG, other, LONG), reuse="off"))
+
+
+def test_images_that_alternate_under_one_text(llm, picture, textured_image, monkeypatch):
+    """Over 200 pages, in a pool of 12, and though their hashes in the tree of pages collide: each answer is that of its
+    own image."""
+    alike = types.SimpleNamespace(sha256=lambda _: types.SimpleNamespace(digest=lambda: bytes(32)))
+    monkeypatch.setattr("vlcache_jax.engine.pages.hashlib", alike)
+    requests = [user(LONG, image, LONG) for image in (picture[0], textured_image(150, 210, 3))]
+    cold = [tokens(chat(llm, request, reuse="off")) for request in requests]
+    assert cold[0] != cold[1]
+    have, passed, turn, found = llm.service.cache.pages.count, 0, 0, [set(), set()]
+    try:
+        give_pages(llm, 12)
+        while passed <= 200:
+            for own, request in enumerate(requests):
+                other = user(f"{turn} {own} ", picture[1], LONG)  # takes pages from what stays
+                [output, _] = chat(llm, request, other)
+                [image] = output.cache.images
+                assert tokens([output]) == cold[own]
+                assert image.match == ("exact" if turn else "miss")
+                found[own].add(image.key)
+                passed += 2 * -(-len(output.prompt_token_ids) // PAGE)
+            turn += 1
+        assert [len(own) for own in (*found, found[0] | found[1])] == [1, 1, 2]
+        assert llm.stats().evictions > 0
+    finally:
+        give_pages(llm, have)
+
+
+def test_keys_that_begin_alike_are_told_apart(llm, picture, monkeypatch):
+    """All but the last four digits of every key are the same; whole keys are compared."""
+    digest, made = keys._digest, set()
+    monkeypatch.setattr(keys, "_digest", lambda *parts: made.add(key := "0" * 60 + digest(*parts)[-4:]) or key)
+    requests = [user(LONG, image, "?") for image in (picture[0], 255 - picture[0], picture[1])]
+    cold = [tokens(chat(llm, request, reuse="off")) for request in requests]
+    for match in ("miss", "exact"):
+        for request, own in zip(requests, cold, strict=True):
+            [output] = chat(llm, request)
+            assert (tokens([output]), output.cache.images[0].match) == (own, match)
+        llm.cache.flush()
+        llm.reset_prefix_cache()
+    assert len(made) > 6
+
+
+def test_an_entry_of_another_grid_is_not_used(llm, picture, monkeypatch):
+    """Even where all of its key is the same."""
+    monkeypatch.setattr("vlcache_jax.intake.recognition.content_key", lambda *_: "0" * 64)
+    requests = [user(LONG, image, "?") for image in picture]  # of two sizes
+    cold = [tokens(chat(llm, request, reuse="off")) for request in requests]
+    assert cold[0] != cold[1]
+    for own, match in ((0, "miss"), (0, "exact"), (1, "miss"), (1, "exact"), (0, "miss")):
+        [output] = chat(llm, requests[own])
+        assert (tokens([output]), output.cache.images[0].match) == (cold[own], match)
+        llm.cache.flush()
+        llm.reset_prefix_cache()
 
 
 def test_what_is_told_to_go_goes(llm, picture):

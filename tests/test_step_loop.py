@@ -18,6 +18,8 @@ from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, some_
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.cache.record import Lost, Record, State, Why
 from vlcache_jax.device.programs.base import Demand
+from vlcache_jax.device.programs.window import ANSWER
+from vlcache_jax.device.sampler import NO_ANSWER, NO_LANE
 from vlcache_jax.engine import engine as engine_module
 from vlcache_jax.engine.request import Generation, Holding
 from vlcache_jax.engine.uploads import Transfers
@@ -627,6 +629,96 @@ def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictur
     assert copied
     assert set(copied) == {1}  # tokens that there were then
     assert driver.output(job).cache.images[0].encoder == "host"
+
+
+class WindowWrites:
+    """Checks of each window which slots of keys and values it changes, and which lanes.
+
+    Attributes:
+      tokens: of each window, how many tokens each of its rows came to.
+    """
+
+    def __init__(self, runner, monkeypatch):
+        self.tokens, self._run = [], runner.run
+        monkeypatch.setattr(runner, "run", self._noted)
+
+    def _noted(self, program, *given):
+        if "window" not in program.name:
+            return self._run(program, *given)
+        pool, lanes, rows = given[2], jax.tree.map(np.array, given[3]), np.asarray(given[4])
+        before = jax.tree.map(np.array, pool)
+        chosen, after, pool = came = self._run(program, *given)
+        lane, counts = rows[:, ANSWER], (np.asarray(chosen.token) != NO_ANSWER).sum(0)
+        own = np.flatnonzero(lane != NO_LANE)
+        assert not counts[lane == NO_LANE].any()
+        self.tokens.append(counts[own].tolist())
+        # Lanes of other answers, and of those that had ended, are as they were.
+        other = np.ones(len(lanes.step), bool)
+        other[lane[own][counts[own] > 0]] = False
+        for old, new in zip(lanes, after, strict=True):
+            np.testing.assert_array_equal(old[other], np.asarray(new)[other])
+        begin = rows[own, 0] + lanes.step[lane[own]] - 1  # what is computed first is the token that was chosen last
+        written = self._written(program, given[5:], own, rows[:, 0], begin, counts[own])
+        for old, new, slots in zip(before, pool, written, strict=True):
+            for one, other in zip(old, new, strict=True):
+                changed = np.flatnonzero((one != np.asarray(other)).any((1, 2)))
+                assert set(changed.tolist()) == slots
+        return came
+
+    @staticmethod
+    def _written(program, given, own, length, begin, counts):
+        """Slots in which the tokens behind row i's first `begin[i]` ones lie, of each layer or of all together."""
+
+        def slots(table, first, count):
+            place = np.arange(first, first + count)
+            return (table[place // PAGE] * PAGE + place % PAGE).tolist()
+
+        if program.name == "window":
+            tables = np.asarray(given[0].parts().tables)
+            found = {slot for row, *one in zip(own, begin, counts, strict=True) for slot in slots(tables[row], *one)}
+            return itertools.repeat(found, 4)
+        tables, kept = np.asarray(given[2]), np.asarray(given[3])
+        return [
+            {
+                slot
+                for layer in range(len(tables))
+                for row, first, count in zip(own, begin, counts, strict=True)
+                for slot in slots(tables[layer, row], first - length[row] + kept[layer, row], count)
+            }
+        ]
+
+
+@pytest.mark.parametrize("compress", [None, "snapkv-0.5"])
+def test_a_row_that_has_ended_writes_nothing(engine, pictures, monkeypatch, compress):
+    """Neither does padding. Within a window answers end at their length, at a token, and not at all."""
+    runner = engine.service.device.runner
+    texts, long = ("One ", "Two ", "Three "), dataclasses.replace(GREEDY, max_tokens=14)
+    scheduler = engine.service.engine.scheduler
+    monkeypatch.setattr(scheduler, "_lanes", sorted(scheduler._lanes)[-3:])  # the last one is in use, too
+
+    def answered(*params):
+        renew(engine)
+        for pool in (runner.pool, runner.compressed):
+            pool.arrays = jax.tree.map(lambda half: jax.device_put(np.full_like(half, 0.5)), pool.make())  # no token's
+        driver = Driver(engine)
+        asked = [Asked(user(text, pictures[0], "?"), one, "exact", compress=compress)
+                 for text, one in zip(texts, params, strict=True)]  # fmt: skip
+        first = driver.arrive(Asked(user(pictures[0]), GREEDY, "exact"))  # others need not wait for its image
+        driver.finish()
+        driver.output(first)
+        jobs = [driver.arrive(one) for one in asked]
+        driver.finish()
+        return [driver.output(job).outputs[0].token_ids for job in jobs]
+
+    whole = answered(long, long, long)
+    stop = next(token for i, token in enumerate(whole[1][3:6], 3) if token not in whole[1][:i])
+    windows = WindowWrites(runner, monkeypatch)
+    params = long, dataclasses.replace(long, stop_token_ids=[stop]), dataclasses.replace(long, max_tokens=3)
+    last, stopped, short = answered(*params)
+    assert (short, last) == (whole[2][:3], whole[0])
+    assert stopped[: whole[1].index(stop)] == whole[1][: whole[1].index(stop)]
+    assert len(stopped) <= whole[1].index(stop) + 1
+    assert any(0 < min(tokens) < max(tokens) for tokens in windows.tokens)  # some end while others go on
 
 
 @pytest.mark.ladder

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -170,6 +171,37 @@ def test_load_places_weights_as_it_is_told(converted):
     found = {tuple(key.key for key in keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     assert found.keys() == placed.keys()
     assert all(leaf is placed[path] for path, leaf in found.items())
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_loading_holds_as_many_tensors_as_it_has_threads(checkpoints, converted, monkeypatch, is_converted):
+    """However slowly they are placed: the one that is, and those that are read ahead. Placed ones are let go."""
+    monkeypatch.setattr(checkpoint_module.os, "cpu_count", lambda: 3)
+    load, tensors, placed = checkpoint_module._load, [], []
+
+    def counted(config, read, place, loaded):
+        def noted(parameter):
+            array = read(parameter)
+            tensors.append(weakref.ref(array))
+            return array
+
+        return load(config, noted, place, loaded)
+
+    def place(parameter, array):
+        if len(placed) < 8:
+            time.sleep(0.05)  # others may be read meanwhile
+        for _ in range(200):  # a thread may hold for a moment longer what it has read
+            if (count := sum(one() is not None for one in tuple(tensors))) <= 3:
+                break
+            time.sleep(0.01)
+        assert 1 <= count <= 3
+        placed.append(count)
+        return jax.device_put(np.zeros(1, np.float32))
+
+    monkeypatch.setattr(checkpoint_module, "_load", counted)
+    opened = open_checkpoint(converted if is_converted else checkpoints("qwen3_vl"))
+    opened.load(place)
+    assert len(placed) == opened.num_parameters > 20
 
 
 def test_who_comes_meanwhile_does_not_hash_the_same(checkpoints):

@@ -12,6 +12,7 @@ import pytest
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import kept_token_bytes, weight_bytes
 from vlcache_jax.device.mesh import Devices, check_sizes, copied, copied_rows, fitting, repeats, spec_of, widened
+from vlcache_jax.device.programs.encode import rows_apart
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.published import SIZES, published_config
 from vlcache_jax.pallas_kernels.split import AXIS, WHOLE
@@ -77,6 +78,13 @@ def test_images_are_shared_out_by_their_patches():
     assert devices.share_out([5]) == [[0], [], []]
     assert devices.shares(64, (8, 16, 24, 32, 64)) == [24, 32]
     assert devices.shares(8, (8, 16)) == []
+
+
+def test_rows_of_images_that_devices_encode_apart_come_in_order():
+    """Two devices have two images each, one none; rows that a device has more are left out."""
+    tokens = [2, 3, 1, 4]
+    rows = rows_apart([[1, 2], [], [3, 0]], tokens, each=7)
+    assert rows.tolist() == [18, 19, 0, 1, 2, 3, 14, 15, 16, 17]
 
 
 def test_copies_of_heads_in_8_bits():

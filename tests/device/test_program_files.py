@@ -336,8 +336,27 @@ def test_each_part_of_where_it_is_compiled_counts_for_what_is_lowered(monkeypatc
 
 
 def test_parts_do_not_run_into_each_other():
-    assert files._digest("a", "b") != files._digest("ab", "") != files._digest("a\n1 b")
-    assert files._digest("a", "b") != files._digest("a\n1 b") != files._digest("b", "a")
+    """Whatever stands in them: not even those that hold what stands between two."""
+    given = [("a", "b"), ("b", "a"), ("ab", ""), ("a", "b", ""), ("a\nb",), ("a\n1 b",), ("ab",)]
+    assert len({files._digest(*parts) for parts in given}) == len(given)
+
+
+def test_a_file_of_other_bytes_is_no_program(tmp_path, monkeypatch):
+    """What is not what its digest says is not unpacked."""
+    monkeypatch.setattr(files.serialize_executable, "serialize", lambda compiled: (compiled, "takes", "gives"))
+    monkeypatch.setattr(files.serialize_executable, "deserialize_and_load", lambda *given, **_: given)
+    path = tmp_path / "program"
+    files._write(path, "executable")
+    assert files._read(path) == ("executable", "takes", "gives")
+    unpacked, content, loads = [], path.read_bytes(), files.pickle.loads
+    monkeypatch.setattr(files.pickle, "loads", lambda content: unpacked.append(content) or loads(content))
+    other = files.zlib.compress(files.pickle.dumps(("other", "takes", "gives")))  # which could be unpacked
+    damaged = [bytes([content[0] ^ 1]) + content[1:], content[:-1], content[: files._CHECKSUM] + other]
+    for one in damaged:
+        path.write_bytes(one)
+        assert files._read(path) is None
+        assert not path.exists()
+    assert not unpacked
 
 
 def test_flags_of_the_compiler_count(monkeypatch):
