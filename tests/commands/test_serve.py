@@ -123,7 +123,7 @@ def test_keys_may_stand_in_the_environment(monkeypatch):
 def test_what_is_wrong_is_told_at_once(words, message):
     result = CliRunner().invoke(app, ["serve", *words.split()])
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {message}"), result.stderr
+    assert result.stderr.startswith(f"importing JAX\nerror: {message}"), result.stderr
 
 
 # --- the process ------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def test_functions_stand_beside_it(served, client):
         ({"max_num_results": 0}, "tools[0].max_num_results must be from 1 to 50, got 0"),
         ({"more": 1}, "tools[0] must hold only"),
         ({"filters": {"type": "like", "key": "a", "value": 1}}, "tools[0].filters.type must be eq, ne, in, nin"),
-        ({"filters": {"type": "and", "filters": []}}, "tools[0].filters.filters must be a list of filters"),
+        ({"filters": {"type": "and", "filters": []}}, "tools[0].filters.filters must be a list of 1 to 1024 filters"),
         ({"filters": {"type": "gt", "key": "a", "value": []}}, "tools[0].filters.value must be a number or a string"),
         ({"filters": {"type": "or", "filters": [{"type": "eq"}]}}, "tools[0].filters.filters[0].key must be a string"),
         ({"filters": {"type": "eq", "key": "a"}}, "tools[0].filters must hold value, got ['type', 'key']"),

@@ -105,7 +105,7 @@ CHAT: Mapping[str, Schema] = {
     "tool_choice": told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
     "parallel_tool_calls": told(FLAG, "false: at most one call."),
     "reasoning_effort": told(
-        {"type": ["string", "null"], "enum": EFFORTS},
+        {"type": ["string", "null"], "enum": list(EFFORTS)},
         "none: the chat template's thinking is off. Others are for templates that have them; medium is the default.",
     ),
     "include_reasoning": told(FLAG, "false: nothing is told of what was thought, nor of its tokens."),
