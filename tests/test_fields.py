@@ -41,7 +41,7 @@ def told(parse: Any, text: str | bytes) -> Any:
 def test_in_pieces_a_text_means_what_it_means_at_once(monkeypatch):
     rng, wrong = random.Random(0), 0
     for _ in range(1500):
-        text = json.dumps(made(rng), ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
+        text = json.dumps(made(rng), ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1, 12]))
         if rng.random() < 0.5:  # one character more, less or another one
             place = rng.randrange(len(text) + 1)
             text = text[:place] + rng.choice(["", *',"\\[]{}0-:. \x01NaN']) + text[place + rng.randrange(2) :]
@@ -64,6 +64,27 @@ def test_large_texts_are_decoded_as_small_ones(encoding, monkeypatch):
     assert parse_json(json.dumps(value, ensure_ascii=False).encode(encoding)) == value
 
 
+@pytest.mark.parametrize("at_once", [0, fields.AT_ONCE])
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}"), ('[1,{"a":', "}]")])
+def test_texts_of_any_size_are_nested_to_one_depth(begin, end, at_once, monkeypatch):
+    monkeypatch.setattr(fields, "AT_ONCE", at_once)
+    levels = begin.count("[") + begin.count("{")
+    times = fields.MOST_DEPTH // levels
+    deepest = begin * times + "1" + end * times
+    assert parse_json(deepest) == json.loads(deepest)
+    for more in (1, 100_000):
+        with pytest.raises(ValueError, match="at most 200 levels deep"):
+            parse_json(begin * (times + more) + "1" + end * (times + more))
+
+
+@pytest.mark.parametrize("at_once", [0, fields.AT_ONCE])
+@pytest.mark.parametrize("number", ["1" * 4301, "1." + "0" * 4300])
+def test_numbers_of_any_text_have_so_many_digits(number, at_once, monkeypatch):
+    monkeypatch.setattr(fields, "AT_ONCE", at_once)
+    with pytest.raises(ValueError, match=r"digits|4300"):
+        parse_json(f"[{number}]")
+
+
 LARGE = {
     "integers": b"[" + b"1," * (fields.MOST_VALUES + 1) + b"1]",
     "lists": b"[" + b"[]," * (fields.MOST_VALUES // 8) + b"1]",
@@ -84,3 +105,8 @@ def test_what_requests_hold_is_read():
     body = {"prompt": [ids] * 8, "image": "a" * 2**20, "text": "\n\u4e2d\U0001f600" * 2**17}
     for written in (json.dumps(body), json.dumps(body, indent=2), json.dumps(body, ensure_ascii=False)):
         assert parse_json(written.encode()) == body
+
+
+def test_integers_on_lines_of_their_own_count_as_integers():
+    ids = [list(range(100_000, 100_000 + 2**17))] * 3
+    assert parse_json(json.dumps(ids).replace(", ", ",\n" + " " * 40)) == ids

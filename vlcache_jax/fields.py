@@ -24,11 +24,13 @@ AT_ONCE = 1 << 19
 MOST_VALUES = 1 << 21
 """Integers of a larger text, such as ids of 128 prompts of 16384 tokens. Any other value counts as eight."""
 _WEIGHT = 8
+MOST_DEPTH = 200
+"""Levels of lists and objects within each other."""
 _SHORT = 1 << 16  # characters of a string that is read in one call
 _PIECE = 1 << 20  # bytes or characters that are read in one call where nothing has to be built of each
 _MOST_DIGITS = 4300  # of a number, as Python has it for integers
 _SPACE = re.compile(r"[ \t\n\r]{0,65536}+")
-_INTEGERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,17})[ \t\n\r]{0,8}+,[ \t\n\r]{0,8}+){16,8192}+")
+_INTEGERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,17})[ \t\n\r]{0,64}+,[ \t\n\r]{0,64}+){16,4096}+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]{1,1048576}+')
 # Halves of a surrogate pair stay together.
 _ESCAPES = re.compile(
@@ -138,12 +140,32 @@ def parse_json(text: str | bytes) -> Any:
 
     Raises:
       TooManyError: it is large, and holds too many values.
-      ValueError: it is not JSON, or holds numbers that JSON does not have.
-      RecursionError: it is nested too deep.
+      ValueError: it is not JSON, is nested too deep, or holds numbers that JSON does not have.
     """
-    if len(text) <= AT_ONCE:
-        return json.loads(text, parse_constant=_finite, parse_float=_finite)
-    return _Pieces(text if isinstance(text, str) else _decoded(text)).whole()
+    if len(text) > AT_ONCE:
+        return _Pieces(text if isinstance(text, str) else _decoded(text)).whole()
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise _too_deep() from None
+    if _is_deep(value):
+        raise _too_deep()
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects are within each other at more than `MOST_DEPTH` levels."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return False
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return True
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"lists and objects must be at most {MOST_DEPTH} levels deep")
 
 
 def _decoded(data: bytes) -> str:
@@ -155,6 +177,8 @@ def _decoded(data: bytes) -> str:
 
 def _finite(text: str) -> float:
     """JSON has no other numbers, and what reads the answers may refuse them."""
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number must have at most {_MOST_DIGITS} digits")
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is no finite number")
     return number
@@ -164,7 +188,7 @@ class _Pieces:
     """Parses a text of JSON: lists and objects value by value, runs of integers and parts of strings at once."""
 
     def __init__(self, text: str):
-        self._text, self._left = text, MOST_VALUES
+        self._text, self._left, self._depth = text, MOST_VALUES, 0
         self._scalar = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).scan_once  # type: ignore[attr-defined]
         self._keys: dict[str, str] = {}
 
@@ -180,16 +204,25 @@ class _Pieces:
             case '"':
                 return self._string(place + 1)
             case "[":
-                return self._list(place + 1)
+                return self._within(self._list, place + 1)
             case "{":
-                return self._object(place + 1)
+                return self._within(self._object, place + 1)
         found = _NUMBER.match(self._text, place)
         if found is not None and len(found[0]) > _MOST_DIGITS:
-            raise json.JSONDecodeError(f"A number must have at most {_MOST_DIGITS} digits", self._text, place)
+            raise ValueError(f"a number must have at most {_MOST_DIGITS} digits")
         try:
             return self._scalar(self._text, place)
         except StopIteration:
             raise json.JSONDecodeError("Expecting value", self._text, place) from None
+
+    def _within(self, read: Callable[[int], tuple[Any, int]], place: int) -> tuple[Any, int]:
+        """What is one level deeper."""
+        if self._depth == MOST_DEPTH:
+            raise _too_deep()
+        self._depth += 1
+        found = read(place)
+        self._depth -= 1
+        return found
 
     def _list(self, place: int) -> tuple[list[Any], int]:
         values: list[Any] = []
@@ -201,7 +234,7 @@ class _Pieces:
                 run = json.loads(f"[{found[0].rstrip()[:-1]}]")
                 self._count(len(run))
                 values += run
-                place = found.end()
+                place = self._after_space(found.end())
                 continue
             value, place = self._value(place)
             values.append(value)
