@@ -533,3 +533,13 @@ def test_a_request_comes_before_its_engine_and_that_before_the_checkpoint(switch
     config = StructuredOutputsConfig(**{switch: engine}).over(StructuredOutputsConfig(**{switch: checkpoint}))
     held = StructuredOutputs(json_object=True, **{switch: own}).within(config)
     assert getattr(held, switch) is next((value for value in (own, engine, checkpoint) if value is not None), False)
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_guided_parameters_that_ask_for_nothing_are_taken(kind):
+    assert SamplingParams(**{f"guided_{kind}": None}) == SamplingParams()
+
+
+def test_an_error_suggests_no_name_that_is_private():
+    with pytest.raises(TypeError, match=r"no argument bakend$"):
+        StructuredOutputs(json_object=True, bakend="xgrammar")

@@ -380,8 +380,10 @@ def ours(name: str, names: Names, given: Mapping[str, Any], known: Collection[st
     found: dict[str, Any] = {}
     idle: list[str] = []
     for argument, value in given.items():
+        if argument in names.strange and value is None:
+            continue
         if argument not in names:
-            everything = (*known, *names.renamed, *names.only, *names.ignored)
+            everything = [one for one in (*known, *names.renamed, *names.only, *names.ignored) if one[0] != "_"]
             close = difflib.get_close_matches(argument, everything, 1, 0.75)
             hint = names.strange.get(argument) or (f"is it {close[0]}?" if close else "")
             raise TypeError(f"{name} has no argument {argument}" + (f"; {hint}" if hint else ""))

@@ -15,7 +15,7 @@ from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.embedding import Embeds
 from vlcache_jax.engine.engine import EngineStats
-from vlcache_jax.foreign import CALLS, VllmCallOptions, ours
+from vlcache_jax.foreign import CALLS, Absent, VllmCallOptions, ours
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
@@ -70,6 +70,8 @@ class LLM(Embeds):
       NotImplementedError: the implementation asked for does not do this model, dtype or device.
       MemoryError: weights and pool do not fit. Nothing has been loaded then.
     """
+
+    from_engine_args = Absent("write LLM(model, ...) with the same arguments")
 
     @shows_options
     def __init__(self, model: str | os.PathLike[str] | EngineConfig | Service, **options: Unpack[EngineOptions]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -90,6 +91,13 @@ class Held:
         self._go.set()
 
 
+class Busy(concurrent.futures.Executor):
+    """Begins nothing of what it is given."""
+
+    def submit(self, *_):
+        return concurrent.futures.Future()
+
+
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, WITHIN))
 
@@ -174,6 +182,25 @@ def test_a_request_whose_program_cannot_be_compiled_during_a_warm_up_has_its_err
         assert await answer(engine, prompts["other"]) == expected
 
     run(ask())
+
+
+def test_a_warm_up_compiles_first_what_requests_wait_for(engine, monkeypatch):
+    programs = engine.service.device.runner.programs
+    first, *others, last = programs.family_of(engine.service.policy)
+    monkeypatch.setattr(programs, "_compiled", {})
+    monkeypatch.setattr(programs, "_hastening", Busy())
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    order = []
+
+    def find(program, shows):
+        order.append(program)
+        if program == first:
+            assert programs.are_coming([last])
+        return program
+
+    monkeypatch.setattr(programs, "_found", find)
+    programs.compile([first, *others, last])
+    assert order == [first, last, *others]
 
 
 def test_what_is_compiled_is_logged_where_nothing_is_shown(engine, caplog):

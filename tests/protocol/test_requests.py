@@ -13,6 +13,7 @@ from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, CHAT
 from vlcache_jax.protocol.messages import MESSAGE
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.responses import ResponseRequest
+from vlcache_jax.protocol.retrieval import ScoreRequest
 from vlcache_jax.protocol.values import ApiError, check, read_object, write
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -254,3 +255,8 @@ def test_messages_are_taken_where_the_document_says_so():
         assert is_taken == schema.is_valid(message), message
         taken += is_taken
     assert 100 < taken < 1400
+
+
+def test_what_is_scored_may_be_an_object_with_a_text_as_content():
+    asked = ScoreRequest.parse({"queries": {"content": "a"}, "documents": [{"content": "b"}, {"text": "c"}]})
+    assert asked.pairs == [("a", "b"), ("a", "c")]

@@ -67,6 +67,7 @@ class Channel:
         self.progressed = 0.0  # when a record came last
         self.looks = Looks(self, self._readers, patience, form, clock)
         tier.report = self.fault
+        self.count("damaged", tier.damaged)
 
     # Looking.
 

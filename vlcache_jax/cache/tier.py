@@ -65,11 +65,13 @@ class Tier:
         this process.
       is_read_only: whether nothing can be written to it.
       report: called with the error of each record that `find` found damaged, and deleted.
+      damaged: records that were found damaged, and deleted, when it was opened.
     """
 
     label: str
     is_local = False
     is_read_only = False
+    damaged = 0
     report: Callable[[DamagedError], object] = staticmethod(_log_damage)
 
     def find(self, entry: str) -> list[Found]:

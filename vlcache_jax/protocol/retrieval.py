@@ -312,7 +312,7 @@ def _are_ids(value: Any) -> bool:
 
 def _document(given: Any) -> Any:
     """A document or a query, as the engine takes it."""
-    if isinstance(given, Mapping) and isinstance(given.get("content"), list):
+    if isinstance(given, Mapping) and "type" not in given and isinstance(given.get("content"), str | list):
         return given["content"]
     if isinstance(given, Mapping) and "type" not in given and isinstance(given.get("text"), str):
         return given["text"]

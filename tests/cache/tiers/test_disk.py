@@ -463,6 +463,7 @@ def test_files_and_index_agree_after_opening(tmp_path, caplog):
     (paths[2].parent / f"{key(5)}.safetensors.{'0' * 32}.0.part").write_bytes(b"half")
     with caplog.at_level("CRITICAL"), closing(tmp_path) as tier:
         assert names(tier) == [CASES["encoder"].meta.name]
+        assert Store(CacheConfig(), [tier]).stats().tiers["disk"].damaged == 2
         ours = path_of(tier, CASES["encoder"])
         assert sorted((tmp_path / FOLDER).glob("??/*")) == sorted([ours, *foreign])
         assert tier.counts() == {

@@ -333,6 +333,7 @@ class DiskTier(Tier):
                 continue
             except DamagedError:
                 _log.warning("%s is damaged, and is deleted", path)
+                self.damaged += 1
                 _discard(path)
                 continue
             if not self._index.knows(meta):

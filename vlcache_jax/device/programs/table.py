@@ -109,7 +109,7 @@ class Programs:
             self._hastened = {}
         self._warming += 1
         try:
-            left = {threads.submit(self.program, one) for one in missing}
+            left = {threads.submit(self._in_turn, one) for one in missing}
             while left:
                 there, left = concurrent.futures.wait(left, _SECOND, concurrent.futures.FIRST_COMPLETED)
                 for future in there:
@@ -119,6 +119,14 @@ class Programs:
             self._warming -= 1
             threads.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun never will
         return len(missing), time.perf_counter() - start
+
+    def _in_turn(self, program: Program[Any]) -> jax.stages.Compiled:
+        """A program of a warm-up, after those that requests wait for."""
+        for hastened in list(self._hastened):
+            if hastened not in self._compiled and hastened not in self._under_way:
+                with contextlib.suppress(Exception):  # the thread that it was given to reports the error
+                    self.program(hastened)
+        return self.program(program)
 
     @property
     def is_warming(self) -> bool:
