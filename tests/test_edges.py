@@ -221,6 +221,14 @@ def test_a_text_that_is_too_long_for_sure_is_not_tokenised(llm, monkeypatch):
         chat(llm, [user(long)])
 
 
+def test_token_ids_that_are_too_many_are_not_made_an_array(llm, monkeypatch):
+    monkeypatch.setattr("vlcache_jax.inputs.prompt._token_ids", lambda *_: pytest.fail("made an array"))
+    with pytest.raises(
+        RequestError, match="prompt_token_ids must be short enough for max_model_len = 1024 tokens, got 2"
+    ):
+        llm.generate([{"prompt_token_ids": [1] * 2_000_000}])
+
+
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "10", 2**40])
 def test_the_limit_of_pixels_is_checked_first(bad):
     with pytest.raises(ValueError, match="max_image_pixels must be an integer from 1"):

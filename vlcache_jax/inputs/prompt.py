@@ -378,6 +378,9 @@ class PromptRenderer:
                         one = {"video": one[0], "video_metadata": one[1]}
                     part = one if isinstance(one, Mapping) else {"video": one}
                     found.append((self.video({"type": "video", **part}, where, settings.of_video(i)), uuid))
+        if isinstance(ids, Sequence) and self.max_tokens is not None and len(ids) > self.max_tokens:
+            limit = f"max_model_len = {self.max_tokens} tokens"
+            raise ValueError(f"{name} prompt_token_ids must be short enough for {limit}, got {len(ids)}")
         given = cast(str, text) if ids is None else _token_ids(ids, len(self.tokenizer), f"{name} prompt_token_ids")
         result = self._prompt(given, found, settings, name)
         # A text may write about the tag. One that a template made ends with it.
