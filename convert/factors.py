@@ -30,18 +30,14 @@ class Stored(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredFactors:
-    """Stored factors as if they were a tensor of what the model takes: one for each output and group of inputs.
+class _Made:
+    """A float32 tensor that is made of a stored one.
 
     Attributes:
-      tensor: as they are stored.
-      factors: how.
-      outputs: of a matrix that they belong to.
+      tensor: the stored one.
     """
 
     tensor: Stored
-    factors: Factors
-    outputs: int
 
     @property
     def name(self) -> str:
@@ -54,6 +50,28 @@ class StoredFactors:
     @property
     def dtype(self) -> np.dtype:
         return SCALE
+
+    def view(self) -> np.ndarray:
+        """All of it, in memory of its own."""
+        raise NotImplementedError
+
+    def sha256(self) -> str:
+        """The digest of what is made: the same values may be stored in other dtypes and blocks."""
+        return hashlib.sha256(self.view().view(np.uint8)).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFactors(_Made):
+    """Stored factors as if they were a tensor of what the model takes: one for each output and group of inputs.
+
+    Attributes:
+      tensor: as they are stored.
+      factors: how.
+      outputs: of a matrix that they belong to.
+    """
+
+    factors: Factors
+    outputs: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,10 +90,6 @@ class StoredFactors:
         """Of one matrix of a stack after the other."""
         return (self.factors.spread(one, self.outputs) for one in self.tensor.view())
 
-    def sha256(self) -> str:
-        """Of what the model takes: the same factors may be stored in other dtypes and blocks."""
-        return hashlib.sha256(self.view().view(np.uint8)).hexdigest()
-
     def release(self) -> None:
         self.tensor.release()
 
@@ -89,7 +103,7 @@ class StoredFactors:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dequantized:
+class Dequantized(_Made):
     """A stored matrix in 8 bits, or a stack of them, as if it were a tensor of what it stands for.
 
     Attributes:
@@ -97,20 +111,7 @@ class Dequantized:
       factors: its own.
     """
 
-    tensor: Stored
     factors: StoredFactors
-
-    @property
-    def name(self) -> str:
-        return self.tensor.name
-
-    @property
-    def file(self) -> pathlib.Path:
-        return self.tensor.file
-
-    @property
-    def dtype(self) -> np.dtype:
-        return SCALE
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,10 +128,6 @@ class Dequantized:
     def matrices(self) -> Iterator[np.ndarray]:
         """One matrix of a stack after the other."""
         return map(_product, self.tensor.view(), self.factors.matrices())
-
-    def sha256(self) -> str:
-        """Return the digest of what it stands for."""
-        return hashlib.sha256(self.view().view(np.uint8)).hexdigest()
 
     def release(self) -> None:
         self.tensor.release()
