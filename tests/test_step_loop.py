@@ -1074,7 +1074,10 @@ def assert_told(llm, expected, tokens, logprobs, count):
         best = np.argsort(-row, kind="stable")[:count]
         assert list(one.top) == best.tolist()
         np.testing.assert_allclose(list(one.top.values()), row[best], atol=5e-5)
-        assert one.texts == {t: llm.service.renderer.tokenizer.decode([t]) for t in (token, *best.tolist())}
+        texts = {t: llm.service.renderer.tokenizer.decode([t]) for t in (token, *best.tolist())}
+        spelt = {t: bytes([t]) if t < 256 else text.encode() for t, text in texts.items()}  # as tests make vocabularies
+        assert one.token_bytes == spelt
+        assert one.texts == {t: f"bytes:\\x{t:02x}" if "\ufffd" in text else text for t, text in texts.items()}
 
 
 @pytest.fixture(scope="module")
