@@ -394,7 +394,6 @@ BOMBS = {
     "looks ahead": {"regex": "a(?=b)"},
     "repeats": {"regex": "a{1000000}"},
     "nested groups": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
-    "nested schema": {"json": '{"properties":{"a":' * 300 + "{}" + "}}" * 300},
     "kind of value": {"json": {"type": "foo"}},
     "endless reference": {"json": {"$ref": "#"}},
     "states": {"json": {"type": "string", "allOf": [{"pattern": f"{c}.{{20}}{c}"} for c in "abcdefghij"]}},
@@ -419,6 +418,13 @@ def test_what_cannot_be_used_reaches_no_device(llm, name):
     wrong, good = llm.chat([QUESTION] * 2, params, on_error="return")
     assert wrong.error.startswith(f"sampling_params[0] {asked.name} must be usable")
     assert good.outputs[0].text in ("left", "right")
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^structured_outputs.json must be JSON: lists and objects must be at most 200"
+    ):
+        StructuredOutputs(json='{"properties":{"a":' * 300 + "{}" + "}}" * 300)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_what_there_is_not_is_refused_by_name(name):
         ("store", True, "leave it out, or ask /v1/responses, which keeps responses"),
         ("service_tier", "flex", "set priority"),
         ("service_tier", "priority", "set priority"),
-        ("verbosity", "low", "say in a message how long the answer is to be, or set max_tokens"),
+        ("verbosity", "low", "say in a message how long the answer is to be"),
         ("prompt_cache_options", {"mode": "explicit"}, "leave it out: what is cached is for the server's options"),
     ],
 )
