@@ -159,11 +159,16 @@ def test_what_a_page_may_send_unasked_changes_nothing(serve):
             assert status in (401, 403, 404, 405, 415), (path, status)  # a form of another origin is forbidden
 
 
-def exchanged(served, head, body=b""):
+def answer_to(served, sent):
     """What comes back until the connection is closed."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode() + body)
+        connection.sendall(sent)
         return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def exchanged(served, head, body=b""):
+    """The same, of a request with these headers."""
+    return answer_to(served, f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode() + body)
 
 
 def test_a_body_whose_end_can_be_read_in_two_ways(serve):
@@ -191,11 +196,7 @@ def test_a_head_without_end_is_refused(serve, begin, piece):
             while part := connection.recv(4096):
                 found += part
     assert not found or b"a head of at most 65536 bytes" in found  # the answer may be lost with the connection
-    with socket.create_connection(("127.0.0.1", serve().port), timeout=WITHIN) as connection:
-        connection.sendall(begin + piece * (HEAD_BYTES // len(piece)) + piece)  # which is read before the answer
-        found = b""
-        while part := connection.recv(4096):
-            found += part
+    found = answer_to(serve(), begin + piece * (HEAD_BYTES // len(piece)) + piece)  # which is read before the answer
     head, _, body = found.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"connection: close" in head.lower()
@@ -204,12 +205,7 @@ def test_a_head_without_end_is_refused(serve, begin, piece):
 
 @pytest.mark.parametrize("begin", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"])
 def test_what_is_no_request_is_refused_in_openais_shape(serve, begin):
-    with socket.create_connection(("127.0.0.1", serve().port), timeout=WITHIN) as connection:
-        connection.sendall(begin)
-        found = b""
-        while part := connection.recv(4096):
-            found += part
-    head, _, body = found.partition(b"\r\n\r\n")
+    head, _, body = answer_to(serve(), begin).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"content-type: application/json" in head.lower()
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}

@@ -28,7 +28,7 @@ from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.names import Names
-from vlcache_jax.server.reading import check_allowed, read_off_loop
+from vlcache_jax.server.reading import check_allowed_tokens, read_off_loop
 from vlcache_jax.server.responses import answer_json, merged, until_gone
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
 from vlcache_jax.serving import NotFiniteError
@@ -217,7 +217,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         return as_api_error(error, field, request.options.form)
 
     def _read(self, body: dict[str, Any], tenant: Tenant | None) -> R:
-        check_allowed(body, self.engine.service.checkpoint.config.text.vocab_size)
+        check_allowed_tokens(body, self.engine.service.checkpoint.config.text.vocab_size)
         return self._parse(body, tenant)
 
     @abstractmethod

@@ -41,7 +41,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     raise told  # apart from the one that has the text
 
 
-def check_allowed(given: Mapping[str, Any], vocab_size: int) -> None:
+def check_allowed_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
     """Raises an ApiError if more tokens are allowed than the vocabulary has, before one of them is looked at."""
     allowed = given.get("allowed_token_ids")
     if isinstance(allowed, list) and len(allowed) > vocab_size:

@@ -99,10 +99,10 @@ class _Shelf:
 class StoredResponses:
     """Keeps responses, each for its tenant. Every method may be called from any thread.
 
-    Where they are too many, or too large, the least recently used of the tenant that has most of them leaves, of equals
-    that of the tenant whose response came last. So what
-    one tenant keeps removes no response of another that has less than an equal share. An image is kept once for all
-    responses of a tenant in whose conversations it stands, without the bytes after its end.
+    If they are too many or too large, the tenant that has most of them loses its least recently used one. Of equal
+    tenants, the one whose response came last loses one. So a tenant removes no response of another that has less than
+    an equal share. An image is kept once for all responses of a tenant in whose conversations it stands, without the
+    bytes after its end.
 
     Args:
       most, most_bytes: of all together.
