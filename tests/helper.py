@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -228,14 +229,29 @@ def damage_first_passage(monkeypatch, damage):
     monkeypatch.setattr(Passage, "advance", damaged)
 
 
+def eventually(is_true):
+    """Return whether it becomes true within `WITHIN` seconds."""
+    end = time.monotonic() + WITHIN
+    while not is_true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(is_true())
+
+
 def assert_nothing_left(llm):
-    """Nobody has a lane, pages or records any more."""
+    """Every request has given back its decode slot, its pages and its cache entries.
+
+    The thread that prepares a cancelled request ends it once it is prepared, so this may take a moment.
+    """
     with llm.service.loop._changed:
         assert llm.service.loop._changed.wait_for(lambda: llm.service.loop._thread is None, WITHIN)
     llm.cache.flush()
-    stats = llm.stats()
-    assert (stats.running, stats.waiting, stats.in_use) == (0, 0, 0)
-    records = llm.service.cache.store.tier.records()
-    assert not any(record.held for record in records)
-    assert all(record.is_settled for record in records)
+
+    def in_use():
+        stats = llm.stats()
+        held = sum(record.held for record in llm.service.cache.store.tier.records())
+        return stats.running, stats.waiting, stats.in_use, held
+
+    eventually(lambda: not any(in_use()))
+    assert in_use() == (0, 0, 0, 0)
+    assert all(record.is_settled for record in llm.service.cache.store.tier.records())
     assert not llm.service.cache.store._left

@@ -20,8 +20,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.helper import WITHIN
-from tests.server.helper import eventually, serving
+from tests.helper import WITHIN, eventually
+from tests.server.helper import serving
 from vlcache_jax import CacheConfig, EngineConfig
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.serve import command, configs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.helper import SIZES, assert_nothing_left
-from tests.server.helper import eventually, running
+from tests.helper import SIZES, assert_nothing_left, eventually
+from tests.server.helper import running
 from vlcache_jax import AsyncLLM
 
 

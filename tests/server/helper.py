@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,14 +109,6 @@ def serving(*words: str, first: str = "") -> Iterator[tuple[subprocess.Popen[str
         thread.join()
         assert process.stderr is not None
         process.stderr.close()
-
-
-def eventually(is_true: Any) -> bool:
-    """Whether it becomes true."""
-    end = time.monotonic() + WITHIN
-    while not is_true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return bool(is_true())
 
 
 def data_url(pixels: np.ndarray, kind: str = "PNG") -> str:

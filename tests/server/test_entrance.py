@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.helper import WITHIN
-from tests.server.helper import data_url, eventually, shows
+from tests.helper import WITHIN, eventually
+from tests.server.helper import data_url, shows
 from vlcache_jax.device.sampler import NOT_FINITE
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tests.helper import WITHIN
-from tests.server.helper import WORDS, Running, data_url, eventually, serving, shows
+from tests.helper import WITHIN, eventually
+from tests.server.helper import WORDS, Running, data_url, serving, shows
 
 CHAT = "/v1/chat/completions"
 SECONDS = float(os.environ.get("VLCACHE_SOAK", "20"))

@@ -12,7 +12,8 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.server.helper import data_url, eventually, open_reranker
+from tests.helper import eventually
+from tests.server.helper import data_url, open_reranker
 from vlcache_jax import LLM
 from vlcache_jax.library import Library
 

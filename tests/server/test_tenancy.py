@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from tests.helper import WITHIN
-from tests.server.helper import data_url, eventually, shows
+from tests.helper import WITHIN, eventually
+from tests.server.helper import data_url, shows
 from tests.server.test_entrance import answered_to, coming
 from vlcache_jax.cache.shares import payer
 
