@@ -47,7 +47,7 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     for name, (setting, marker) in modes.items():
         [(x, y)] = points(rows, re.escape(setting))
         axes.plot(x, y, marker, color="black", markersize=10)
-        shift = (-8, -16) if x > 90 else (9, -12)
+        shift = (-8, -16) if x > 90 else (-8, -24)
         axes.annotate(name, (x, y), xytext=shift, textcoords="offset points", ha="right" if x > 90 else "left")
     axes.set(xlabel="recomputed tokens x layers [%]", ylabel="accuracy [%], mean of tasks", ylim=(0, 104))
     axes.set_title("tiny-vqa: two images cached separately, new text before them", fontsize="medium")
