@@ -519,7 +519,7 @@ def compression_overview(rows: Sequence[Row]) -> Iterator[list[str]]:
     [way] = [way for way in dict.fromkeys(row["K, V"] for row in rows) if way.startswith("postvision")]
     yield [
         "prompt [tokens]", *(f"decode speedup, {count} sequence{'s' * (count > 1)}" for count in counts),
-        "KV of a sequence, full cache [MB]", f"`{way}` [MB]",
+        "KV of a sequence, full cache [MB]", f"KV of a sequence, `{way}` [MB]",
     ]  # fmt: skip
     for prompt in dict.fromkeys(row["prompt"] for row in rows):
         own = {(row["answers"], row["K, V"]): row for row in rows if row["prompt"] == prompt}
