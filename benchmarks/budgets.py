@@ -240,10 +240,10 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
             look |= {"color": "black", "linestyle": "--"}
         left.plot(memory, [row["mean"] for row in own], label=method, **look)
         right.plot(memory, [row["agreement"] for row in own], **look)
-    left.axhline(whole["mean"], color="grey", linewidth=0.8, label="whole cache")
+    left.axhline(whole["mean"], color="grey", linewidth=0.8, label="full cache")
     ticks = sorted({row["budget %"] for row in rest})
-    for axis, label in ((left, "right answers, %, mean of tasks"), (right, "most likely token agrees, %")):
-        axis.set(xscale="log", xlabel="K, V kept, % of the prompt's", ylabel=label, xticks=ticks)
+    for axis, label in ((left, "accuracy [%], mean of tasks"), (right, "same most likely token [%]")):
+        axis.set(xscale="log", xlabel="KV kept [%]", ylabel=label, xticks=ticks)
         axis.set_xticklabels([f"{tick:g}" for tick in ticks])
         axis.xaxis.set_minor_locator(NullLocator())
     left.legend(fontsize=8)

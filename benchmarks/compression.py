@@ -288,9 +288,9 @@ def _measure_first(model: str, setup: Setup, sizes: dict[str, Any]) -> dict[str,
     with LLM(model, **sizes | {"compressed_kv_bytes": 0}) as plain, LLM(model, **sizes) as ready:
         known = setup.prompt(plain, SHORT)
         kinds: list[tuple[str, LLM, str | None]] = [
-            ("in an engine without compressed_kv_bytes", plain, None),
-            ("in an engine with it", ready, None),
-            (f"there, with {compressed}", ready, compressed),
+            ("engine without `compressed_kv_bytes`", plain, None),
+            ("engine with `compressed_kv_bytes`", ready, None),
+            (f"the same engine, requests with `{compressed}`", ready, compressed),
         ]
         took: dict[str, list[float]] = {name: [] for name, *_ in kinds}
         for llm in (plain, ready):

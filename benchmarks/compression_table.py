@@ -172,9 +172,15 @@ def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.
     for count, axes in zip(counts, all_axes[0], strict=True):
         for way in dict.fromkeys(row["K, V"] for row in rows):
             own = [row for row in rows if (row["answers"], row["K, V"]) == (count, way)]
-            axes.plot([row["prompt"] for row in own], [row["tokens/s"] for row in own], "o-", label=way)
-        axes.set(xlabel="tokens of the prompt", title=f"{count} answer{'s' * (count > 1)}", ylim=0)
-    all_axes[0, 0].set_ylabel("tokens a second")
+            axes.plot(
+                [row["prompt"] for row in own],
+                [row["tokens/s"] for row in own],
+                "o-",
+                label="full cache" if way == FULL else way,
+            )
+        axes.set(xlabel="prompt [tokens]", title=f"{count} sequence{'s' * (count > 1)}", ylim=0)
+        axes.set_xticks(sorted({row["prompt"] for row in rows}))
+    all_axes[0, 0].set_ylabel("decode [tokens/s]")
     all_axes[0, 0].legend(fontsize="small")
     figure.suptitle(f"{head['model']}, {head['dtype']}", fontsize="medium")
     figure.savefig(picture, dpi=110)

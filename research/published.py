@@ -29,6 +29,8 @@ from vlcache_jax.study.pairs import interval
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
+# The settings of the study's first table.
+OVERVIEW = (COLD, "full", "0.1", "epic-9", "mpic-9", "cacheblend-0.1", "spread-0.6", APPROXIMATE)
 NOT_TRIED = "not tried"
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ("unnumbered", "numbered", "without_key_norm")
@@ -37,7 +39,7 @@ LENGTHS = tuple(
     f"key_lengths_{name}.json"
     for name in ("unnumbered", "unnumbered_test", "numbered", "without_key_norm", "without_key_norm_test")
 )
-# Of a table's columns: what stands before the images, how they were cached, and how many a question shows.
+# The columns of a table: what stands before the images, how they were cached, and how many a question shows.
 CASES = (
     ("text_first", "together", "one"), ("question_first", "together", "one"),
     ("text_first", "together", "several"), ("question_first", "together", "several"),
@@ -63,13 +65,9 @@ def _case(row: Row) -> tuple[str, str, str]:
     return row["arrangement"], row["donors"], row["images"]
 
 
-def losses(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A line for each setting: rows computed, and in each case what it loses in the mean over tasks."""
-    yield [
-        "`reuse`", "rows, %", "rows x layers, %",
-        "one image: other text", "another question", "two, seen together: other text", "another question",
-        "two, seen apart: other text", "another question",
-    ]  # fmt: skip
+def losses(rows: Sequence[Row], cases: Sequence[tuple[str, str, str]] = CASES) -> Iterator[list[str]]:
+    """Yield a line for each setting: tokens recomputed, and the change of accuracy in each case, mean over tasks."""
+    yield ["`reuse`", "image tokens recomputed [%]", "tokens x layers [%]", *map(_column, cases)]
     lines: dict[str, dict[tuple[str, str, str], Row]] = {}
     for row in rows:
         if label := _label(row):
@@ -77,7 +75,7 @@ def losses(rows: Sequence[Row]) -> Iterator[list[str]]:
     for label, own in lines.items():
         first = next(iter(own.values()))
         value, style = ("mean", "{:.1f}") if first["reuse"] == COLD else ("difference", "{:+.1f}")
-        cells = [style.format(own[case][value]) if case in own else "" for case in CASES]
+        cells = [style.format(own[case][value]) if case in own else "" for case in cases]
         yield [label, f"{first['rows %']:.1f}", f"{first['rows x layers %']:.1f}", *cells]
 
 
@@ -85,19 +83,22 @@ def _label(row: Row) -> str:
     """What a setting is called in all cases, though each has schedules of its own; empty if it stands there already."""
     reuse, (_, by_rows, schedule) = row["reuse"], row["group"].partition("rows of ")
     if reuse == COLD:
-        return "cold, right of 100"
+        return "no reuse: accuracy [%]"
     if not by_rows:
         return f"`{reuse}`"
     kind = reuse.partition("-")[0]
     kind = f"{kind}-" if kind in ("spread", "shift") else ""
     if reuse.endswith(schedule):
-        return f"`{kind}{OWN}`" if schedule == OWN else f"`{kind}{OWN}` of the other context"
-    return f"`{kind}ratio` of its mean" if schedule == OWN else ""
+        return f"`{kind}{OWN}`" if schedule == OWN else f"`{kind}{OWN}` of the other arrangement"
+    return f"`{kind}R`, R the schedule's mean" if schedule == OWN else ""
 
 
 def goals(rows: Sequence[Row], settings: Sequence[str], digits: int = 1) -> Iterator[list[str]]:
-    """A line for each case and setting: what is lost, in the mean and in the worst task, with intervals."""
-    yield ["images", "`reuse`", "questions", "cold", "mean", "worst task", "some task may lose", "ms", "MB read"]
+    """Yield a line for each case and setting: the change of accuracy, its mean and its worst task, with intervals."""
+    yield [
+        "images", "`reuse`", "questions", "no reuse [%]", "mean change [points]", "worst task [points]",
+        "largest loss that a task's interval includes [points]", "time [ms]", "KV read [MB]",
+    ]  # fmt: skip
     for case in CASES:
         for row in rows:
             if _case(row) == case and row["reuse"] in settings:
@@ -113,7 +114,7 @@ def goals(rows: Sequence[Row], settings: Sequence[str], digits: int = 1) -> Iter
 
 
 def choice(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A line for each case: what settings lose in the mean over tasks, and the error of their logits."""
+    """Yield a line for each case: the change of accuracy of each setting, mean over tasks, and its logit MSE."""
     settings = [name for name in dict.fromkeys(row["reuse"] for row in rows) if name != COLD]
     yield ["images", *(f"`{name}`" for name in settings)]
     for case in CASES:
@@ -124,15 +125,15 @@ def choice(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def cold(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A line for each case without reuse: how many of 100 answers are right, by task."""
+    """Yield a line for each case: accuracy without reuse, by task."""
     own = [row for row in rows if row["reuse"] == COLD and row["donors"] == "together"]
     tasks = list(dict.fromkeys(task for row in own for task in _tasks(row)))
-    yield ["images", *tasks, "mean"]
+    yield ["accuracy [%]", *tasks, "mean"]
     for case in CASES:
         for row in own:
             if _case(row) == case:
                 scores = [f"{row[task]:.1f}" if task in _tasks(row) else "" for task in tasks]
-                yield [_title(case).replace(", seen together", ""), *scores, f"{row['mean']:.1f}"]
+                yield [_title(case).replace(", cached together", ""), *scores, f"{row['mean']:.1f}"]
 
 
 def _tasks(row: Row) -> list[str]:
@@ -142,8 +143,8 @@ def _tasks(row: Row) -> list[str]:
 
 
 def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """How many of 100 answers are right cold and under the ways to reuse: one image, and two that were seen apart."""
-    yield ["images that come again", "questions", "cold", '`"approximate"`', '`"full"`']
+    """Yield accuracy by reuse mode, for one image and for two that were cached separately."""
+    yield ["repeated images", "questions", "no reuse [%]", '`"approximate"` [%]', '`"full"` [%]']
     for case in CASES[:2] + CASES[4:]:
         own = {row["reuse"]: row for row in rows if _case(row) == case}
         if own:
@@ -152,54 +153,74 @@ def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def _title(case: tuple[str, str, str]) -> str:
-    arrangement, donors, images = case
-    shown = "one" if images == "one" else f"two, seen {donors}"
-    return f"{shown}, behind {'other text' if arrangement == 'text_first' else 'another question'}"
+    """The name of a case as the first cell of a line."""
+    shown = "one image" if case[2] == "one" else f"two images, cached {_together(case)}"
+    return f"{shown}, {_before(case)} before {'it' if case[2] == 'one' else 'them'}"
+
+
+def _column(case: tuple[str, str, str]) -> str:
+    """The name of a case as the head of a column."""
+    return f"{'one image' if case[2] == 'one' else f'two, cached {_together(case)}'}: {_before(case)}"
+
+
+def _before(case: tuple[str, str, str]) -> str:
+    return "new text" if case[0] == "text_first" else "another question"
+
+
+def _together(case: tuple[str, str, str]) -> str:
+    return "together" if case[1] == "together" else "separately"
 
 
 def inside() -> Iterator[list[str]]:
-    """What reuse does in the shipped model (`vlcache analyze errors`) in three cases."""
+    """Yield the errors of reuse inside the shipped model (`vlcache analyze errors`) in three cases."""
     names = ("text_first", "question_first", "apart")
     found = [json.loads((RESULTS / f"tiny_vqa_errors_{name}.json").read_text(encoding="utf-8")) for name in names]
-    pages = ("other text", "another question", "other text, images seen apart")
-    figures = [f"../benchmarks/results/tiny_vqa_errors_{name}.png" for name in names]
-    yield ["behind", *(f"[{page}]({figure})" for page, figure in zip(pages, figures, strict=True))]
+    pages = ("new text", "another question", "new text, images cached separately")
+    figures = [f"../../benchmarks/results/tiny_vqa_errors_{name}.png" for name in names]
+    yield ["before the images", *(f"[{page}]({figure})" for page, figure in zip(pages, figures, strict=True))]
     attention = [report["error of attention outputs, by answer token"] for report in found]
     for setting in attention[0]:
-        yield [f"error of attention outputs, {setting}", *(f"{np.nanmean(of[setting]):.2f}" for of in attention)]
+        name = setting.replace("r = ", "ratio ")
+        yield [f"error of attention outputs, {name}", *(f"{np.nanmean(of[setting]):.2f}" for of in attention)]
     halves = [np.array_split(np.array(of["r = 0"], float), 2) for of in attention]
     yield [
-        "r = 0, first and second half of the answer",
+        "error of attention outputs, ratio 0, first and second half of the output",
         *(" ".join(f"{np.nanmean(x):.2f}" for x in of) for of in halves),
     ]
     logits = [report["error of the logits, by layer"] for report in found]
     before, behind = "reused in a layer and all before", "reused in a layer and all behind"
     layers = len(logits[0][before])
-    yield ["error of the logits, all layers reused", *(f"{of[before][-1]:.2g}" for of in logits)]
+    yield ["logit MSE, all layers reused", *(f"{of[before][-1]:.2g}" for of in logits)]
     for layer in (2, 3):
-        yield [f"layers 0 to {layer} alone reused", *(f"{of[before][layer]:.2g}" for of in logits)]
-    yield [f"layers 4 to {layers - 1} alone reused", *(f"{of[behind][4]:.2g}" for of in logits)]
+        yield [f"logit MSE, only layers 0 to {layer} reused", *(f"{of[before][layer]:.2g}" for of in logits)]
+    yield [f"logit MSE, only layers 4 to {layers - 1} reused", *(f"{of[behind][4]:.2g}" for of in logits)]
     moved = [report["deviation of K, V, and the part that all tokens of an image share, by layer"] for report in found]
     for title, name in (
-        (f"K of layers 1 to {layers - 1} differ from a cold run's by, %", "K"),
-        ("of it shared by all tokens of an image, %", "of K shared"),
+        (f"difference of keys from the cold run, layers 1 to {layers - 1} [%]", "K"),
+        ("fraction of it shared by all tokens of an image [%]", "of K shared"),
     ):
         yield [title, *(" ".join(f"{100 * share:.2g}" for share in of[name][1:]) for of in moved)]
 
 
 def gains() -> Iterator[list[str]]:
-    """What recomputing in one layer alone takes off the logits' error in the shipped model, behind another question."""
+    """Yield by how much recomputing in one layer reduces the shipped model's logit MSE, after another question."""
     found = json.loads((RESULTS / "tiny_vqa_sensitivity.json").read_text(encoding="utf-8"))
     ratios = [name for name in found if name.startswith("r = ")]
     layers = range(len(found[ratios[0]]))
-    yield ["less error than under full reuse, %", *(f"layer {layer}" for layer in layers)]
+    yield ["reduction of the logit MSE [%]", *(f"layer {layer}" for layer in layers)]
     for ratio in ratios:
-        yield [ratio, *(f"{100 * (1 - found[ratio][layer] / found['full reuse']):.1f}" for layer in layers)]
+        yield [
+            ratio.replace("r = ", "ratio "),
+            *(f"{100 * (1 - found[ratio][layer] / found['full reuse']):.1f}" for layer in layers),
+        ]
 
 
 def lengths() -> Iterator[list[str]]:
-    """Error of the logits where moved keys keep their length and where it is left free, and the answers that brings."""
-    yield ["model", "split", "images", "length kept", "left free", "points gained"]
+    """Yield the logit MSE with and without rescaled keys under `shift`, and the accuracy that rescaling gains."""
+    yield [
+        "model", "split", "images", "logit MSE, keys rescaled", "logit MSE, keys not rescaled",
+        "accuracy gained [points]",
+    ]  # fmt: skip
     for name in LENGTHS:
         found = json.loads((RESULTS / name).read_text(encoding="utf-8"))
         for case in CASES:
@@ -210,21 +231,16 @@ def lengths() -> Iterator[list[str]]:
 
 
 def codecs() -> Iterator[list[str]]:
-    """What coded records cost in the shipped model's answers: divergence from those of records as computed."""
+    """Yield the cost of codecs in the shipped model: divergence from outputs with full-precision cache entries."""
     yield [
-        "behind",
-        "`reuse`",
-        "codec",
-        "right of 100",
-        "mean KL",
-        "largest KL of a token",
-        "same most likely token, %",
-    ]
-    for behind, name in (("other text", "codecs_cpu.json"), ("another question", "codecs_cpu_question_first.json")):
+        "before the images", "`reuse`", "codec", "accuracy [%]", "mean KL", "largest KL of a token",
+        "same most likely token [%]",
+    ]  # fmt: skip
+    for before, name in (("new text", "codecs_cpu.json"), ("another question", "codecs_cpu_question_first.json")):
         for row in _rows(name):
             if row["task"] == "all":
                 kl = [f"{row[of]:.2g}" for of in ("mean KL", "largest KL")] if row["codec"] != "auto" else ["", ""]
-                cells = [behind, f"`{row['reuse']}`", f"`{row['codec']}`", f"{row['right %']:.1f}", *kl]
+                cells = [before, f"`{row['reuse']}`", f"`{row['codec']}`", f"{row['right %']:.1f}", *kl]
                 yield [*cells, f"{row['agreement %']:.2f}"]
 
 
@@ -446,25 +462,25 @@ def slowest_refusal() -> str:
 
 
 def budgets(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Right answers of 100 by method and budget (`vlcache bench budgets`); memory where it is not the budget."""
+    """Yield accuracy by method and budget (`vlcache bench budgets`), and the memory where it is not the budget."""
     [whole, *rest] = rows
     shares = list(dict.fromkeys(row["budget %"] for row in rest))
-    yield ["`compress`", *(f"{share:g} %" for share in shares)]
+    yield ["`compress`", *(f"{share:g} % of the KV" for share in shares)]
     for method in dict.fromkeys(row["method"] for row in rest):
         cells = []
         for row in (row for row in rest if row["method"] == method):
             differs = abs(row["memory %"] - row["budget %"]) >= 1
-            cells.append(f"{row['mean']:.1f}" + f" (at {row['memory %']:.0f} %)" * differs)
+            cells.append(f"{row['mean']:.1f}" + f" ({row['memory %']:.0f} % kept)" * differs)
         yield [f"`{method}`", *cells]
-    yield ["the whole cache", *[""] * (len(shares) - 1), f"{whole['mean']:.1f}"]
+    yield ["full cache", *[""] * (len(shares) - 1), f"{whole['mean']:.1f}"]
 
 
 def ahead(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What methods gain over random at the same memory, and how near they are to the whole cache, at two budgets."""
+    """Yield each method's gain over random at the same memory, and its agreement with the full cache."""
     shares = (10.0, 50.0)
     yield [
-        "`compress`", *(f"over random, at {share:g} %" for share in shares),
-        *(f"same most likely token, % at {share:g} %" for share in shares),
+        "`compress`", *(f"gain over `random` at {share:g} % [points]" for share in shares),
+        *(f"same most likely token at {share:g} % [%]" for share in shares),
         *(f"hit rate at {share:g} %" for share in shares),
     ]  # fmt: skip
     for method in dict.fromkeys(row["method"] for row in rows[1:]):
@@ -474,27 +490,54 @@ def ahead(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [f"`{method}`", *cells, *rates]
 
 
-def by_task(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Right answers of 100, task by task, at half of the memory."""
+def by_task(rows: Sequence[Row], share: float = 50) -> Iterator[list[str]]:
+    """Yield accuracy by task at a budget, in percent."""
     names = list(rows[0])
     tasks = names[names.index("memory %") + 1 : names.index("questions")]
-    yield ["`compress`", *tasks]
+    yield ["`compress`", *(f"{task} [%]" for task in tasks)]
     for row in rows:
-        if row["method"] == "whole" or row["budget %"] == 50:
-            title = "the whole cache" if row["method"] == "whole" else f"`{row['method']}-0.5`"
+        if row["method"] == "whole" or row["budget %"] == share:
+            title = "full cache" if row["method"] == "whole" else f"`{row['method']}-{share / 100:g}`"
             yield [title, *(f"{row[task]:.0f}" for task in tasks)]
 
 
-def budget_lengths() -> str:
-    """Tokens of prompts: "81 to 323"."""
-    least, most = _file("budgets_tiny_vqa.json")["prompt tokens"]
+def budget_overview() -> Iterator[list[str]]:
+    """Yield accuracy at two budgets for short and long prompts, of the methods that the page names first."""
+    shares = (10.0, 50.0)
+    yield ["prompts", "`compress`", *(f"accuracy at {share:g} % of the KV [%]" for share in shares), "full cache [%]"]
+    for prompts, name in (("short", "budgets_tiny_vqa.json"), ("long", "budgets_long.json")):
+        whole, *rest = _rows(name)
+        found = {(row["method"], row["budget %"]): row for row in rest}
+        for method in ("postvision", "vl-cache", "random"):
+            cells = [f"{found[method, share]['mean']:.1f}" for share in shares]
+            yield [prompts, f"`{method}`", *cells, f"{whole['mean']:.1f}"]
+
+
+def compression_overview(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield speedup and memory by the length of prompts, with a tenth of the KV."""
+    counts = sorted({row["answers"] for row in rows})
+    [way] = [way for way in dict.fromkeys(row["K, V"] for row in rows) if way.startswith("postvision")]
+    yield [
+        "prompt [tokens]", *(f"decode speedup, {count} sequence{'s' * (count > 1)}" for count in counts),
+        "KV of a sequence, full cache [MB]", f"KV of a sequence, `{way}` [MB]",
+    ]  # fmt: skip
+    for prompt in dict.fromkeys(row["prompt"] for row in rows):
+        own = {(row["answers"], row["K, V"]): row for row in rows if row["prompt"] == prompt}
+        memory = [own[1, name]["K, V MB"] + own[1, name]["compressed MB"] for name in ("full", way)]
+        speedups = [_times(own[count, way]["times full"]) for count in counts]
+        yield [str(prompt), *speedups, *(f"{size:.0f}" for size in memory)]
+
+
+def budget_lengths(name: str) -> str:
+    """Return the lengths of the prompts of a file: "81 to 323"."""
+    least, most = _file(name)["prompt tokens"]
     return f"{least} to {most}"
 
 
 def held_out(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Right answers of 100 of the model of long prompts, by what a prompt shows (`research.tiny_vqa.held_out`)."""
+    """Yield accuracy of the model of long prompts by number of images (`research.tiny_vqa.held_out`)."""
     tasks = [name for name in rows[0] if name not in ("images", "image tokens", "asked")]
-    yield ["pictures", "image tokens", *tasks, "questions"]
+    yield ["images", "image tokens", *(f"{task} [%]" for task in tasks), "questions"]
     for row in rows:
         yield [
             *(str(row[name]) for name in ("images", "image tokens")),
@@ -504,22 +547,22 @@ def held_out(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def looked_at(name: str) -> Iterator[list[str]]:
-    """How sparse attention is, and what decoded rows look at, layer by layer (`vlcache bench budgets`)."""
+    """Yield the sparsity of attention and what decoded tokens attend to, by layer (`vlcache bench budgets`)."""
     found = _file(name)
-    lines = {"sparsity behind the last image": found["sparsity by layer"]}
-    lines["of the attention, on images"] = found["contribution of images by layer"]
+    lines = {"sparsity after the last image": found["sparsity by layer"]}
+    lines["attention on image tokens"] = found["contribution of images by layer"]
     for share in ("0.1", "0.5"):
-        lines[f"of the {100 * float(share):g} % looked at most, images'"] = found["coverage of images by layer"][share]
-    yield ["%", *(f"layer {layer}" for layer in range(len(found["sparsity by layer"])))]
+        title = f"image tokens among the {100 * float(share):g} % most attended"
+        lines[title] = found["coverage of images by layer"][share]
+    yield ["[%]", *(f"layer {layer}" for layer in range(len(found["sparsity by layer"])))]
     for title, values in lines.items():
         yield [title, *(f"{100 * value:.0f}" for value in values)]
 
 
 def sparse(name: str) -> Iterator[list[str]]:
-    """Sparsity of attention by layer: the mean of a layer's heads, and their least and greatest (`vlcache bench
-    budgets`)."""
+    """Yield the sparsity of attention by layer: mean, minimum and maximum over heads (`vlcache bench budgets`)."""
     found = _file(name)["sparsity of heads by layer"]
-    yield ["%", *(f"layer {layer}" for layer in range(len(found["prefill"]["mean"])))]
+    yield ["sparsity [%]", *(f"layer {layer}" for layer in range(len(found["prefill"]["mean"])))]
     for rows, values in found.items():
         cells = zip(*(values[of] for of in ("mean", "least", "greatest")), strict=True)
         yield [rows, *("{:.0f} ({:.0f} to {:.0f})".format(*(100 * share for share in cell)) for cell in cells)]
@@ -672,51 +715,52 @@ def host(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def compressed_decoding(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Tokens a second of answers together (`vlcache bench compression`)."""
+    """Yield the decoding speed of sequences that run together (`vlcache bench compression`)."""
     first, *others = dict.fromkeys(row["K, V"] for row in rows)
+    ways = ["full cache", *(f"`{way}`" for way in others)]
     yield [
-        "tokens of a prompt", "answers", "tokens/s, all K, V", *(f"`{way}`" for way in others), "times",
-        "largest spread, %", "MB, all K, V", *(f"`{way}`" for way in others), "end to end, s, all K, V",
-        *(f"`{way}`" for way in others),
+        "prompt [tokens]", "sequences", *(f"decode, {way} [tokens/s]" for way in ways), "speedup",
+        "largest spread [%]", *(f"KV, {way} [MB]" for way in ways), *(f"end to end, {way} [s]" for way in ways),
     ]  # fmt: skip
     for prompt, answers in dict.fromkeys((row["prompt"], row["answers"]) for row in rows):
         own = {row["K, V"]: row for row in rows if (row["prompt"], row["answers"]) == (prompt, answers)}
-        ways = [own[way] for way in (first, *others)]
+        found = [own[way] for way in (first, *others)]
         yield [
-            str(prompt), str(answers), *(f"{row['tokens/s']:.3g}" for row in ways),
-            ", ".join(_times(row["times full"]) for row in ways[1:]), f"{max(row['spread %'] for row in ways):.0f}",
-            *(f"{row['K, V MB'] + row['compressed MB']:.0f}" for row in ways),
-            *(f"{row['end to end s']:.3g}" for row in ways),
+            str(prompt), str(answers), *(f"{row['tokens/s']:.3g}" for row in found),
+            ", ".join(_times(row["times full"]) for row in found[1:]), f"{max(row['spread %'] for row in found):.0f}",
+            *(f"{row['K, V MB'] + row['compressed MB']:.0f}" for row in found),
+            *(_three(row["end to end s"]) for row in found),
         ]  # fmt: skip
 
 
 def compressed_requests(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What compressing takes of a request, and what it gives (`vlcache bench compression`)."""
+    """Yield the time that compression takes in one request, and its decoding speed (`vlcache bench compression`)."""
     yield [
-        "tokens of the prompt", "K, V", "kept, %", "first token, s", "prefill, s", "observe and compact, s",
-        "of prefill, %", "tokens/s behind it", "spread, %", "end to end, s",
+        "prompt [tokens]", "`compress`", "KV kept [%]", "TTFT [s]", "prefill [s]", "observe and compact [s]",
+        "the same, of prefill [%]", "decode [tokens/s]", "spread [%]", "end to end [s]",
     ]  # fmt: skip
     for row in rows:
         names = ("first token s", "prefill s", "observe + compact s")
         seconds = [f"{row[name]:.3g}" for name in names]
         of_prefill = f"{row['of prefill %']:.1f}" if row["observe + compact s"] else ""
         rate = [f"{row['tokens/s']:.3g}", f"{row['spread %']:.0f}", f"{row['end to end s']:.3g}"]
-        yield [str(row["prompt"]), f"`{row['K, V']}`", f"{row['kept %']:.3g}", *seconds, of_prefill, *rate]
+        way = "full cache" if row["K, V"] == "full" else f"`{row['K, V']}`"
+        yield [str(row["prompt"]), way, f"{row['kept %']:.3g}", *seconds, of_prefill, *rate]
 
 
 def first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Whether first tokens wait for what is compressed (`vlcache bench compression`)."""
-    yield ["requests", "first token, ms", "least", "more than the first, in pairs"]
+    """Yield the TTFT with and without compression (`vlcache bench compression`)."""
+    yield ["requests", "TTFT, median [ms]", "TTFT, minimum [ms]", "paired difference from the first line [ms]"]
     for row in rows:
         cells = [f"{row[name]:.3g}" for name in ("TTFT ms", "least ms")]
         yield [row["requests"], *cells, f"{row['in pairs ms']:+.2g}"]
 
 
 def compressed_counted(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Decode steps of a tenth of the K, V on an H200 (`python -m research.compression`)."""
+    """Yield counted decode steps with a tenth of the KV on an H200 (`python -m research.compression`)."""
     yield [
-        "answers", "tokens of each prompt", "step, ms, all K, V", "a tenth", "times", "attention alone, times",
-        "by the model of the chip", "with uneven budgets",
+        "sequences", "prompt [tokens]", "step, full cache [ms]", "step, 10 % kept [ms]", "speedup of a step",
+        "speedup of attention, lower bounds", "the same, chip model", "the same, chip model, uneven budgets",
     ]  # fmt: skip
     for row in rows:
         steps = [f"{row[name]:.2f}" for name in ("step ms", "compressed step ms")]
@@ -725,18 +769,18 @@ def compressed_counted(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def compressed_memory() -> Iterator[list[str]]:
-    """Requests that fit at once, by the memory plan (`python -m research.compression`)."""
+    """Yield how many requests fit together by the memory plan (`python -m research.compression`)."""
     memory = _file("compression_h200_counted.json")["memory"]
-    yield ["", "pool of whole prompts", "of compressed ones", "a request", "at once"]
+    yield ["", "KV pool [GB]", "compressed KV pool [GB]", "a request [MB]", "requests that fit together"]
     for name, cells in {
-        "all K, V": ("pool GB", None, "MB of a request", "requests"),
-        "a tenth": (
+        "full cache": ("pool GB", None, "MB of a request", "requests"),
+        "10 % kept": (
             "pool of whole prompts GB", "pool of compressed GB", "MB of a compressed request", "compressed requests",
         ),
     }.items():  # fmt: skip
         whole, compressed, each, count = cells
-        pools = [f"{memory[of]:.1f} GB" if of else "" for of in (whole, compressed)]
-        yield [name, *pools, f"{memory[each]:.0f} MB", str(memory[count])]
+        pools = [f"{memory[of]:.1f}" if of else "" for of in (whole, compressed)]
+        yield [name, *pools, f"{memory[each]:.0f}", str(memory[count])]
 
 
 def markdown(lines: Iterator[list[str]]) -> str:
@@ -752,6 +796,12 @@ def _of(make: Callable[[Sequence[Row]], Iterator[list[str]]], name: str, part: s
 
 def _compared(rows: Sequence[Row]) -> Iterator[list[str]]:
     return goals(rows, COMPARED)
+
+
+def _overview(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield the first table of the study: few settings, and columns that fit on a page."""
+    found = losses([row for row in rows if row["reuse"] in OVERVIEW], (*CASES[:3], *CASES[4:]))
+    return ([name, *cells] for name, _, *cells in found)
 
 
 # The lines of each table, the first one its head.
@@ -808,7 +858,11 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "budgets long": functools.partial(_of, budgets, "budgets_long.json"),
     "budgets long ahead": functools.partial(_of, ahead, "budgets_long.json"),
     "budgets long by task": functools.partial(_of, by_task, "budgets_long.json"),
+    "budgets long by task tenth": functools.partial(_of, functools.partial(by_task, share=10), "budgets_long.json"),
     "held out": functools.partial(_of, held_out, "tiny_vqa_long/held_out.json"),
+    "budgets overview": budget_overview,
+    "compression overview": functools.partial(_of, compression_overview, "compression_cpu.json"),
+    "losses overview": functools.partial(_of, _overview, "study_unnumbered_small.json"),
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }
 for _model in MODELS:
@@ -819,8 +873,14 @@ for _model in MODELS:
         TABLES[f"{_name} {_model} {_size}"] = functools.partial(_of, _make, f"study_{_model}_{_size}.json")
 
 
+def _log(run: str) -> dict[str, Any]:
+    """Return the last line of a training log."""
+    line: dict[str, Any] = json.loads((RESULTS / run / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return line
+
+
 def _apart(reused: bool) -> str:
-    """Right answers of 100 about two images seen apart, behind another question, in the largest sample."""
+    """Return the accuracy for two images cached separately, another question before them, in the largest sample."""
     case = ("question_first", "apart", "several")
     [row] = [row for row in _rows("goal_question_first.json") if _case(row) == case and row["reuse"] == APPROXIMATE]
     return f"{row['mean'] - (0 if reused else row['difference']):.2f}"
@@ -830,7 +890,11 @@ def _apart(reused: bool) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "refusals": slowest_refusal,
     "budgets questions": lambda: str(_rows("budgets_tiny_vqa.json")[0]["questions"]),
-    "budgets lengths": budget_lengths,
+    "budgets lengths": functools.partial(budget_lengths, "budgets_tiny_vqa.json"),
+    "budgets long questions": lambda: str(_rows("budgets_long.json")[0]["questions"]),
+    "budgets long lengths": functools.partial(budget_lengths, "budgets_long.json"),
+    "long steps": lambda: str(_log("tiny_vqa_long")["step"]),
+    "long hours": lambda: f"{_log('tiny_vqa_long')['processor_seconds'] / 3600:.1f}",
     "torch float32": functools.partial(torch_speed, "float32"),
     "torch bfloat16": functools.partial(torch_speed, "bfloat16"),
     "apart cold": functools.partial(_apart, False),

@@ -36,7 +36,7 @@ def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
                 axis.axvline(after["step"], color="gray", linewidth=0.5)
         axis.set_title(f"{run.name}, {lines[-1]['seconds'] / 3600:.1f} h")
         axis.set_xlabel("step")
-    axes[0, 0].set_ylabel("right, %")
+    axes[0, 0].set_ylabel("accuracy [%]")
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(out, dpi=110)

@@ -28,7 +28,7 @@ ROWS = [ROW, ROW | LOST, ROW | APART, ROW | LOST | APART | {"difference": -60.0}
 def test_losses_have_a_line_for_each_setting():
     head, cold, full = published.losses(ROWS)
     assert len(head) == len(cold) == len(full) == 3 + len(published.CASES)
-    assert cold == ["cold, right of 100", "100.0", "100.0", "99.0", "", "", "", "", "99.0"]
+    assert cold == ["no reuse: accuracy [%]", "100.0", "100.0", "99.0", "", "", "", "", "99.0"]
     assert full == ["`full`", "0.0", "0.0", "-4.0", "", "", "", "", "-60.0"]
 
 
@@ -41,18 +41,18 @@ def test_each_case_has_schedules_of_its_own_and_all_are_one_line():
     settings += [{"group": "r = 0.03", "reuse": "shift-0.03"}]
     found = [line[0] for line in published.losses([ROW | LOST | setting for setting in settings])]
     assert found[1:] == [
-        "`schedule`", "`shift-schedule`", "`ratio` of its mean", "`spread-ratio` of its mean",
-        "`schedule` of the other context", "`shift-schedule` of the other context", "`shift-0.03`",
+        "`schedule`", "`shift-schedule`", "`R`, R the schedule's mean", "`spread-R`, R the schedule's mean",
+        "`schedule` of the other arrangement", "`shift-schedule` of the other arrangement", "`shift-0.03`",
     ]  # fmt: skip
 
 
 def test_goals_have_a_line_for_each_case_and_setting():
     _, one, apart = published.goals(ROWS, ["full"])
     assert one == [
-        "one, behind other text", "`full`", "300", "99.0", "-4.0 [-6.0, -2.0]", "-8.0 [-12.0, -4.0] count", "12.00",
-        "10", "1.7",
+        "one image, new text before it", "`full`", "300", "99.0", "-4.0 [-6.0, -2.0]",
+        "-8.0 [-12.0, -4.0] count", "12.00", "10", "1.7",
     ]  # fmt: skip
-    assert apart[:2] == ["two, seen apart, behind another question", "`full`"]
+    assert apart[:2] == ["two images, cached separately, another question before them", "`full`"]
     _, one, _ = published.goals(ROWS, ["full"], digits=2)
     assert one[3:6] == ["99.00", "-3.96 [-6.00, -2.00]", "-8.00 [-12.00, -4.00] count"]
 
@@ -70,12 +70,12 @@ def test_budgets_tell_memory_where_it_is_another():
     ]  # fmt: skip
     assert list(published.budgets(rows))[1:] == [
         ["`snapkv`", "20.0", "40.0"],
-        ["`fastv`", "30.0 (at 60 %)", "50.0 (at 75 %)"],
-        ["the whole cache", "", "90.0"],
+        ["`fastv`", "30.0 (60 % kept)", "50.0 (75 % kept)"],
+        ["full cache", "", "90.0"],
     ]
     assert list(published.ahead(rows))[1] == ["`snapkv`", *["+3.0 [+1.0, +5.0]"] * 2, "71.0", "71.0", "", ""]
     assert list(published.by_task(rows)) == [
-        ["`compress`", "grid"], ["the whole cache", "90"], ["`snapkv-0.5`", "90"], ["`fastv-0.5`", "90"]
+        ["`compress`", "grid [%]"], ["full cache", "90"], ["`snapkv-0.5`", "90"], ["`fastv-0.5`", "90"]
     ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_sparsity_has_a_line_for_each_kind_of_rows(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps(found))
     monkeypatch.setattr(published, "RESULTS", tmp_path)
     cells = ["50 (10 to 90)", "25 (20 to 30)"]
-    head = ["%", "layer 0", "layer 1"]
+    head = ["sparsity [%]", "layer 0", "layer 1"]
     assert list(published.sparse("a.json")) == [head, ["prefill", *cells], ["decoding", *cells]]
 
 
@@ -97,7 +97,7 @@ def test_lengths_have_a_line_for_each_case(tmp_path, monkeypatch):
     monkeypatch.setattr(published, "RESULTS", tmp_path)
     monkeypatch.setattr(published, "LENGTHS", ["a.json"])
     _, line = published.lengths()
-    shown = "two, seen apart, behind other text"
+    shown = "two images, cached separately, new text before them"
     assert line == ["small", "test", shown, "0.094", "0.24", "+4.0 [-2.0, +9.3]"]
 
 
@@ -105,15 +105,15 @@ def test_answers_have_a_line_for_each_case():
     rows = [*ROWS, ROW | {"reuse": published.APPROXIMATE, "mean": 98.96}]
     rows = [row for row in rows if row["donors"] == "together"]
     _, line = published.answers(rows)
-    assert line == ["one, behind other text", "300", "99.0", "99.0", "95.0"]
+    assert line == ["one image, new text before it", "300", "99.0", "99.0", "95.0"]
 
 
 def test_a_choice_is_told_with_losses_and_errors():
     rows = [{"logit MSE": 0.0345} | row for row in ROWS]
     assert list(published.choice(rows)) == [
         ["images", "`full`"],
-        ["one, behind other text", "-4.0, 0.035"],
-        ["two, seen apart, behind another question", "-60.0, 0.035"],
+        ["one image, new text before it", "-4.0, 0.035"],
+        ["two images, cached separately, another question before them", "-60.0, 0.035"],
     ]
 
 
@@ -123,9 +123,9 @@ def test_cold_answers_are_told_by_task():
     several = case | {"images": "several"}
     rows = [case | one, several | one | {"compare": 91.04}, several | one | {"donors": "apart"}, ROW | LOST]
     assert list(published.cold(rows)) == [
-        ["images", "grid", "compare", "mean"],
-        ["one, behind other text", "99.0", "", "99.0"],
-        ["two, behind other text", "99.0", "91.0", "99.0"],
+        ["accuracy [%]", "grid", "compare", "mean"],
+        ["one image, new text before it", "99.0", "", "99.0"],
+        ["two images, new text before them", "99.0", "91.0", "99.0"],
     ]
 
 
@@ -195,7 +195,7 @@ def test_compression_is_told_by_prompt_and_way(tmp_path, monkeypatch):
     less = {"K, V": "vl-cache-0.1", "kept %": 9.96, "observe + compact s": 0.12, "of prefill %": 2.0}
     head, *lines = published.compressed_requests([whole, whole | less])
     assert lines == [
-        ["4176", "`full`", "100", "6.54", "6", "0", "", "12.3", "3", "15"],
+        ["4176", "full cache", "100", "6.54", "6", "0", "", "12.3", "3", "15"],
         ["4176", "`vl-cache-0.1`", "9.96", "6.54", "6", "0.12", "2.0", "12.3", "3", "15"],
     ]
     first = [{"requests": "plain", "TTFT ms": 301.4, "least ms": 290.0, "in pairs ms": 0.0}]
@@ -318,3 +318,32 @@ def test_steps_are_told_before_and_now(tmp_path, monkeypatch):
     assert head[2:4] == ["launches a layer: 0.11.2", "launches a layer: 0.12.0.1"]
     assert lines[0] == ["A", "window 1", "12", "25", "21", "21", "", "0", "168", "168", "30", "30"]
     assert lines[1][3] == "not tried"
+
+
+def test_overviews_have_a_line_for_each_mode_prompt_and_method():
+    _, *lines = published.TABLES["losses overview"]()
+    assert [line[0] for line in lines[:2]] == ["no reuse: accuracy [%]", "`full`"]
+    assert len(lines) == len(published.OVERVIEW)
+    head, *lines = published.TABLES["budgets overview"]()
+    assert [line[:2] for line in lines[:3]] == [
+        ["short", "`postvision`"],
+        ["short", "`vl-cache`"],
+        ["short", "`random`"],
+    ]
+    assert len(lines) == 6
+    assert all(len(line) == len(head) for line in lines)
+    rows = [
+        {"prompt": 4176, "answers": answers, "K, V": way, "times full": 1.0 + answers * i, "K, V MB": 104.0 * (1 - i),
+         "compressed MB": 13.0 * i}
+        for answers in (1, 4) for i, way in enumerate(("full", "postvision-0.1"))
+    ]  # fmt: skip
+    head, line = published.compression_overview(rows)
+    assert line == ["4176", "2", "5", "104", "13"]
+    assert head[1:3] == ["decode speedup, 1 sequence", "decode speedup, 4 sequences"]
+
+
+def test_tasks_are_told_at_other_budgets():
+    whole = {"method": "whole", "budget %": 100.0, "memory %": 100.0, "grid": 90.0, "questions": 5}
+    tenth = whole | {"method": "random", "budget %": 10.0, "grid": 50.0}
+    lines = list(published.by_task([whole, tenth], share=10))
+    assert lines == [["`compress`", "grid [%]"], ["full cache", "90"], ["`random-0.1`", "50"]]

@@ -334,7 +334,7 @@ def test_sensitivity_is_drawn(tmp_path, drawn):
 
 @pytest.mark.parametrize("case", ["text_first", "question_first", "apart"])
 def test_measured_errors_fall_with_the_ratio(case):
-    """What docs/reuse_study.md says of figure 2 of the VLCache paper."""
+    """What docs/research/reuse_study.md says of figure 2 of the VLCache paper."""
     path = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / f"tiny_vqa_errors_{case}.json"
     curves = json.loads(path.read_text())["error of attention outputs, by answer token"]
     assert_falling(curves)

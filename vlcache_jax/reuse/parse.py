@@ -24,7 +24,7 @@ _WITH_COUNT: dict[str, Callable[[int], Policy]] = {"mpic": MPIC, "epic": EPIC}
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
 _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}
 # What "approximate" stands for: of all policies that compute at most 3 % of rows x layers the one with the best answers
-# (docs/reuse_study.md).
+# (docs/research/reuse_study.md).
 APPROXIMATE = "shift-0.03"
 _NAMED: dict[str, Policy] = {
     "off": Off(),

@@ -264,9 +264,9 @@ def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         arrangement, donors, images = case
         axes[0, column].set_title(f"{arrangement.replace('_', ' ')}, {images} image{'s' * (images != 'one')}, {donors}")
         axes[0, column].axhline(0, color="black", linewidth=0.5)
-        axes[1, column].set_xlabel("image rows recomputed, %")
-    axes[0, 0].set_ylabel("accuracy against cold, points")
-    axes[1, 0].set_ylabel("most likely token agrees, %")
+        axes[1, column].set_xlabel("image tokens recomputed [%]")
+    axes[0, 0].set_ylabel("change of accuracy [points]")
+    axes[1, 0].set_ylabel("same most likely token [%]")
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
