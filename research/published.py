@@ -627,13 +627,19 @@ def gpu_first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 def spread_over(rows: Sequence[Row]) -> Iterator[list[str]]:
     """What several H200s that share a model hold, and take at least (`python -m research.spread`)."""
-    times = ("cold 20K", "hit 20K, falling", "token of 1", "token of 16", "token of 64")
+    times = {
+        "cold 20K": "20K tokens, no reuse",
+        "hit 20K, falling": "20K tokens, cached",
+        "token of 1": "decode step, 1 request",
+        "token of 16": "decode step, 16 requests",
+        "token of 64": "decode step, 64 requests",
+    }
     yield [
         "model",
         "GPUs",
-        "weights on each, GB",
-        "tokens in the pool",
-        *(f"{case}, ms (of it exchange)" for case in times),
+        "weights per GPU, GB",
+        "tokens in the KV pool",
+        *(f"{title}, ms (communication)" for title in times.values()),
     ]
     for row in rows:
         fits = row["tokens in the pool"] > 0

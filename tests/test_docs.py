@@ -159,6 +159,15 @@ def test_links_lead_somewhere():
                 assert (path.parent / target.partition("#")[0]).exists(), (path, target)
 
 
+def test_the_reference_lists_every_command():
+    def leaves(command, path):
+        below = getattr(command, "commands", {})
+        return [leaf for name in below for leaf in leaves(below[name], f"{path} {name}")] or [path]
+
+    listed = [command.strip("`") for command, _ in table("docs/reference/cli.md", "command | purpose")]
+    assert sorted(listed) == sorted(leaves(typer.main.get_command(app), "vlcache"))
+
+
 def test_the_readme_stays_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
@@ -171,7 +180,7 @@ def table(page, head):
 
 
 def test_what_is_said_of_a_models_memory_is_what_is_counted():
-    rows = table("docs/guides/gpus.md", "model | K, V a token")
+    rows = table("docs/guides/gpus.md", "model | KV per token")
     assert len(rows) == 7
     for name, *found in rows:
         config = published_config(name)
@@ -190,10 +199,11 @@ def test_what_is_said_to_fit_is_what_is_counted():
         fits = [fit for fit in counted[name] if fit["weights in"] == bits]
         assert weights == fits[0]["weights"]
         for cell, fit in zip(cells, fits, strict=True):
-            fewer = [f"{fit['rows of a step']} rows"] * (fit["rows of a step"] != 8192)
-            smaller = [fit["largest image"]] * (fit["largest image"] != fits[-1]["largest image"])
-            told = "-" if fit["tokens"] == NOTHING else ", ".join([str(fit["tokens"]), *fewer, *smaller])
-            assert (name, cell) == (name, told)
+            fewer = [f"chunk {fit['rows of a step']}"] * (fit["rows of a step"] != 8192)
+            image = fit["largest image"]
+            smaller = [image.replace(" million pixels", " MP")] * (image != fits[-1]["largest image"])
+            limits = f" ({', '.join([*fewer, *smaller])})" if fewer or smaller else ""
+            assert (name, cell) == (name, "-" if fit["tokens"] == NOTHING else f"{fit['tokens']}{limits}")
     for gpu, *cells in table("README.md", "a GPU with"):
         for bits, cell in zip(("bfloat16", "FP8"), cells, strict=True):
             for name, tokens in re.findall(r"(Qwen\S+) (\d+)", cell):

@@ -281,7 +281,7 @@ def _check(example, found):
 
 def test_the_guide_has_every_example():
     guide = GUIDE.read_text(encoding="utf-8")
-    table = guide[guide.index("## What its examples send") :]
+    table = guide[guide.index("## Requests of vLLM's examples") :]
     for example in EXAMPLES:
         assert f"| {example.name} |" in table, example.name
 
