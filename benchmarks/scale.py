@@ -317,11 +317,11 @@ def main(
 
 
 def _draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
-    """Found pictures and late answers, by engines and rule."""
+    """Draw the hit rate and the late first tokens by number of engines and rule."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    shown = ("found", "share of pictures that the engine holds"), ("p99 ms", "99 % have a first token within ms")
+    shown = ("found", "hit rate in the engine"), ("p99 ms", "TTFT p99 [ms]")
     for axes, (column, label) in zip(figure.subplots(1, 2), shown, strict=True):
         for rule in dict.fromkeys(row["rule"] for row in rows):
             own = [row for row in rows if row["rule"] == rule]

@@ -233,14 +233,15 @@ def lengths() -> Iterator[list[str]]:
 def codecs() -> Iterator[list[str]]:
     """Yield the cost of codecs in the shipped model: divergence from outputs with full-precision cache entries."""
     yield [
-        "before the images", "`reuse`", "codec", "accuracy [%]", "mean KL", "largest KL of a token",
+        "before the images", "`reuse=`", "codec", "accuracy [%]", "mean KL", "largest KL of a token",
         "same most likely token [%]",
     ]  # fmt: skip
     for before, name in (("new text", "codecs_cpu.json"), ("another question", "codecs_cpu_question_first.json")):
         for row in _rows(name):
             if row["task"] == "all":
                 kl = [f"{row[of]:.2g}" for of in ("mean KL", "largest KL")] if row["codec"] != "auto" else ["", ""]
-                cells = [before, f"`{row['reuse']}`", f"`{row['codec']}`", f"{row['right %']:.1f}", *kl]
+                mode = "approximate" if row["reuse"] == APPROXIMATE else row["reuse"]
+                cells = [before, f"`{mode}`", f"`{row['codec']}`", f"{row['right %']:.1f}", *kl]
                 yield [*cells, f"{row['agreement %']:.2f}"]
 
 
@@ -393,8 +394,8 @@ def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
     """How 16 simulated engines are given requests (`vlcache_jax.benchmarks.scale`), at two rates."""
-    yield ["requests a second and engine", "rule", "found, %", "from another, %", "computed, %", "first token p50, ms",
-           "p99, ms", "most over mean"]  # fmt: skip
+    yield ["requests/s per engine", "routing rule", "cached in the engine, %", "loaded from another engine, %",
+           "computed, %", "TTFT p50, ms", "TTFT p99, ms", "largest load / mean load"]  # fmt: skip
     for rate, found in ((8, rows), (24, _rows("scale_busy.json"))):
         for row in (row for row in found if row["engines"] == 16):
             computed = 1 - row["found"] - row["from others"]
@@ -405,7 +406,8 @@ def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 def routing(rows: Sequence[Row]) -> Iterator[list[str]]:
     """What a router does with a request (`vlcache_jax.benchmarks.routing`)."""
-    yield ["engines", "JSON, ms", "hashing, ms", "beside hashing, ms", "choosing, ms", "choosing p99, ms"]
+    yield ["engines", "parse JSON, ms", "hash images, ms", "walk the body, ms",
+           "choose an engine, ms", "choose p99, ms"]  # fmt: skip
     for row in rows:
         alone = row["hash alone ms"]
         times = (row["read JSON ms"], alone, row["hash ms"] - alone, row["choose ms"], row["choose p99 ms"])
@@ -414,8 +416,8 @@ def routing(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 def scale_needs() -> Iterator[list[str]]:
     """What more engines need, by the simulator's figures."""
-    yield ["engines", "pictures held", "found, %", "pictures computed/s", "GB/s between machines", "records",
-           "their indexes, MB"]  # fmt: skip
+    yield ["engines", "cached images", "hits, %", "images computed/s", "GB/s between machines", "cache entries",
+           "indexes, MB"]  # fmt: skip
     costs, rate, tokens = Costs(), 8, 1024
     size = tokens * costs.token_bytes
     for engines in (1, 10, 1000):
@@ -570,12 +572,12 @@ def sparse(name: str) -> Iterator[list[str]]:
 
 def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Milliseconds to write and load records, and of a load its share of reading the same bytes alone."""
-    yield ["", "into memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
+    yield ["store", "target memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
     written = {
         row["store"]: f"{row['ms']:.0f} ms" for row in rows if (row["what"], row["codec"]) == ("write", "bfloat16")
     }
     loads = [row for row in rows if row["what"] == "read" and "not possible" not in row["page cache"]]
-    for memory, where in (("new", "that is mapped anew"), ("old", "that was mapped before")):
+    for memory, where in (("new", "new mapping"), ("old", "existing mapping")):
         for store, page_cache in dict.fromkeys((row["store"], row["page cache"]) for row in loads):
             case = (store, page_cache, memory)
             own = [row for row in loads if (row["store"], row["page cache"], row["memory"]) == case]
