@@ -46,6 +46,8 @@ CASES = (
     ("text_first", "apart", "several"), ("question_first", "apart", "several"),
 )  # fmt: skip
 _TABLE = re.compile(r"(<!-- table (\w[\w -]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+_ALONE = "each prompt alone"  # rows of `benchmarks.peer.table.agreement`
+_ENGINES = {"ours": "VLCache-JAX", "vllm": "vLLM"}
 _FIGURE = re.compile(r"(<!-- figure (\w[\w -]*) -->).*?(<!-- end -->)")
 
 Row = dict[str, Any]
@@ -325,6 +327,52 @@ def peer(rows: Sequence[Row]) -> Iterator[list[str]]:
         cells = (row[name] for name in ("ours", "vllm", "ours over vllm", "ours: CPU s", "vllm: CPU s"))
         figures = ("" if isinstance(cell, str) else f"{cell:.3g}" for cell in cells)
         yield [row["dtype"], row["case"], str(row["size"]).replace("-", ""), row["unit"], *figures]
+
+
+def architectures() -> Iterator[list[str]]:
+    """The portable kernels, compiled for each architecture and counted (`python -m research.architectures`)."""
+    yield [
+        "GPU", "attention: instructions (masked)", "attention: of the matrix rate", "limited by",
+        "decode attention: of the bandwidth", "FP8 decode: instructions", "FP8 decode: of the bandwidth",
+        "FP8 experts: of the matrix rate",
+    ]  # fmt: skip
+    for name, one in _file("architectures.json").items():
+        if not name.startswith("sm_"):
+            continue
+        kinds = (
+            "paged attention, cold 4096",
+            "paged attention, decode",
+            "8 bits, decode of 8B",
+            "8 bits, experts of 30B-A3B",
+        )
+        cold, decode, matrix, experts = (one["cases"][kind][0] for kind in kinds)
+        yield [
+            one["chip"].removeprefix("NVIDIA "),
+            f"{cold['instructions of a turn']} ({cold['instructions of a masked turn']})",
+            f"{cold['share of matrix rate at most']:.2g}",
+            cold["limited by"],
+            f"{decode['share of bandwidth at most']:.2g}",
+            str(matrix["instructions of a turn"]),
+            f"{matrix['share of bandwidth at most']:.2g}",
+            f"{experts['share of matrix rate at most']:.2g}",
+        ]
+
+
+def agreement(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Greedy outputs of the same prompts in one batch and each by itself (`python -m benchmarks.peer`)."""
+    yield ["engine", "dtype", "same outputs", "same five most likely tokens", "largest difference of log-probabilities"]
+    for row in rows:
+        if row["beside"] == _ALONE:
+            engine, dtype = row["answers of"].split()
+            equal, tops = row["equal"], row["same five most likely"]
+            yield [_ENGINES[engine], dtype, equal, tops, f"{row['largest difference']:.1g}"]
+
+
+def agreed(engine: str, dtype: str) -> str:
+    """How many outputs of a batch are those of each prompt by itself: "7 of 10"."""
+    rows = _file("peer_cpu.json")["agreement"]
+    [row] = [row for row in rows if row["beside"] == _ALONE and row["answers of"] == f"{engine} {dtype}"]
+    return str(row["equal"])
 
 
 def peer_speed(dtype: str, ours: str, theirs: str = "") -> str:
@@ -829,6 +877,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "launched": functools.partial(_of, launched, "launched_cpu.json"),
     "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
     "peer": functools.partial(_of, peer, "peer_cpu.json"),
+    "architectures": architectures,
+    "agreement": functools.partial(_of, agreement, "peer_cpu.json", "agreement"),
     "stores": functools.partial(_of, stores, "stores_cpu.json"),
     "throughput": variants,
     "policies": functools.partial(_of, policies, "serve_policies_cpu.json"),
@@ -914,6 +964,8 @@ for _dtype in ("float32", "bfloat16"):
         "approximate": ("new prefix, approximate", "new prefix"),
     }.items():  # fmt: skip
         FIGURES[f"vllm {_name} {_dtype}"] = functools.partial(peer_speed, _dtype, *_cases)
+    for _engine in _ENGINES:
+        FIGURES[f"agreement {_engine} {_dtype}"] = functools.partial(agreed, _engine, _dtype)
 
 
 def rewrite(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -131,8 +132,15 @@ def understood(words):
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert not name or name in known
         return
-    if "=" in words[0]:  # a variable of the environment
+    while "=" in words[0]:  # a variable of the environment
         words = words[1:]
+    if words[:2] == ["uv", "sync"]:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        named = {"--group": project["dependency-groups"], "--extra": project["project"]["optional-dependencies"]}
+        for option, name in itertools.pairwise(words):
+            if option in named:
+                assert name in named[option], words
+        return
     if words[:2] == ["uv", "run"]:
         words = words[2:]
         while words[0] in ("--group", "--extra"):
@@ -145,7 +153,7 @@ def understood(words):
             command, rest = command.commands[rest[0]], rest[1:]
         if "--help" not in rest:
             command.make_context("vlcache", rest, parent=context)
-    elif words[:2] == ["python", "-m"]:
+    elif words[0].rpartition("/")[2] == "python" and words[1] == "-m":
         assert importlib.util.find_spec(words[2]) is not None, words
     else:
         assert words[0] in ("pytest", "ruff", "mypy", "lint-imports", "sphinx-build", "git"), words

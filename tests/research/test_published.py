@@ -57,6 +57,19 @@ def test_goals_have_a_line_for_each_case_and_setting():
     assert one[3:6] == ["99.00", "-3.96 [-6.00, -2.00]", "-8.00 [-12.00, -4.00] count"]
 
 
+def test_agreement_is_that_of_each_engine_with_itself():
+    row = {"equal": "7 of 10", "same five most likely": "107 of 136", "largest difference": 0.045}
+    rows = [
+        row | {"answers of": "ours bfloat16", "beside": "each prompt alone"},
+        row | {"answers of": "vllm bfloat16", "beside": "each prompt alone"},
+        row | {"answers of": "ours bfloat16", "beside": "vllm bfloat16"},
+    ]
+    assert list(published.agreement(rows))[1:] == [
+        ["VLCache-JAX", "bfloat16", "7 of 10", "107 of 136", "0.04"],
+        ["vLLM", "bfloat16", "7 of 10", "107 of 136", "0.04"],
+    ]
+
+
 def test_budgets_tell_memory_where_it_is_another():
     whole = {"method": "whole", "budget %": 100.0, "memory %": 100.0, "grid": 90.0, "questions": 5, "mean": 90.0}
     over = {"over random difference": 3.0, "over random low": 1.0, "over random high": 5.0}
