@@ -324,7 +324,7 @@ def torch_speed(dtype: str) -> str:
 
 # Cases of `benchmarks.peer` in public words; the ones of the first table, with what vLLM is measured at.
 PEER_CASES = {
-    "cold": "no reuse",
+    "cold": "new images",
     "repeat": "same request again",
     "next question": "same prefix, new question",
     "new prefix": 'new prefix, `"exact"`',
@@ -384,6 +384,26 @@ def peer(dtype: str, rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [case, str(row["size"]).replace("-", ""), row["unit"], *figures]
 
 
+def peer_amx(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Speed relative to vLLM on a processor with AMX, of which only ratios were kept."""
+    yield ["case", "image tokens or sequences", *DTYPES]
+    for row in rows:
+        yield [_public(PEER_CASES, row["case"]), str(row["size"]), *(f"{row[dtype]:.2g}" for dtype in DTYPES)]
+
+
+def peer_amx_speed(dtype: str, case: str) -> str:
+    """Speed relative to vLLM on a processor with AMX, over all sizes: "0.39 to 0.53"."""
+    found = sorted(row[dtype] for row in _rows("peer_amx_cpu.json") if row["case"] == case)
+    return f"{found[0]:.2g} to {found[-1]:.2g}"
+
+
+def router_time(part: str, engines: int = 16) -> str:
+    """Milliseconds of one part of what a router does with a request of 20 images."""
+    [row] = [row for row in _rows("routing.json") if row["engines"] == engines]
+    parts = {"choose": row["choose ms"], "parse": row["read JSON ms"], "hash": row["hash ms"]}
+    return f"{parts[part]:.2g}"
+
+
 def peer_agreement(dtype: str, engine: str) -> str:
     """How many answers of an engine are the same alone and in a batch: "7 of 10"."""
     [row] = [
@@ -437,6 +457,17 @@ def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
         shares = [f"{np.mean([row[of] for row in own]):.0f}" for of in ("cached %", "equal answers %")]
         first = [_with_spread(row, "TTFT p50 ms", 1000) for row in own]
         yield [_way(name), *first, *(_with_spread(row, "goodput/s", 1) for row in own), *shares]
+
+
+def policies_first(rows: Sequence[Row], rate: float = 1.0) -> Iterator[list[str]]:
+    """A server in each reuse mode at one rate of requests."""
+    yield [
+        "reuse mode", f"TTFT p50 [s] at {rate:g} request/s", f"goodput [requests/s] at {rate:g} request/s",
+        "prompt tokens from the cache [%]",
+    ]  # fmt: skip
+    for row in (row for row in rows if row["rate"] == rate):
+        cells = [_with_spread(row, "TTFT p50 ms", 1000), _with_spread(row, "goodput/s", 1)]
+        yield [_way(row["reuse"]), *cells, f"{row['cached %']:.0f}"]
 
 
 def by_images(column: str, form: str, rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -954,11 +985,13 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
     "peer first": peer_first,
     "peer ratios": functools.partial(_of, peer_ratios, "peer_cpu.json"),
+    "peer amx": functools.partial(_of, peer_amx, "peer_amx_cpu.json"),
     "peer float32": functools.partial(_of, functools.partial(peer, "float32"), "peer_cpu.json"),
     "peer bfloat16": functools.partial(_of, functools.partial(peer, "bfloat16"), "peer_cpu.json"),
     "stores": functools.partial(_of, stores, "stores_cpu.json"),
     "throughput": variants,
     "policies": functools.partial(_of, policies, "serve_policies_cpu.json"),
+    "policies first": functools.partial(_of, policies_first, "serve_policies_cpu.json"),
     "mpic times": functools.partial(_of, functools.partial(by_images, "TTFT ms", "{:.0f}"), "mpic_cpu.json"),
     "mpic rows": functools.partial(_of, functools.partial(by_images, "rows %", "{:.0f}"), "mpic_cpu.json"),
     "mpic accuracy": functools.partial(_of, functools.partial(by_images, "accuracy %", "{:.0f}"), "mpic_tiny_vqa.json"),
@@ -1022,7 +1055,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "apart cold": functools.partial(_apart, False),
     "apart approximate": functools.partial(_apart, True),
 }
+for _part in ("choose", "parse", "hash"):
+    FIGURES[f"router {_part}"] = functools.partial(router_time, _part)
 for _dtype in DTYPES:
+    FIGURES[f"vllm amx cold {_dtype}"] = functools.partial(peer_amx_speed, _dtype, "cold")
     FIGURES[f"agreement {_dtype}"] = functools.partial(peer_agreement, _dtype, "ours")
     FIGURES[f"agreement vllm {_dtype}"] = functools.partial(peer_agreement, _dtype, "vllm")
     for _name, _cases in {

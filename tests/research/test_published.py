@@ -267,8 +267,8 @@ def test_speed_beside_vllm_is_by_sizes_and_may_be_of_another_case(monkeypatch):
     assert published.peer_speed("float32", "decode") == "0.75"
     assert published.peer_speed("float32", "known, linked", "known") == "8"
     assert list(published.peer_ratios(rows))[1:] == [
-        ["no reuse", "1024", "0.5", ""],
-        ["no reuse", "2048", "1.2", ""],
+        ["new images", "1024", "0.5", ""],
+        ["new images", "2048", "1.2", ""],
         ["decoding", "1", "0.75", ""],
         ["known, linked", "1024", "8", ""],
         ["known", "1024", "0.8", ""],
