@@ -253,8 +253,12 @@ def draw(rows: Sequence[Mapping[str, Any]], picture: pathlib.Path) -> None:
         at = [row["images"] for row in own]
         times.plot(at, [row["TTFT ms"] for row in own], "o-", markersize=3, label=label(policy))
         scores.plot(at, [np.nan if row[score] is None else row[score] for row in own], "o-", markersize=3)
-    times.set(xlabel="images", ylabel="time to the first token, median, ms", yscale="log")
-    scores.set(xlabel="images", ylabel={"judge": "overall score of the judge"}.get(score, score), ylim=(0, None))
+    times.set(xlabel="images", ylabel="TTFT, median [ms]", yscale="log")
+    scores.set(
+        xlabel="images",
+        ylabel={"judge": "overall score of the judge", "accuracy %": "accuracy [%]"}.get(score, score),
+        ylim=(0, None),
+    )
     figure.legend(*times.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(picture)
     pyplot.close(figure)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks import POLICIES, notes
+from vlcache_jax.benchmarks import POLICIES, label, notes
 from vlcache_jax.benchmarks.serving_client import Answer, Client
 from vlcache_jax.benchmarks.serving_load import Chat, Requests
 from vlcache_jax.progress import say
@@ -260,24 +260,24 @@ def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
     lies what its runs spread over."""
     pyplot = figures()
     figure, (times, served) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    times.set(xlabel="requests a second", ylabel="time to the first token, ms", xscale="log", yscale="log")
-    served.set(xlabel="requests a second", ylabel="answers a second", xscale="log")
+    times.set(xlabel="requests/s", ylabel="TTFT [ms]", xscale="log", yscale="log")
+    served.set(xlabel="requests/s", ylabel="answered requests/s", xscale="log")
 
-    def plot(axes: Any, rows: Sequence[dict[str, Any]], column: str, label: str, **style: Any) -> None:
+    def plot(axes: Any, rows: Sequence[dict[str, Any]], column: str, title: str, **style: Any) -> None:
         values = [np.nan if row[column] is None else row[column] for row in rows]
         at = [row["rate"] for row in rows]
-        [line] = axes.plot(at, values, marker="o", label=label, **style)
+        [line] = axes.plot(at, values, marker="o", label=title, **style)
         if all(found := [spread(row, column) for row in rows]):
             axes.fill_between(at, *zip(*found, strict=True), color=line.get_color(), alpha=0.15)
 
     if "reuse" in rows[0]:
         for name in dict.fromkeys(row["reuse"] for row in rows):
             own = [row for row in rows if row["reuse"] == name]
-            plot(times, own, "TTFT p50 ms", name)
-            plot(served, own, "goodput/s", name)
+            plot(times, own, "TTFT p50 ms", label(name))
+            plot(served, own, "goodput/s", label(name))
         figure.legend(*times.get_legend_handles_labels(), loc="outside right upper")
-        times.set(ylabel="time to the first token, median, ms")
-        served.set(ylabel="answers a second that keep to the goals")
+        times.set(ylabel="TTFT, median [ms]")
+        served.set(ylabel="goodput [requests/s]")
     else:
         for share in PERCENTILES:
             plot(times, rows, f"TTFT p{share} ms", f"p{share}")
@@ -285,7 +285,7 @@ def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
             plot(served, rows, name, name.removesuffix("/s"))
         shares = served.twinx()
         plot(shares, rows, "cached %", "cached", color="grey", linestyle="--")
-        shares.set(ylabel="prompt tokens cached, % (dashed)", ylim=(0, 100))
+        shares.set(ylabel="cached prompt tokens [%] (dashed)", ylim=(0, 100))
         for axes in (times, served):
             axes.legend()
     served.set_ylim(0)

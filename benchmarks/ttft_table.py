@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,22 @@ STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "
 TIMES = ("TTFT ms", "spread ms", "over cold", "over encoder cached", "floor ms", "times floor", "TTFT minus compute %")
 COUNTS = ("tokens reused", "rows a layer", "pairs a layer", "GFLOP", "GFLOP/s of cold")
 COLD, ENCODER_CACHED = "cold", "encoder cached"
+MODES = {COLD: "no reuse", ENCODER_CACHED: '"exact"', "shift, r = 0.03": '"approximate"', "r = 0": '"full"'}
+"""The public name of each configuration that README compares."""
+
+
+def mode(configuration: str) -> str:
+    """Return the public name of a configuration: the value of `reuse=` behind it, `schedule` or `no reuse`.
+
+    Tables and charts show it; results keep the name of the configuration.
+    """
+    ratio = re.fullmatch(r"r = ([\d.]+)", configuration)
+    schedule = re.fullmatch(r"schedule, mean ([\d.]+)", configuration)
+    if configuration in MODES:
+        return MODES[configuration]
+    if schedule:
+        return f"schedule (mean {100 * float(schedule[1]):.3g} %)"
+    return ratio[1] if ratio else configuration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +130,8 @@ def publish(
         "Steps": steps,
     }
     for title, columns in parts.items():
-        show(title, [{name: row[name] for name in (*names, *columns)} for row in rows])
+        public = [row | {"configuration": mode(row["configuration"])} for row in rows]
+        show(title, [{name: row[name] for name in (*names, *columns)} for row in public])
     if out is not None:
         write(TITLE, rows, head, out)
     if picture is not None:
@@ -121,8 +139,15 @@ def publish(
         print(f"written to {picture}")
 
 
-def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.Path) -> None:
-    """Draws the rows as stacked bars of their steps, the rows of each number of image tokens beside each other."""
+def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.Path, title: str | None = None) -> None:
+    """Draw the rows as stacked bars of their steps, with one panel for each number of image tokens.
+
+    Args:
+      rows: rows of the table.
+      head: the head of a result file; its model, dtype and prompt are the title unless `title` is given.
+      picture: the file to write.
+      title: the title of the chart.
+    """
     pyplot = figures()
     sizes = sorted({row["image tokens"] for row in rows})
     shown = [step for step in STEPS if any(row[f"{step} ms"] > 0.01 * row["TTFT ms"] for row in rows)]
@@ -131,8 +156,8 @@ def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.
     for size, axes in zip(sizes, all_axes[:, 0], strict=True):
         _draw_bars(axes, [row for row in rows if row["image tokens"] == size], shown)
         axes.set_ylabel(f"{size} image tokens", fontsize="small")
-    all_axes[-1, 0].set_xlabel("seconds to the first token")
-    figure.suptitle(f"{head['model']}, {head['dtype']}\n{head['prompt']}", fontsize="medium")
+    all_axes[-1, 0].set_xlabel("time to first token [s]")
+    figure.suptitle(title or f"{head['model']}, {head['dtype']}\n{head['prompt']}", fontsize="medium")
     all_axes[-1, 0].legend(ncols=2, fontsize="small", loc="lower right")
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
@@ -142,8 +167,8 @@ def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]], shown: Sequence[str]) 
     places = {(row["K, V in"], row["codec"]) for row in rows if row["codec"] != "-"}
     apart = len(places) > 1  # a name alone does not say which row it is
     names = [
-        f"{row['configuration']}, {row['K, V in']}, {row['codec']}" if apart and row["codec"] != "-"
-        else row["configuration"]
+        f"{mode(row['configuration'])}, {row['K, V in']}, {row['codec']}" if apart and row["codec"] != "-"
+        else mode(row["configuration"])
         for row in rows
     ]  # fmt: skip
     end = np.array([row["TTFT ms"] / 1000 for row in rows])
@@ -154,6 +179,6 @@ def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]], shown: Sequence[str]) 
         begin += seconds
     axes.barh(names, np.maximum(end - begin, 0), left=begin, label="rest", color="lightgray")
     for row, name, seconds in zip(rows, names, end, strict=True):
-        axes.text(seconds, name, f" {seconds:.3g} s, {row['over cold']:.3g} x", va="center")
+        axes.text(seconds, name, f" {seconds:.2g} s, {row['over cold']:.2g}x", va="center")
     axes.invert_yaxis()
     axes.set_xlim(right=1.15 * end.max())

@@ -12,16 +12,17 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks import label
+from vlcache_jax.benchmarks import SCHEDULE, label
 from vlcache_jax.benchmarks.policies import OWN
 from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, zipf_hits
 from vlcache_jax.benchmarks.serving import spread
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
+from vlcache_jax.benchmarks.ttft_table import MODES, mode
 from vlcache_jax.reuse.parse import APPROXIMATE
 from vlcache_jax.study.accuracy import COLD
 from vlcache_jax.study.pairs import interval
@@ -51,6 +52,11 @@ _ENGINES = {"ours": "VLCache-JAX", "vllm": "vLLM"}
 _FIGURE = re.compile(r"(<!-- figure (\w[\w -]*) -->).*?(<!-- end -->)")
 
 Row = dict[str, Any]
+
+
+def _public(names: Mapping[str, str], name: str) -> str:
+    """The public name of a case; its own where there is none."""
+    return names.get(name, name)
 
 
 def _rows(name: str) -> list[Row]:
@@ -248,51 +254,63 @@ def codecs() -> Iterator[list[str]]:
 
 
 def ttft(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Times to the first token of known images behind new text (`vlcache bench ttft --disk DIR`)."""
+    """TTFT of cached images after new text (`vlcache bench ttft --disk DIR`), a line for each mode."""
     of_disk = {row["configuration"]: row for row in rows if row["K, V in"] == "disk"}
     yield [
-        "", "first token, s", "spread", "from disk, s", "times faster than cold", "than encoder cached", "rows a layer",
-        "operations a second, of cold's", "floor, s", "times its floor", "but for computing, %",
+        "reuse mode", "TTFT [ms]", "spread (max - min) [ms]", "TTFT after a restart, from disk [ms]",
+        "speedup over no reuse", 'speedup over `"exact"`', "tokens computed per layer",
+        "operations/s, relative to no reuse", "lower bound [ms]", "TTFT / lower bound",
+        "time outside encoder and prefill [%]",
     ]  # fmt: skip
     for row in rows:
         if row["K, V in"] != "disk":
             name = row["configuration"]
-            disk = f"{of_disk[name]['TTFT ms'] / 1000:.3g}" if name in of_disk else ""
-            cells = [f"{row['TTFT ms'] / 1000:.3g}", _spread(row["spread ms"] / 1000, "{:.3g}"), disk]
+            disk = _ms(of_disk[name]["TTFT ms"]) if name in of_disk else ""
+            cells = [_ms(row["TTFT ms"]), _spread(row["spread ms"]), disk]
             cells += [_times(row[of]) for of in ("over cold", "over encoder cached")]
-            cells += [f"{row['rows a layer']:.0f}", f"{row['GFLOP/s of cold']:.2f}", f"{row['floor ms'] / 1000:.3g}"]
-            yield [name, *cells, f"{row['times floor']:.1f}", f"{row['TTFT minus compute %']:.0f}"]
+            cells += [f"{row['rows a layer']:,.0f}", f"{row['GFLOP/s of cold']:.2f}", _ms(row["floor ms"])]
+            yield [_mode(name), *cells, f"{row['times floor']:.1f}", f"{row['TTFT minus compute %']:.0f}"]
 
 
 def ttft_sizes(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Seconds to the first token by image tokens (`vlcache bench ttft --image-tokens 1024,2048`)."""
+    """TTFT by image tokens (`vlcache bench ttft --image-tokens 1024,2048`)."""
     shown = ("cold", "encoder cached", "r = 0.1", "schedule, mean 0.0250", "shift, r = 0.03", "r = 0")
-    yield ["image tokens", *shown, "operations a second, of cold's: r = 0.1, schedule", "r = 0, times its floor"]
+    slow = ("r = 0.1", "schedule, mean 0.0250")
+    yield [
+        "image tokens", *(f"{_mode(name)} [ms]" for name in shown),
+        *(f"operations/s relative to no reuse, {_mode(name)}" for name in slow),
+        f"{_mode('r = 0')}: TTFT / lower bound",
+    ]  # fmt: skip
     for tokens in dict.fromkeys(row["image tokens"] for row in rows):
         found = {row["configuration"]: row for row in rows if row["image tokens"] == tokens}
-        rates = [f"{found[name]['GFLOP/s of cold']:.2f}" for name in ("r = 0.1", "schedule, mean 0.0250")]
-        cells = [f"{found[name]['TTFT ms'] / 1000:.3g}" for name in shown]
-        yield [str(tokens), *cells, ", ".join(rates), f"{found['r = 0']['times floor']:.1f}"]
+        rates = [f"{found[name]['GFLOP/s of cold']:.2f}" for name in slow]
+        cells = [_ms(found[name]["TTFT ms"]) for name in shown]
+        yield [str(tokens), *cells, *rates, f"{found['r = 0']['times floor']:.1f}"]
 
 
-def ttft_first(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What README shows of `ttft`."""
-    names = {
-        "cold": "cold",
-        'encoder cached (`"exact"`)': "encoder cached",
-        '`"approximate"`': "shift, r = 0.03",
-        '`"full"`': "r = 0",
-    }
-    yield ["", *names]
+def ttft_first(names: Sequence[str] | None, rows: Sequence[Row]) -> Iterator[list[str]]:
+    """TTFT by mode with KV in host memory, of some configurations; None: of all."""
+    yield ["reuse mode", "TTFT [ms]", "spread (max - min) [ms]", "speedup"]
     found = {row["configuration"]: row for row in rows if row["K, V in"] != "disk"}
-    yield ["seconds", *(f"{found[name]['TTFT ms'] / 1000:.2g}" for name in names.values())]
-    yield ["slowest less fastest", *(_spread(found[name]["spread ms"] / 1000, "{:.2g}") for name in names.values())]
-    yield ["times faster", *(_times(found[name]["over cold"]) for name in names.values())]
+    for name in names or found:
+        row = found[name]
+        yield [_mode(name), _ms(row["TTFT ms"]), _spread(row["spread ms"]), _times(row["over cold"])]
 
 
-def _spread(seconds: float, form: str) -> str:
+def _mode(configuration: str) -> str:
+    """The public name of a configuration; values of `reuse=` are code."""
+    name = mode(configuration)
+    return f"`{name}`" if re.fullmatch(r'".*"|[\d.]+', name) else name
+
+
+def _ms(number: float) -> str:
+    """Milliseconds in three digits: "21,100", "607", "0.129"."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _spread(milliseconds: float) -> str:
     """The slowest run less the fastest."""
-    return form.format(seconds) if seconds else "one run"
+    return _ms(milliseconds) if milliseconds else "one run"
 
 
 def _times(ratio: float) -> str:
@@ -301,11 +319,14 @@ def _times(ratio: float) -> str:
 
 
 def prefill(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Cold runs beside torch (`python -m research.prefill`)."""
-    yield ["dtype", "tokens", "prefill, s", "torch", "encoder, s", "torch", "together, torch's of ours"]
+    """Runs without reuse, next to torch (`python -m research.prefill`)."""
+    yield [
+        "dtype", "prompt tokens", "prefill [ms]: VLCache-JAX", "prefill [ms]: torch", "encoder [ms]: VLCache-JAX",
+        "encoder [ms]: torch", "total time, torch / VLCache-JAX",
+    ]  # fmt: skip
     for row in rows:
         parts = [row[f"{part} ms, {who}"] for part in ("prefill", "encode") for who in ("vlcache", "torch")]
-        yield [row["dtype"], str(row["slots"]), *(f"{ms / 1000:.3g}" for ms in parts), f"{_torch_share(row):.2f}"]
+        yield [row["dtype"], str(row["slots"]), *map(_ms, parts), f"{_torch_share(row):.2f}"]
 
 
 def _torch_share(row: Row) -> float:
@@ -320,13 +341,86 @@ def torch_speed(dtype: str) -> str:
     return f"{found[0]:.2f} to {found[-1]:.2f}"
 
 
-def peer(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Beside vLLM's build for CPUs (`python -m benchmarks.peer`)."""
-    yield ["dtype", "", "image tokens, answers", "unit", "ours", "vLLM", "ours over vLLM", "CPU s", "vLLM's"]
-    for row in rows:
-        cells = (row[name] for name in ("ours", "vllm", "ours over vllm", "ours: CPU s", "vllm: CPU s"))
+# Cases of `benchmarks.peer` in public words; the ones of the first table, with what vLLM is measured at.
+PEER_CASES = {
+    "cold": "new images",
+    "repeat": "same request again",
+    "next question": "same prefix, new question",
+    "new prefix": 'new prefix, `"exact"`',
+    "new prefix, approximate": 'new prefix, `"approximate"`',
+    "new prefix, full": 'new prefix, `"full"`',
+    "reordered": 'images reordered, `"exact"`',
+    "reordered, approximate": 'images reordered, `"approximate"`',
+    "reordered, full": 'images reordered, `"full"`',
+    "decode": "decoding",
+    "batch": "96 requests",
+    "repeated": "96 requests, repeated images",
+    "start to the first answer, as before": "start to the first answer, with compiled programs on disk",
+    "start and warm-up, as before": "start and warm-up, with compiled programs on disk",
+    "start to the first answer, nothing kept": "start to the first answer, nothing compiled",
+    "start and warm-up, nothing kept": "start and warm-up, nothing compiled",
+}
+PEER_FIRST = ("cold", "repeat", "next question", "new prefix", "new prefix, approximate", "decode", "batch")
+DTYPES = ("float32", "bfloat16")
+
+
+def peer_first() -> Iterator[list[str]]:
+    """Speed relative to vLLM's build for CPUs, as a range over all sizes."""
+    yield ["case", *DTYPES]
+    for case in PEER_FIRST:
+        theirs = case.partition(",")[0]
+        yield [PEER_CASES[case], *(peer_speed(dtype, case, theirs) for dtype in DTYPES)]
+
+
+def peer_ratios(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Speed relative to vLLM by case and size; a mode that vLLM lacks is compared with vLLM's run of the same case."""
+    yield ["case", "image tokens or sequences", *DTYPES]
+    ours = {(row["case"], row["size"], row["dtype"]): row for row in rows}
+    for case, size in dict.fromkeys((row["case"], row["size"]) for row in rows):
+        cells = list[str]()
+        for dtype in DTYPES:
+            own, other = ours.get((case, size, dtype)), ours.get((case.partition(", ")[0], size, dtype))
+            found = [row[name] for row, name in ((own, "ours"), (other, "vllm")) if row is not None]
+            ratio = ""
+            if own is not None and len(found) == 2 and not any(isinstance(figure, str) for figure in found):
+                mine, theirs = found
+                ratio = f"{mine / theirs if own['unit'] == 'tokens/s' else theirs / mine:.2g}"
+            cells.append(ratio)
+        if any(cells):
+            yield [_public(PEER_CASES, case), str(size).replace("-", ""), *cells]
+
+
+def peer(dtype: str, rows: Sequence[Row]) -> Iterator[list[str]]:
+    """All measurements in one data type next to vLLM's build for CPUs (`python -m benchmarks.peer`)."""
+    yield [
+        "case", "image tokens or sequences", "unit", "VLCache-JAX", "vLLM", "VLCache-JAX, CPU time [s]",
+        "vLLM, CPU time [s]",
+    ]  # fmt: skip
+    for row in (row for row in rows if row["dtype"] == dtype):
+        cells = (row[name] for name in ("ours", "vllm", "ours: CPU s", "vllm: CPU s"))
         figures = ("" if isinstance(cell, str) else f"{cell:.3g}" for cell in cells)
-        yield [row["dtype"], row["case"], str(row["size"]).replace("-", ""), row["unit"], *figures]
+        case = _public(PEER_CASES, row["case"])
+        yield [case, str(row["size"]).replace("-", ""), row["unit"], *figures]
+
+
+def peer_amx(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Speed relative to vLLM on a processor with AMX, of which only ratios were kept."""
+    yield ["case", "image tokens or sequences", *DTYPES]
+    for row in rows:
+        yield [_public(PEER_CASES, row["case"]), str(row["size"]), *(f"{row[dtype]:.2g}" for dtype in DTYPES)]
+
+
+def peer_amx_speed(dtype: str, case: str) -> str:
+    """Speed relative to vLLM on a processor with AMX, over all sizes: "0.39 to 0.53"."""
+    found = sorted(row[dtype] for row in _rows("peer_amx_cpu.json") if row["case"] == case)
+    return f"{found[0]:.2g} to {found[-1]:.2g}"
+
+
+def router_time(part: str, engines: int = 16) -> str:
+    """Milliseconds of one part of what a router does with a request of 20 images."""
+    [row] = [row for row in _rows("routing.json") if row["engines"] == engines]
+    parts = {"choose": row["choose ms"], "parse": row["read JSON ms"], "hash": row["hash ms"]}
+    return f"{parts[part]:.2g}"
 
 
 def architectures() -> Iterator[list[str]]:
@@ -390,15 +484,18 @@ def peer_speed(dtype: str, ours: str, theirs: str = "") -> str:
 
 def variants() -> Iterator[list[str]]:
     """Throughput of 96 requests under ways to reuse, and beside transformers (`vlcache bench batch`)."""
-    yield ["", "tokens/s", "spread", "runs", "decode steps", "launches a token", "same answers, %"]
+    yield [
+        "", "output tokens/s", "spread (max - min) [%]", "runs", "decode steps", "program launches per token",
+        "same answer as no reuse [%]",
+    ]  # fmt: skip
     for title, name, place in (
-        ("`\"off\"`", "reuse", 0), ("`\"exact\"`", "reuse", 1), ("`0.1`", "reuse", 2), ("`\"shift-0.02\"`", "reuse", 3),
-        ("the engine", "transformers", 0), ("transformers + torch", "transformers", 1),
+        ("no reuse", "reuse", 0), ("`\"exact\"`", "reuse", 1), ("`0.1`", "reuse", 2), ("`\"shift-0.02\"`", "reuse", 3),
+        ("VLCache-JAX", "transformers", 0), ("transformers + torch", "transformers", 1),
     ):  # fmt: skip
         row = _rows(f"throughput_{name}_cpu_96.json")[place]
         launches = "" if row["launches a token"] is None else f"{row['launches a token']:.3f}"
         yield [
-            title, f"{row['tokens/s']:.0f}", f"{row['spread %']:.0f} %", str(len(row["runs"])),
+            title, f"{row['tokens/s']:.0f}", f"{row['spread %']:.0f}", str(len(row["runs"])),
             f"{row['decode steps']:.0f}", launches, f"{row['equal answers %']:.0f}",
         ]  # fmt: skip
 
@@ -407,8 +504,9 @@ def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
     """A server under each way to reuse, by the rate of requests (`vlcache bench serve --policies`)."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     yield [
-        "`reuse`", *(f"first token, s, at {rate:g}/s" for rate in rates),
-        *(f"good answers/s, at {rate:g}/s" for rate in rates), "cached, %", "as cold, %",
+        "reuse mode", *(f"TTFT p50 [s] at {rate:g} requests/s" for rate in rates),
+        *(f"goodput [requests/s] at {rate:g} requests/s" for rate in rates), "prompt tokens from the cache [%]",
+        "same answer as no reuse [%]",
     ]  # fmt: skip
     for name in dict.fromkeys(row["reuse"] for row in rows):
         own = [row for row in rows if row["reuse"] == name]
@@ -417,27 +515,41 @@ def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [_way(name), *first, *(_with_spread(row, "goodput/s", 1) for row in own), *shares]
 
 
+def policies_first(rows: Sequence[Row], rate: float = 1.0) -> Iterator[list[str]]:
+    """A server in each reuse mode at one rate of requests."""
+    yield [
+        "reuse mode", f"TTFT p50 [s] at {rate:g} request/s", f"goodput [requests/s] at {rate:g} request/s",
+        "prompt tokens from the cache [%]",
+    ]  # fmt: skip
+    for row in (row for row in rows if row["rate"] == rate):
+        cells = [_with_spread(row, "TTFT p50 ms", 1000), _with_spread(row, "goodput/s", 1)]
+        yield [_way(row["reuse"]), *cells, f"{row['cached %']:.0f}"]
+
+
 def by_images(column: str, form: str, rows: Sequence[Row]) -> Iterator[list[str]]:
     """A figure of each way to reuse by the number of images (`vlcache bench mpic`)."""
     counts = list(dict.fromkeys(row["images"] for row in rows))
-    yield ["`reuse`, images", *map(str, counts)]
+    yield ["reuse mode", *(f"{count} image{'s' * (count > 1)}" for count in counts)]
     for name in dict.fromkeys(row["reuse"] for row in rows):
         yield [_way(name), *(form.format(row[column]) for row in rows if row["reuse"] == name)]
 
 
 def _way(name: str) -> str:
-    """A way to reuse, with which method it is where papers differ."""
-    return label(name).replace(name, f"`{name}`", 1)
+    """A reuse mode, with a note where papers differ on what the name means; values of `reuse=` are code."""
+    if name == "off":
+        return "no reuse"
+    return label(name) if name == SCHEDULE else label(name).replace(name, f'`"{name}"`', 1)
 
 
 def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Where the time to the first token of long prompts goes (`vlcache bench ttft --image-tokens 10240,20480`)."""
     steps = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
-    yield ["image tokens", "", "first token, s", *(f"{step.replace('_', ' ')}, ms" for step in steps), "over cold"]
+    names = {"lookup": "cache lookup", "decode_image": "image decoding", "encode": "encoder"}
+    heads = [f"{names.get(step, step.replace('_', ' '))} [ms]" for step in steps]
+    yield ["image tokens", "reuse mode", "TTFT [ms]", *heads, "speedup"]
     for row in rows:
-        cells = [_three(row[f"{step} ms"]) for step in steps]
-        first = f"{row['TTFT ms'] / 1000:.3g}"
-        yield [str(row["image tokens"]), row["configuration"], first, *cells, _times(row["over cold"])]
+        cells = [_ms(row[f"{step} ms"]) for step in ("TTFT", *steps)]
+        yield [str(row["image tokens"]), _mode(row["configuration"]), *cells, _times(row["over cold"])]
 
 
 def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -488,22 +600,45 @@ def _with_spread(row: Row, column: str, unit: float) -> str:
 
 def server_cost(rows: Sequence[Row]) -> Iterator[list[str]]:
     """What HTTP costs (`python -m research.server_cost`)."""
-    yield ["", "`AsyncLLM`", "over HTTP", "difference"]
+    yield ["measurement", "`AsyncLLM`", "over HTTP", "difference"]
     for row in rows:
         if row["what"] == "hits":
             difference = f"{row['HTTP'] - row['direct']:+.1f} ms"
-            yield ["first token of a hit, ms", f"{row['direct']:.1f}", f"{row['HTTP']:.1f}", difference]
+            yield ["TTFT of a cache hit [ms]", f"{row['direct']:.1f}", f"{row['HTTP']:.1f}", difference]
         else:
             ratio = f"{100 * (row['ratio'] - 1):+.1f} %"
-            yield [f"tokens/s of {row['what']}", f"{row['direct']:.0f}", f"{row['HTTP']:.0f}", ratio]
+            yield [f"output of {row['what']} [tokens/s]", f"{row['direct']:.0f}", f"{row['HTTP']:.0f}", ratio]
+
+
+# Bodies of `research.large_bodies` by the field that is large.
+BODIES = {
+    "/health alone": "only `/health`", "a picture": "one image", "rates of videos": "`mm_processor_kwargs.fps`",
+    "names of settings": "`mm_processor_kwargs`, one key repeated", "allowed tokens": "`allowed_token_ids`",
+    "biases": "`logit_bias`", "metadata": "`metadata`", "messages": "`messages`", "parts": "parts of one message",
+    "tools": "`tools`", "a text": "one text", "a text of escapes": "one text of escape sequences",
+    "a text of other letters": "one text of non-ASCII characters", "choices": "`structured_outputs.choice`",
+    "a schema": "`structured_outputs.json`", "lists in a list": "a list of lists", "spaces": "spaces",
+    "digits": "digits of `seed`", "no JSON": "not JSON", "a prompt of ids": "`prompt` of token ids",
+    "prompts of ids": "`prompt`, a list of token id lists", "items": "`input` of `/v1/responses`",
+    "inputs": "`input` of `/v1/embeddings`", "inputs of ids": "`input` of `/v1/embeddings`, token ids",
+    "documents": "`documents` of `/v1/rerank`", "a text to tokenize": "`prompt` of `/tokenize`",
+    "tokens to read": "`tokens` of `/detokenize`",
+}  # fmt: skip
 
 
 def large_bodies(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What one large body does to others (`python -m research.large_bodies`)."""
-    yield ["body", "MiB", "status", "answered after, s", "CPU, s", "worst `/health`, s"]
+    """What one large body costs other requests (`python -m research.large_bodies`)."""
+    yield [
+        "body", "size [MiB]", "HTTP status", "response after [s]", "CPU time [s]", "slowest `/health` [s]",
+    ]  # fmt: skip
     for row in rows:
         numbers = (f"{row[name]:.2f}" for name in ("s", "CPU s", "worst /health, s"))
-        yield [row["what"].replace("/health", "`/health`"), f"{row['MiB']:.0f}", str(row["status"]), *numbers]
+        yield [_public(BODIES, row["what"]), f"{row['MiB']:.0f}", str(row["status"]), *numbers]
+
+
+def slowest_health() -> str:
+    """Seconds that the slowest response of `/health` took next to a large body."""
+    return f"{max(row['worst /health, s'] for row in _rows('large_bodies_cpu.json')):.2f}"
 
 
 def slowest_refusal() -> str:
@@ -638,21 +773,46 @@ def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
 def gpu_attention() -> Iterator[list[str]]:
     """Attention of Qwen3-VL-8B on an H200, beside the model of the chip and XLA (`python -m benchmarks.gpu`)."""
     cases = _file("gpu_h200.json")["cases"]
-    yield ["attention", "ms", "TFLOP/s", "TB/s", "by the model, ms", "XLA, ms"]
+    yield ["attention", "time [ms]", "TFLOP/s", "TB/s", "chip model [ms]", "XLA [ms]"]
     for row in _rows("attention_model.json"):
         if row["measured us"] is not None:
             key = f"speed: attention, {row['case']}, D 128"
             own, xla = cases[key], cases.get(f"{key}, XLA")
             rates = [f"{own['TFLOP/s']:.0f}", f"{own['TB/s']:.2g}"]
-            yield [row["case"], f"{own['ms']:.3g}", *rates, f"{row['us'] / 1e3:.3g}", f"{xla['ms']:.3g}" if xla else ""]
+            yield [
+                _attention(row["case"]),
+                f"{own['ms']:.3g}",
+                *rates,
+                f"{row['us'] / 1e3:.3g}",
+                f"{xla['ms']:.3g}" if xla else "",
+            ]
+
+
+def _attention(case: str) -> str:
+    """A case of attention in public words."""
+    words = {
+        r"^cold (\d+)": r"prefill of \1 tokens", r"^cold, last chunk of (\d+)": r"last chunk of a prefill of \1 tokens",
+        r"^stage (\d+) of (\d+)": r"\1 recomputed tokens of \2", r"^text rows": "text tokens of a request",
+        r"^(\d+) requests x (\d+) rows x (\d+)": r"\1 requests, \2 tokens each, after \3 tokens",
+        r"^decode (\d+) x (\d+)": r"decode \1 sequences of \2 tokens",
+        r"^decode (\d+) beside (\d+) rows, (\d+) to (\d+)":
+            r"decode \1 sequences of \3 to \4 tokens, with \2 prefill tokens",
+        r"^decode (\d+) over one prefix of (\d+)": r"decode \1 sequences with a shared prefix of \2 tokens",
+        r"^(\d+) x (\d+) rows over one prefix of (\d+)":
+            r"\1 requests, \2 tokens each, with a shared prefix of \3 tokens",
+    }  # fmt: skip
+    for pattern, public in words.items():
+        if re.search(f"{pattern}$", case):
+            return re.sub(pattern, public, case).replace("decode 1 sequences", "decode 1 sequence")
+    return case
 
 
 def gpu_causal() -> Iterator[list[str]]:
     """Causal attention, 32 and 8 heads of 128, bfloat16, beside other kernels (`python -m benchmarks.gpu`)."""
     cases = _file("gpu_h200.json")["cases"]
     jaxs = "jax.experimental.pallas.ops.gpu.attention_mgpu, float16"
-    others = {"cuDNN": "cuDNN", "torch": "torch", "jax's Pallas kernel, float16": jaxs}
-    yield ["tokens", "ours, ms", *(f"{name}, ms" for name in others), "ours, TFLOP/s"]
+    others = {"cuDNN": "cuDNN", "torch": "torch", "Pallas kernel of jax, float16": jaxs}
+    yield ["tokens", "VLCache-JAX [ms]", *(f"{name} [ms]" for name in others), "VLCache-JAX [TFLOP/s]"]
     for tokens in (4096, 20480):
         own = cases[f"speed: causal {tokens}"]
         found = [cases[f"speed: causal {tokens}, {name}"]["ms"] for name in others.values()]
@@ -660,37 +820,33 @@ def gpu_causal() -> Iterator[list[str]]:
 
 
 def gpu_windows(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What of windows is a CUDA graph, and what the host reads (`python -m research.thunks`)."""
-    columns = ("predicates read", "graphs", "kernels inside", "kernels outside", "loops outside")
-    yield ["rows", "window", *columns]
+    """CUDA graphs of multi-step decode, and predicates that the host reads (`python -m research.thunks`)."""
+    columns = {
+        "predicates read": "predicates that the host reads", "graphs": "CUDA graphs",
+        "kernels inside": "kernels in graphs", "kernels outside": "kernels outside graphs",
+        "loops outside": "loops outside graphs",
+    }  # fmt: skip
+    words = {
+        "drawn": "sampled",
+        "any, 1 steps": "any sampling, 1 step",
+        "asked, while any goes on": "one for all cases",
+    }
+    yield ["sequences", "program", *columns.values()]
     for row in rows:
-        yield [str(row["rows"]), row["window"], *(str(row[name]) for name in columns)]
-
-
-def gpu_first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Times to the first token on an H200 (`python -m benchmarks.gpu`)."""
-    yield ["", "first token, ms", "times as fast as cold", "spread, ms"]
-    for row in rows:
-        cells = [f"{row[name]:.3g}" for name in ("TTFT ms", "over cold", "spread ms")]
-        yield [row["configuration"], *cells]
+        program = functools.reduce(lambda name, word: name.replace(*word), words.items(), row["window"])
+        yield [str(row["rows"]), program, *(str(row[name]) for name in columns)]
 
 
 def spread_over(rows: Sequence[Row]) -> Iterator[list[str]]:
     """What several H200s that share a model hold, and take at least (`python -m research.spread`)."""
-    times = {
-        "cold 20K": "20K tokens, no reuse",
-        "hit 20K, falling": "20K tokens, cached",
-        "token of 1": "decode step, 1 request",
-        "token of 16": "decode step, 16 requests",
-        "token of 64": "decode step, 64 requests",
-    }
-    yield [
-        "model",
-        "GPUs",
-        "weights per GPU, GB",
-        "tokens in the KV pool",
-        *(f"{title}, ms (communication)" for title in times.values()),
-    ]
+    times = ("cold 20K", "hit 20K, falling", "token of 1", "token of 16", "token of 64")
+    names = {
+        "cold 20K": "no reuse, 20K tokens", "hit 20K, falling": "cache hit, 20K tokens, schedule",
+        "token of 1": "token of 1 sequence", "token of 16": "token of 16 sequences",
+        "token of 64": "token of 64 sequences",
+    }  # fmt: skip
+    heads = [f"{names[case]}, lower bound (communication) [ms]" for case in times]
+    yield ["model", "GPUs", "weights per GPU [GB]", "tokens in the KV pool", *heads]
     for row in rows:
         fits = row["tokens in the pool"] > 0
         found = [(row[f"{case}, ms"], row[f"{case}, exchange ms"]) for case in times]
@@ -703,16 +859,25 @@ def _three(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
+STEP_HEADS = {
+    "launches a layer": "launches per layer", "launches": "launches", "predicates": "predicates", "MB": "traffic [MB]",
+    "MB of temporaries": "traffic of temporaries [MB]", "memory of temporaries, MB": "memory of temporaries [MB]",
+    "compile s": "compilation [s]", "ms by the model": "chip model [ms]",
+    "tokens/s by the model": "chip model [tokens/s]",
+    "of the floor": "lower bound / chip model", "spilled bytes": "spilled bytes", "registers": "registers",
+}  # fmt: skip
+
+
 def gpu_steps() -> Iterator[list[str]]:
-    """Decode steps and layers compiled for an H200, before the layer was fused and now (`research.steps`)."""
+    """Decode steps and layers compiled for an H200, before and after layer fusion (`research.steps`)."""
     columns = {
         "launches a layer": "{:.0f}", "launches": "{:.0f}", "predicates": "{:.0f}", "MB": "{:.0f}",
         "MB of temporaries": "{:.0f}", "memory of temporaries, MB": "{:.0f}", "compile s": "{:.0f}",
         "ms by the model": "{:.3g}", "tokens/s by the model": "{:.0f}", "of the floor": "{:.2f}",
     }  # fmt: skip
-    yield ["model", "program", *columns]
+    yield ["model", "program", *(STEP_HEADS[column] for column in columns)]
     for model, program, rows in _steps("steps_h200_before.json", "steps_h200.json"):
-        yield [model, program, *(_changed(rows, column, form) for column, form in columns.items())]
+        yield [model, _program(program), *(_changed(rows, column, form) for column, form in columns.items())]
 
 
 def gpu_versions() -> Iterator[list[str]]:
@@ -723,10 +888,18 @@ def gpu_versions() -> Iterator[list[str]]:
     }  # fmt: skip
     names = "steps_h200.json", "steps_h200_jax012.json"
     versions = [_file(name)["versions"]["jax"] for name in names]
-    yield ["model", "program", *(f"{column}: {version}" for column in columns for version in versions)]
+    yield ["model", "program", *(f"{STEP_HEADS[name]}, jax {version}" for name in columns for version in versions)]
     for model, program, rows in _steps(*names):
         cells = [_changed([row], column, form) for column, form in columns.items() for row in rows]
-        yield [model, program, *cells]
+        yield [model, _program(program), *cells]
+
+
+def _program(name: str) -> str:
+    """A program of `research.steps` in public words."""
+    kind, count = name.split()
+    if kind == "layer":
+        return f"prefill chunk of {count} tokens"
+    return f"decode, {count} sequence{'s' * (count != '1')}"
 
 
 def _steps(*names: str) -> Iterator[tuple[str, str, list[Row]]]:
@@ -746,28 +919,52 @@ def _changed(rows: Sequence[Row], column: str, form: str) -> str:
     return " → ".join(dict.fromkeys(told))
 
 
+# Parts of a hit on the host (`research.launched`), and cases of `research.host`, in public words.
+LAUNCHED = {
+    "launched, from bytes": "total, images as bytes", "launched, from PIL images": "total, images as PIL images",
+    "BLAKE3 of the bytes, all threads": "only BLAKE3 of the bytes, all threads",
+    "BLAKE3 of the pixels, all threads": "only BLAKE3 of the pixels, all threads",
+    "image processor of transformers": "only the image processor of transformers",
+    "part: hash, look up": "part: hash and look up", "part: number the tokens": "part: token ids and positions",
+    "part: plan": "part: plan of the layers", "part: give pages": "part: allocate KV blocks",
+    "part: find what is linked": "part: find the entries to link",
+    "part: make places, launch all links": "part: prepare KV slots and launch all links",
+}  # fmt: skip
+HOST = {
+    "prefill, 8192 rows of 8 images": "prefill, 8192 tokens of 8 images",
+    "prefill, 8192 rows of 64 texts": "prefill, 8192 tokens of 64 texts",
+    "19 known images, a schedule of 36 layers": "19 cached images, a schedule of 36 layers",
+    "a window of 8 tokens, 64 answers": "multi-step decode of 8 tokens, 64 sequences",
+    "the same of compressed prompts, 1 work list": "the same with compressed prompts, 1 work list",
+    "the same of compressed prompts, 4 work lists": "the same with compressed prompts, 4 work lists",
+}  # fmt: skip
+
+
 def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Milliseconds of the host until the first launch of a hit (`python -m research.launched`)."""
-    yield ["", "median, ms", "least, ms"]
+    """Host time until the first launch of a cache hit (`python -m research.launched`)."""
+    yield ["work", "median [ms]", "minimum [ms]"]
     for row in rows:
-        yield [row["what"], f"{row['ms']:.3g}", f"{row['least ms']:.3g}"]
+        yield [_public(LAUNCHED, row["what"]), _ms(row["ms"]), _ms(row["least ms"])]
 
 
 def shares(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Percent of what a cold prompt keeps threads busy with (`python -m research.shares`)."""
+    """Where the threads spend a prompt without reuse (`python -m research.shares`)."""
     kinds = [(part, what) for part in ("encoder", "decoder") for what in ("products", "attention", "rest")]
-    yield ["dtype", *(f"{part}'s {what}" for part, what in kinds)]
+    names = {"products": "matrix products"}
+    yield ["dtype", *(f"{part}: {names.get(what, what)} [%]" for part, what in kinds)]
     for dtype, own in itertools.groupby(rows, lambda row: row["dtype"]):
         found = {(row["part"], row["what"]): row["share, %"] for row in own}
         yield [dtype, *(f"{found[kind]:.0f}" for kind in kinds)]
 
 
 def host(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Milliseconds that the host takes for a step (`python -m research.host`)."""
-    yield ["", "rows", "work lists", "handing over", "together", "of it before the first layer"]
+    """Host time of a step (`python -m research.host`)."""
+    yield [
+        "step", "token arrays [ms]", "work lists [ms]", "transfer [ms]", "total [ms]", "before the first layer [ms]",
+    ]  # fmt: skip
     for row in rows:
         parts = ("rows", "work lists", "handing over", "together", "until the first layer")
-        yield [row["case"], *(f"{row[f'{part} ms']:.1f}" for part in parts)]
+        yield [_public(HOST, row["case"]), *(f"{row[f'{part} ms']:.1f}" for part in parts)]
 
 
 def compressed_decoding(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -867,7 +1064,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "lengths": lengths,
     "codecs": codecs,
     "ttft": functools.partial(_of, ttft, "ttft_cpu.json"),
-    "ttft first": functools.partial(_of, ttft_first, "ttft_cpu.json"),
+    "ttft first": functools.partial(_of, functools.partial(ttft_first, tuple(MODES)), "ttft_cpu.json"),
+    "gpu first": functools.partial(_of, functools.partial(ttft_first, tuple(MODES)), "ttft_h200.json"),
     "ttft bfloat16": functools.partial(_of, ttft, "ttft_bf16_cpu.json"),
     "ttft shipped": functools.partial(_of, ttft, "ttft_tiny_vqa_cpu.json"),
     "ttft 8b": functools.partial(_of, ttft, "ttft_8b_cpu.json"),
@@ -876,12 +1074,17 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "host": functools.partial(_of, host, "host.json"),
     "launched": functools.partial(_of, launched, "launched_cpu.json"),
     "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
-    "peer": functools.partial(_of, peer, "peer_cpu.json"),
     "architectures": architectures,
     "agreement": functools.partial(_of, agreement, "peer_cpu.json", "agreement"),
+    "peer first": peer_first,
+    "peer ratios": functools.partial(_of, peer_ratios, "peer_cpu.json"),
+    "peer amx": functools.partial(_of, peer_amx, "peer_amx_cpu.json"),
+    "peer float32": functools.partial(_of, functools.partial(peer, "float32"), "peer_cpu.json"),
+    "peer bfloat16": functools.partial(_of, functools.partial(peer, "bfloat16"), "peer_cpu.json"),
     "stores": functools.partial(_of, stores, "stores_cpu.json"),
     "throughput": variants,
     "policies": functools.partial(_of, policies, "serve_policies_cpu.json"),
+    "policies first": functools.partial(_of, policies_first, "serve_policies_cpu.json"),
     "mpic times": functools.partial(_of, functools.partial(by_images, "TTFT ms", "{:.0f}"), "mpic_cpu.json"),
     "mpic rows": functools.partial(_of, functools.partial(by_images, "rows %", "{:.0f}"), "mpic_cpu.json"),
     "mpic accuracy": functools.partial(_of, functools.partial(by_images, "accuracy %", "{:.0f}"), "mpic_tiny_vqa.json"),
@@ -906,7 +1109,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "gpu steps": gpu_steps,
     "gpu versions": gpu_versions,
     "spread": functools.partial(_of, spread_over, "spread_h200_counted.json"),
-    "gpu first tokens": functools.partial(_of, gpu_first_tokens, "ttft_h200.json"),
+    "gpu first tokens": functools.partial(_of, functools.partial(ttft_first, None), "ttft_h200.json"),
     "budgets": functools.partial(_of, budgets, "budgets_tiny_vqa.json"),
     "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),
     "budgets ahead": functools.partial(_of, ahead, "budgets_tiny_vqa.json"),
@@ -947,6 +1150,7 @@ def _apart(reused: bool) -> str:
 # Figures within a line.
 FIGURES: dict[str, Callable[[], str]] = {
     "refusals": slowest_refusal,
+    "large bodies health": slowest_health,
     "budgets questions": lambda: str(_rows("budgets_tiny_vqa.json")[0]["questions"]),
     "budgets lengths": functools.partial(budget_lengths, "budgets_tiny_vqa.json"),
     "budgets long questions": lambda: str(_rows("budgets_long.json")[0]["questions"]),
@@ -958,7 +1162,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "apart cold": functools.partial(_apart, False),
     "apart approximate": functools.partial(_apart, True),
 }
-for _dtype in ("float32", "bfloat16"):
+for _part in ("choose", "parse", "hash"):
+    FIGURES[f"router {_part}"] = functools.partial(router_time, _part)
+for _dtype in DTYPES:
+    FIGURES[f"vllm amx cold {_dtype}"] = functools.partial(peer_amx_speed, _dtype, "cold")
     for _name, _cases in {
         "cold": ("cold",), "repeat": ("repeat",), "decode": ("decode",), "batch": ("batch",), "exact": ("new prefix",),
         "approximate": ("new prefix, approximate", "new prefix"),

@@ -257,7 +257,8 @@ def test_bf16(llm, family_checkpoint, conversations):
 def test_bfloat16_alone_together_and_repeated(family_checkpoint, conversations):
     """Programs round alike, whatever the number of their rows: XLA's own choice would differ by 0.006.
 
-    In tiny models of the other families, sizes of some sums lie on both sides of a bound of XLA's: docs/measured.md.
+    In tiny models of the other families, sizes of some sums lie on both sides of a bound of XLA's
+    (docs/research/cpu_notes.md).
     """
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
     with open_llm(family_checkpoint, dtype="bfloat16", enable_prefix_caching=False, reuse="exact") as llm:

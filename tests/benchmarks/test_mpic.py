@@ -208,7 +208,8 @@ def test_a_baseline_is_called_what_it_is():
     """MPIC's CacheBlend is another method than the one that is measured."""
     assert label("cacheblend-0.15") == "cacheblend-0.15 (VLCache's baseline)"
     assert [label(name) for name in ("mpic-32", "cacheblend-proto-0.1")] == ["mpic-32", "cacheblend-proto-0.1"]
-    assert notes(["mpic-32"]) == {}
+    assert [label(name) for name in ("off", "schedule")] == ["off (no reuse)", "schedule (mean 2.5 %)"]
+    assert notes(["off", "mpic-32", "schedule"]) == {}
     [told] = notes(["off", "cacheblend-0.15"]).values()
     assert "one pass" in told
     for name in ("mpic_cpu", "mpic_tiny_vqa", "mpic_online_cpu", "serve_policies_cpu"):

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from research import published
+from research import charts, published
+from vlcache_jax.benchmarks import ttft_table
 
 ROW = {
     "size": "small", "arrangement": "text_first", "donors": "together", "images": "one", "group": "cold",
@@ -153,17 +154,23 @@ def test_times_are_told_by_configuration_and_size():
     ]  # fmt: skip
     host = [row for row in rows if row["K, V in"] == "host"]
     _, small, large = published.ttft_sizes(host)
-    assert small == ["1024", "1.02", "2.02", "3.02", "5.02", "6.02", "4.02", "0.20, 0.40", "5.0"]
-    assert large[:2] == ["2048", "2.05"]
+    assert small == ["1024", "1,020", "2,020", "3,020", "5,020", "6,020", "4,020", "0.20", "0.40", "5.0"]
+    assert large[:2] == ["2048", "2,050"]
     first = [row for row in rows if row["image tokens"] == 1024]
     for row in first:
         row["TTFT ms"] *= row["K, V in"] != "disk"  # those do not count
-    _, seconds, spread, faster = published.ttft_first(first)
-    assert seconds == ["seconds", "1", "2", "6", "4"]
-    assert spread == ["slowest less fastest", *["0.23"] * 4]
-    assert faster == ["times faster", "0", "11", "56", "34"]  # no more digits than the times have
-    assert next(itertools.islice(published.ttft(first), 2, None))[:5] == ["encoder cached", "2.02", "0.227", "0", "11"]
-    assert list(published.launched([{"what": "plan", "ms": 732.39, "least ms": 1.0}]))[1] == ["plan", "732", "1"]
+    assert list(published.ttft_first(tuple(published.MODES), first)) == [
+        ["reuse mode", "TTFT [ms]", "spread (max - min) [ms]", "speedup"],
+        ["no reuse", "1,020", "227", "0"],  # a speedup has no more digits than the times have
+        ['`"exact"`', "2,020", "227", "11"],
+        ['`"approximate"`', "6,020", "227", "56"],
+        ['`"full"`', "4,020", "227", "34"],
+    ]
+    modes = [line[0] for line in published.ttft_first(None, first)]
+    assert modes[3:6] == ["`0.1`", '`"full"`', "schedule (mean 2.5 %)"]
+    assert next(itertools.islice(published.ttft(first), 2, None))[:5] == ['`"exact"`', "2,020", "227", "0", "11"]
+    launched = [{"what": "part: give pages", "ms": 732.39, "least ms": 1.0}]
+    assert list(published.launched(launched))[1] == ["part: allocate KV blocks", "732", "1"]
     parts = ("rows", "work lists", "handing over", "together", "until the first layer")
     row = {"case": "a step"} | {f"{part} ms": i + 0.25 for i, part in enumerate(parts)}
     assert list(published.host([row]))[1] == ["a step", "0.2", "1.2", "2.2", "3.2", "4.2"]
@@ -177,17 +184,18 @@ def test_a_server_is_told_by_policy_and_rate():
     ]  # fmt: skip
     head, off, full = published.policies(rows)
     assert head[1:5] == [
-        "first token, s, at 1/s", "first token, s, at 2/s", "good answers/s, at 1/s", "good answers/s, at 2/s",
+        "TTFT p50 [s] at 1 requests/s", "TTFT p50 [s] at 2 requests/s", "goodput [requests/s] at 1 requests/s",
+        "goodput [requests/s] at 2 requests/s",
     ]  # fmt: skip
-    assert off == ["`off`", "1.2", "2.5", "0.33", "0.67", "15", "100"]
-    assert full[0] == "`full`"
+    assert off == ["no reuse", "1.2", "2.5", "0.33", "0.67", "15", "100"]
+    assert full[0] == '`"full"`'
     rows = [
         {"what": "hits", "direct": 20.04, "HTTP": 22.5, "ratio": 1.1},
         {"what": "8 clients", "direct": 200.4, "HTTP": 190.0, "ratio": 0.95},
     ]
     assert list(published.server_cost(rows))[1:] == [
-        ["first token of a hit, ms", "20.0", "22.5", "+2.5 ms"],
-        ["tokens/s of 8 clients", "200", "190", "-5.0 %"],
+        ["TTFT of a cache hit [ms]", "20.0", "22.5", "+2.5 ms"],
+        ["output of 8 clients [tokens/s]", "200", "190", "-5.0 %"],
     ]
 
 
@@ -231,7 +239,7 @@ def test_torch_is_told_with_the_encoder(tmp_path, monkeypatch):
     rows = [both | {"slots": slots, "encode ms, torch": ms} for slots, ms in ((1, 3100.0), (2, 3000.0))]
     (tmp_path / "prefill_cpu.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
     monkeypatch.setattr(published, "RESULTS", tmp_path)
-    assert list(published.prefill(rows))[1] == ["float32", "1", "2", "1.9", "5", "3.1", "0.71"]
+    assert list(published.prefill(rows))[1] == ["float32", "1", "2,000", "1,900", "5,000", "3,100", "0.71"]
     assert published.rewrite("a <!-- figure torch float32 -->0<!-- end --> b") == (
         "a <!-- figure torch float32 -->1.40 to 1.43<!-- end --> b"
     )
@@ -250,17 +258,18 @@ def test_pages_are_rewritten_between_their_marks(monkeypatch):
 
 def test_the_readmes_times_are_of_files():
     readme = (published.ROOT / "README.md").read_text(encoding="utf-8")
-    assert "<!-- table ttft first -->\n|  | cold |" in readme
+    assert re.search(r"<!-- table (ttft first|first token modes) -->\n", readme)
     for case in ("cold", "repeat", "decode", "batch", "exact", "approximate"):
         assert f"<!-- figure vllm {case} float32 -->" in readme
         assert f"(<!-- figure vllm {case} bfloat16 -->" in readme
-    measured = (published.ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
-    assert re.search(r"torch is\s<!-- figure torch float32 -->", measured)
+    page = (published.ROOT / "docs" / "benchmarks" / "vllm_and_torch.md").read_text(encoding="utf-8")
+    assert re.search(r"torch is\s<!-- figure torch float32 -->", page)
 
 
 def test_speed_beside_vllm_is_by_sizes_and_may_be_of_another_case(monkeypatch):
     def row(case, size, unit, ours, vllm):
-        return {"dtype": "float32", "case": case, "size": size, "unit": unit, "ours": ours, "vllm": vllm}
+        figures = {"ours": ours, "vllm": vllm, "ours: CPU s": ours, "vllm: CPU s": vllm}
+        return {"dtype": "float32", "case": case, "size": size, "unit": unit} | figures
 
     rows = [
         row("cold", 1024, "s", 2.0, 1.0), row("cold", 2048, "s", 2.0, 2.5), row("decode", 1, "tokens/s", 3.0, 4.0),
@@ -270,6 +279,53 @@ def test_speed_beside_vllm_is_by_sizes_and_may_be_of_another_case(monkeypatch):
     assert published.peer_speed("float32", "cold") == "0.5 to 1.2"
     assert published.peer_speed("float32", "decode") == "0.75"
     assert published.peer_speed("float32", "known, linked", "known") == "8"
+    assert list(published.peer_ratios(rows))[1:] == [
+        ["new images", "1024", "0.5", ""],
+        ["new images", "2048", "1.2", ""],
+        ["decoding", "1", "0.75", ""],
+        ["known, linked", "1024", "8", ""],
+        ["known", "1024", "0.8", ""],
+    ]
+    assert len(list(published.peer("float32", rows))) == 1 + len(rows)
+    assert len(list(published.peer("bfloat16", rows))) == 1
+
+
+def test_cases_of_attention_are_written_in_public_words():
+    assert published._attention("cold 4096") == "prefill of 4096 tokens"
+    assert published._attention("decode 1 x 20480") == "decode 1 sequence of 20480 tokens"
+    assert published._attention("decode 64 beside 448 rows, 4096 to 20480") == (
+        "decode 64 sequences of 4096 to 20480 tokens, with 448 prefill tokens"
+    )
+    assert published._attention("another case") == "another case"
+
+
+def test_every_result_has_a_public_name():
+    """Names in result files are those of the code."""
+    assert {row["what"] for row in published._rows("large_bodies_cpu.json")} - {"an unknown field"} == {
+        *published.BODIES
+    }
+    assert {row["case"] for row in published._rows("host.json")} == {*published.HOST}
+    for name in ("gpu attention", "peer float32", "launched", "ttft", "gpu first tokens"):
+        cells = [cell for line in published.TABLES[name]() for cell in line]
+        assert not any(re.search(r"picture|\br = |\bcold\b|beside|behind|rows", cell) for cell in cells), name
+
+
+def test_modes_have_public_names():
+    names = ("cold", "encoder cached", "r = 0.3", "r = 0", "schedule, mean 0.0325", "shift, r = 0.03", "another")
+    assert [ttft_table.mode(name) for name in names] == [
+        "no reuse", '"exact"', "0.3", '"full"', "schedule (mean 3.25 %)", '"approximate"', "another"
+    ]  # fmt: skip
+
+
+def test_charts_are_drawn_from_their_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(charts, "ROOT", tmp_path)
+    monkeypatch.setitem(charts.CHARTS, "a.png", charts.CHARTS["docs/ttft.png"])
+    charts.main(["a.png"])
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match=r"chart must be one of docs/ttft\.png, .*, got b\.png"):
+        charts.main(["b.png"])
+    for name in charts.CHARTS:
+        assert name == "a.png" or (published.ROOT / name).is_file()
 
 
 def test_what_is_told_of_stores_leaves_no_load_out():
@@ -319,8 +375,8 @@ def test_steps_are_told_before_and_now(tmp_path, monkeypatch):
 
     write("steps_h200_before.json", "0.11.2", one | figures, late)
     head, *lines = published.gpu_steps()
-    assert lines[0] == ["A", "window 1", "25", "941", "3", "16000", "1200", "21", "30", "5.76", "174", "0.62"]
-    assert lines[1] == ["A", "window 64", *["in 900 s"] * 10]
+    assert lines[0] == ["A", "decode, 1 sequence", "25", "941", "3", "16000", "1200", "21", "30", "5.76", "174", "0.62"]
+    assert lines[1] == ["A", "decode, 64 sequences", *["in 900 s"] * 10]
     write("steps_h200.json", "0.11.2", one | fused, large | fused)
     head, *lines = published.gpu_steps()
     assert lines[0][2:6] == ["25 → 12", "941 → 470", "3", "16000"]
@@ -328,8 +384,8 @@ def test_steps_are_told_before_and_now(tmp_path, monkeypatch):
     assert len(head) == len(lines[0])
     write("steps_h200_jax012.json", "0.12.0.1", one | figures)
     head, *lines = published.gpu_versions()
-    assert head[2:4] == ["launches a layer: 0.11.2", "launches a layer: 0.12.0.1"]
-    assert lines[0] == ["A", "window 1", "12", "25", "21", "21", "", "0", "168", "168", "30", "30"]
+    assert head[2:4] == ["launches per layer, jax 0.11.2", "launches per layer, jax 0.12.0.1"]
+    assert lines[0] == ["A", "decode, 1 sequence", "12", "25", "21", "21", "", "0", "168", "168", "30", "30"]
     assert lines[1][3] == "not tried"
 
 

@@ -22,7 +22,7 @@ another salt is answered as if nobody knew it.
 
 Every key is a whole BLAKE3 digest over length-framed, typed parts, so no two lists of parts digest the same bytes. Two
 files of one key are as hard to find as by SHA-256, and where a processor has no instructions for that, files take a
-fifth of the time and pixels a tenth (docs/measured.md); a hit does little else with their bytes.
+fifth of the time and pixels a tenth (docs/research/cpu_notes.md); a hit does little else with their bytes.
 
 Two kinds of *records* are kept (`record.py`): encoder rows, which are right in every context, and K, V of all layers,
 which belong to the context they were computed in; of these there are as many variants an image as the budget holds, or
