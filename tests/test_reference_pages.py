@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pathlib
 import re
@@ -16,6 +17,9 @@ from vlcache_jax.cache.records import CacheStats
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.metrics import Metrics
 from vlcache_jax.protocol.answers import Counts
+from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT
+from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES
+from vlcache_jax.protocol.retrieval import ABSENT_IN_EMBEDDINGS, ABSENT_IN_RERANK, ABSENT_IN_SCORE
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document
 
@@ -39,7 +43,7 @@ def codes(cell):
 
 def metrics():
     """What a server exports that compresses, has a disk, and has answered a request: type and labels by name."""
-    stats = types.SimpleNamespace(**{field: 1 for field in EngineStats.__dataclass_fields__})
+    stats = types.SimpleNamespace(**dict.fromkeys(EngineStats.__dataclass_fields__, 1))
     meter = Meter()
     meter.also(lambda: CacheStats(whys={"evicted": 1}, tiers={"disk": TierStats()}))
     for event in Event.__args__:
@@ -157,6 +161,28 @@ def test_every_field_stands_in_its_section_or_in_one_that_it_names(name, heading
     own += "".join(body for title, body in sections.items() if f"(#{anchors[title]})" in sections[heading])
     missing = [field for field in schemas()[name]["properties"] if f"`{field}`" not in own]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("route", "absent"),
+    [
+        ("chat", ABSENT_IN_CHAT),
+        ("completions", ABSENT_IN_TEXT),
+        ("responses", ABSENT_IN_RESPONSES),
+        ("embeddings", ABSENT_IN_EMBEDDINGS),
+        ("rerank", ABSENT_IN_RERANK),
+        ("score", ABSENT_IN_SCORE),
+    ],
+)
+def test_the_values_that_ask_for_nothing_are_those_that_the_server_takes(route, absent):
+    listed = {}
+    for row in tables("server_api.md"):
+        if "accepted values" in row:
+            routes = re.split(r", ", row["routes"].partition(";")[0])
+            if route in routes or (routes == ["all"] and route in ("embeddings", "rerank", "score")):
+                [name] = codes(row["field"])
+                listed[name] = [json.loads(one) for one in codes(row["accepted values"])]
+    assert listed == {name: [one for one in values if one is not None] for name, values in absent.items()}
 
 
 def templates():
