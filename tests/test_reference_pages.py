@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import pathlib
@@ -78,15 +79,17 @@ def test_the_metrics_are_those_that_the_server_exports():
     assert sorted(events) == sorted(Event.__args__)
 
 
+@functools.cache
+def trees():
+    """The package's modules, without benchmarks, which are tools of development."""
+    paths = [pathlib.Path(folder, name) for folder, _, files in os.walk(PACKAGE, followlinks=True) for name in files]
+    own = [path for path in paths if path.suffix == ".py" and path.relative_to(PACKAGE).parts[0] != "benchmarks"]
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in own]
+
+
 def read_variables():
     """Variables that the package names: in calls on `os.environ`, as `envvar=`, and all that begin with VLCACHE_."""
-    found = set()
-    for folder, _, files in os.walk(PACKAGE, followlinks=True):
-        if "benchmarks" in pathlib.Path(folder).relative_to(PACKAGE).parts[:1]:
-            continue
-        for path in (pathlib.Path(folder, name) for name in files if name.endswith(".py")):
-            found |= _variables(ast.parse(path.read_text(encoding="utf-8")))
-    return found
+    return set().union(*map(_variables, trees()))
 
 
 def _variables(tree):
@@ -133,7 +136,7 @@ def test_every_route_stands_on_the_page():
     listed = {
         (method, path)
         for row in tables("server_api.md")
-        if "route" in row
+        if "route" in row and "purpose" in row
         for method, path in (one.split() for one in codes(row["route"]))
     }
     told = {(method.upper(), path) for path, own in document(["m"])["paths"].items() for method in own}
@@ -187,15 +190,11 @@ def test_the_values_that_ask_for_nothing_are_those_that_the_server_takes(route, 
 
 def templates():
     """Texts of the package: constants, and the constant parts of those with values in them."""
-    found = []
-    for folder, _, files in os.walk(PACKAGE, followlinks=True):
-        for path in (pathlib.Path(folder, name) for name in files if name.endswith(".py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.JoinedStr):
-                    found.append("".join(p.value if isinstance(p, ast.Constant) else "..." for p in node.values))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
-    return found
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def covered(message, runs):
