@@ -1,4 +1,4 @@
-"""Pages of docs/reference list what the code has: metrics, environment variables, routes and their fields."""
+"""Pages of docs/ list what the code has: metrics, environment variables, routes and their fields, messages, reasons."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vlcache_jax.cache.meter import Event, Meter, TierStats
+from vlcache_jax.cache.record import Why
 from vlcache_jax.cache.records import CacheStats
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.metrics import Metrics
@@ -25,13 +26,13 @@ from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document
 
 ROOT = pathlib.Path(__file__).parents[1]
-REFERENCE = ROOT / "docs" / "reference"
 PACKAGE = ROOT / "src" / "vlcache_jax"
+TROUBLE = "guides/troubleshooting.md"
 
 
 def tables(page):
     """The rows of all tables of a page, each as a dict from column to cell without marks of code."""
-    text = (REFERENCE / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         head, _, *rows = (re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines())
         for row in rows:
@@ -67,7 +68,7 @@ def metrics():
 
 def test_the_metrics_are_those_that_the_server_exports():
     listed = {}
-    for row in tables("metrics.md"):
+    for row in tables("reference/metrics.md"):
         if "metric" in row:
             [name] = codes(row["metric"])
             own = codes(row["labels"]) if "labels" in row else ["model_name", *codes(row["other labels"])]
@@ -75,7 +76,9 @@ def test_the_metrics_are_those_that_the_server_exports():
             assert row["meaning"], name
             listed[name] = row["type"], set(own)
     assert listed == metrics()
-    events = [name for row in tables("metrics.md") if "event" not in row for name in codes(row.get("`event`", ""))]
+    events = [
+        name for row in tables("reference/metrics.md") if "event" not in row for name in codes(row.get("`event`", ""))
+    ]
     assert sorted(events) == sorted(Event.__args__)
 
 
@@ -116,7 +119,7 @@ def _names(node):
 def test_the_variables_are_those_that_the_package_reads():
     listed = {
         name
-        for row in tables("environment_variables.md")
+        for row in tables("reference/environment_variables.md")
         if "read by" in row or "set by" in row
         for name in codes(row["variable"])
     }
@@ -135,7 +138,7 @@ def schemas():
 def test_every_route_stands_on_the_page():
     listed = {
         (method, path)
-        for row in tables("server_api.md")
+        for row in tables("reference/server_api.md")
         if "route" in row and "purpose" in row
         for method, path in (one.split() for one in codes(row["route"]))
     }
@@ -157,7 +160,7 @@ def test_every_route_stands_on_the_page():
     ],
 )
 def test_every_field_stands_in_its_section_or_in_one_that_it_names(name, heading):
-    text = (REFERENCE / "server_api.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "server_api.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"(?ms)^#{2,3} ([^\n]+)\n(.*?)(?=^#{2,3} |\Z)", text))
     anchors = {title: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in sections}
     own = sections[heading]
@@ -179,7 +182,7 @@ def test_every_field_stands_in_its_section_or_in_one_that_it_names(name, heading
 )
 def test_the_values_that_ask_for_nothing_are_those_that_the_server_takes(route, absent):
     listed = {}
-    for row in tables("server_api.md"):
+    for row in tables("reference/server_api.md"):
         if "accepted values" in row:
             routes = re.split(r", ", row["routes"].partition(";")[0])
             if route in routes or (routes == ["all"] and route in ("embeddings", "rerank", "score")):
@@ -213,13 +216,15 @@ def plain_words(text):
     return ["*" if re.search(r"\d", word) else word for word in re.findall(r"[\w*.=-]+", text)]
 
 
+def test_the_reasons_are_all_that_there_are():
+    listed = [name for row in tables(TROUBLE) for name in codes(row.get("`why`", ""))]
+    assert sorted(listed) == sorted(why.value for why in Why)
+
+
 def test_the_messages_in_troubleshooting_are_those_of_the_code():
-    text = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / TROUBLE).read_text(encoding="utf-8")
     messages = re.findall(r"(?ms)^```text\n(.*?)^```", text)
-    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        head, _, *rows = (line.split("|")[1:-1] for line in block.splitlines())
-        if " message " in head:
-            messages += [one for row in rows for one in codes(row[head.index(" message ")])]
+    messages += [one for row in tables(TROUBLE) for one in codes(row.get("message", ""))]
     assert len(messages) > 40
     runs = set()
     for template in templates():
