@@ -223,12 +223,12 @@ def test_the_reasons_are_all_that_there_are():
 
 def test_the_messages_in_troubleshooting_are_those_of_the_code():
     text = (ROOT / "docs" / TROUBLE).read_text(encoding="utf-8")
-    messages = re.findall(r"(?ms)^```text\n(.*?)^```", text)
-    messages += [one for row in tables(TROUBLE) for one in codes(row.get("message", ""))]
+    shown = re.findall(r"(?ms)^```text\n(.*?)^```", text)  # these have names and sizes of a machine
+    messages = [one for row in tables(TROUBLE) for one in codes(row.get("message", ""))]
     assert len(messages) > 40
     runs = set()
     for template in templates():
         words = [word for word in plain_words(template) if word != "*"]
         runs |= set(zip(words, words[1:], words[2:], strict=False))
-    unknown = {message for message in messages if covered(message, runs) < 0.25}
-    assert not unknown
+    assert not {one for one in shown if covered(one, runs) < 0.25}
+    assert not {one for one in messages if covered(one.removesuffix(": Address already in use"), runs) < 0.8}
