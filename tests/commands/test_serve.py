@@ -88,8 +88,10 @@ def test_options_reach_the_configurations(tmp_path):
 def test_keys_may_stand_in_the_environment(monkeypatch):
     monkeypatch.setenv("VLCACHE_API_KEY", "k l")
     monkeypatch.setenv("VLCACHE_ADMIN_KEY", "boss")
-    server = parsed()[1]
+    monkeypatch.setenv("VLCACHE_REMOTE", "redis://:boss@127.0.0.1:1/0")
+    engine, server = parsed()
     assert (server.api_key, server.admin_key) == (("k", "l"), "boss")
+    assert engine.cache.remote == "redis://:boss@127.0.0.1:1/0"
     shown = CliRunner().invoke(app, ["serve", "--help"]).stdout
     assert "boss" not in shown
 

@@ -22,7 +22,12 @@ from vlcache_jax.server.config import ServerConfig
 
 # What others may send must not name files of the process, unless the operator says so.
 _DEFAULTS: dict[str, Any] = {"allowed_local_media_path": None}
-_ENVIRONMENT = {"api_key": "VLCACHE_API_KEY", "admin_key": "VLCACHE_ADMIN_KEY", "peer_token": "VLCACHE_PEER_TOKEN"}
+_ENVIRONMENT = {
+    "api_key": "VLCACHE_API_KEY",
+    "admin_key": "VLCACHE_ADMIN_KEY",
+    "peer_token": "VLCACHE_PEER_TOKEN",
+    "remote": "VLCACHE_REMOTE",
+}
 _NUMBERS: dict[str, Any] = {"int": int, "float": float, "bool": bool}
 
 
