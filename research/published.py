@@ -582,6 +582,48 @@ def gpu_first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [row["configuration"], *cells]
 
 
+def first_token_modes() -> Iterator[list[str]]:
+    """TTFT by reuse mode on two CPU cores and on an H200, each with its speedup over a cold run, for README."""
+    modes = {
+        "no reuse": "cold", '`"exact"`': "encoder cached", '`"approximate"`': "shift, r = 0.03", '`"full"`': "r = 0"
+    }  # fmt: skip
+    yield ["images in a new context", *modes]
+    for title, name, unit, symbol, digits in (
+        ("two CPU cores, 4 images of 1024 tokens", "ttft_cpu.json", 1000, "s", 2),
+        ("one H200, 1 image of 4096 tokens", "ttft_h200.json", 1, "ms", 3),
+    ):
+        found = {row["configuration"]: row for row in _rows(name) if row["K, V in"] != "disk"}
+        times = [f"{_digits(found[of]['TTFT ms'] / unit, digits)} {symbol}" for of in modes.values()]
+        speedups = [f" ({_digits(found[of]['over cold'], 2)}x)" * (of != "cold") for of in modes.values()]
+        yield [title, *map("".join, zip(times, speedups, strict=True))]
+
+
+def _digits(value: float, count: int) -> str:
+    """A number with so many significant digits, zeros included: "8.0"; none before the point is rounded away."""
+    return f"{value:.0f}" if value >= 10**count else f"{value:#.{count}g}".rstrip(".")
+
+
+def peer_modes() -> Iterator[list[str]]:
+    """Speed relative to vLLM's CPU build by reuse mode, over the sizes that were measured, for README."""
+    yield ["speed relative to vLLM (higher is faster)", "float32", "bfloat16"]
+    for title, name in {
+        "new images": "cold",
+        "same prompt again": "repeat",
+        'cached images after new text, `"exact"`': "exact",
+        'cached images after new text, `"approximate"`': "approximate",
+        "decoding of 1 to 32 outputs": "decode",
+        "batch of 96 requests": "batch",
+    }.items():
+        yield [title, *(FIGURES[f"vllm {name} {dtype}"]() for dtype in ("float32", "bfloat16"))]
+
+
+def batch_agreement(engine: str, dtype: str) -> str:
+    """Greedy outputs that are equal alone and in a batch: "7 of 10" (`python -m benchmarks.peer`)."""
+    rows = _file("peer_cpu.json")["agreement"]
+    [row] = [row for row in rows if (row["answers of"], row["beside"]) == (f"{engine} {dtype}", "each prompt alone")]
+    return str(row["equal"])
+
+
 def spread_over(rows: Sequence[Row]) -> Iterator[list[str]]:
     """What several H200s that share a model hold, and take at least (`python -m research.spread`)."""
     times = ("cold 20K", "hit 20K, falling", "token of 1", "token of 16", "token of 64")
@@ -798,6 +840,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "gpu steps": gpu_steps,
     "gpu versions": gpu_versions,
     "spread": functools.partial(_of, spread_over, "spread_h200_counted.json"),
+    "first token modes": first_token_modes,
+    "peer modes": peer_modes,
     "gpu first tokens": functools.partial(_of, gpu_first_tokens, "ttft_h200.json"),
     "budgets": functools.partial(_of, budgets, "budgets_tiny_vqa.json"),
     "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),
@@ -833,6 +877,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "budgets lengths": budget_lengths,
     "torch float32": functools.partial(torch_speed, "float32"),
     "torch bfloat16": functools.partial(torch_speed, "bfloat16"),
+    "agreement bfloat16": functools.partial(batch_agreement, "ours", "bfloat16"),
+    "agreement bfloat16 vllm": functools.partial(batch_agreement, "vllm", "bfloat16"),
     "apart cold": functools.partial(_apart, False),
     "apart approximate": functools.partial(_apart, True),
 }
