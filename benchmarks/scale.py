@@ -48,7 +48,7 @@ class Request:
 @dataclass(frozen=True)
 class Costs:
     """What engines are taken to need. By default a picture's token takes what Qwen3-VL-8B's shape took on an H200
-    (docs/measured.md: 4096 of them 322 ms cold, 48.5 ms by a schedule); the rest is assumed.
+    (docs/benchmarks/gpu.md: 4096 of them 322 ms cold, 48.5 ms by a schedule); the rest is assumed.
 
     Attributes:
       request: seconds of each prompt beside its pictures.

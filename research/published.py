@@ -837,6 +837,27 @@ def gpu_windows(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [str(row["rows"]), program, *(str(row[name]) for name in columns)]
 
 
+def first_token_modes() -> Iterator[list[str]]:
+    """TTFT by reuse mode on two CPU cores and on an H200, each with its speedup over a cold run, for README."""
+    modes = {
+        "no reuse": "cold", '`"exact"`': "encoder cached", '`"approximate"`': "shift, r = 0.03", '`"full"`': "r = 0"
+    }  # fmt: skip
+    yield ["images in a new context", *modes]
+    for title, name, unit, symbol, digits in (
+        ("two CPU cores, 4 images of 1024 tokens", "ttft_cpu.json", 1000, "s", 2),
+        ("one H200, 1 image of 4096 tokens", "ttft_h200.json", 1, "ms", 3),
+    ):
+        found = {row["configuration"]: row for row in _rows(name) if row["K, V in"] != "disk"}
+        times = [f"{_digits(found[of]['TTFT ms'] / unit, digits)} {symbol}" for of in modes.values()]
+        speedups = [f" ({_digits(found[of]['over cold'], 2)}x)" * (of != "cold") for of in modes.values()]
+        yield [title, *map("".join, zip(times, speedups, strict=True))]
+
+
+def _digits(value: float, count: int) -> str:
+    """A number with so many significant digits, zeros included: "8.0"; none before the point is rounded away."""
+    return f"{value:.0f}" if value >= 10**count else f"{value:#.{count}g}".rstrip(".")
+
+
 def spread_over(rows: Sequence[Row]) -> Iterator[list[str]]:
     """What several H200s that share a model hold, and take at least (`python -m research.spread`)."""
     times = ("cold 20K", "hit 20K, falling", "token of 1", "token of 16", "token of 64")
@@ -1109,6 +1130,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "gpu steps": gpu_steps,
     "gpu versions": gpu_versions,
     "spread": functools.partial(_of, spread_over, "spread_h200_counted.json"),
+    "first token modes": first_token_modes,
     "gpu first tokens": functools.partial(_of, functools.partial(ttft_first, None), "ttft_h200.json"),
     "budgets": functools.partial(_of, budgets, "budgets_tiny_vqa.json"),
     "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),

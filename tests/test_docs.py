@@ -17,7 +17,7 @@ from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.info import NOTHING, describe
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.models.published import published_config
+from vlcache_jax.models.published import SIZES, published_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -200,7 +200,7 @@ def test_what_is_said_of_a_models_memory_is_what_is_counted():
 
 @pytest.mark.ladder
 def test_what_is_said_to_fit_is_what_is_counted():
-    """In the guide and, of some models, in the README."""
+    """In the guide, and the smallest GPU of each model in the README."""
     rows = table("docs/guides/gpus.md", "model | weights in")
     counted = {name: describe(name, "auto", 1024, 1024)[1] for name in dict.fromkeys(name for name, *_ in rows)}
     for name, bits, weights, *cells in rows:
@@ -212,8 +212,19 @@ def test_what_is_said_to_fit_is_what_is_counted():
             smaller = [image.replace(" million pixels", " MP")] * (image != fits[-1]["largest image"])
             limits = f" ({', '.join([*fewer, *smaller])})" if fewer or smaller else ""
             assert (name, cell) == (name, "-" if fit["tokens"] == NOTHING else f"{fit['tokens']}{limits}")
-    for gpu, *cells in table("README.md", "a GPU with"):
+    rows = table("README.md", "models | smallest GPU in bfloat16")
+    named = [name for names, *_ in rows for name in names.split(", ")]
+    assert sorted(named) == sorted(SIZES)
+    for names, *cells in rows:
         for bits, cell in zip(("bfloat16", "FP8"), cells, strict=True):
-            for name, tokens in re.findall(r"(Qwen\S+) (\d+)", cell):
-                fit = next(fit for fit in counted[name] if (fit["GPU"], fit["weights in"]) == (gpu, bits))
-                assert fit["tokens"] == int(tokens)
+            assert {smallest(name, bits) for name in names.split(", ")} == {cell}
+
+
+def smallest(name, bits):
+    """The smallest GPU that a model fits on, or of the fewest GPUs that it fits on; "-": it has no such weights."""
+    for gpus in (1, 2, 4):
+        fits = [fit for fit in describe(name, "auto", 1024, 1024, gpus=gpus)[1] if fit["weights in"] == bits]
+        for fit in fits:
+            if fit["tokens"] != NOTHING:
+                return fit["GPU"]
+    return "-"

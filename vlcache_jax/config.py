@@ -42,7 +42,7 @@ class EngineConfig:
         float32 on a CPU.
       reuse: what is done with an image that was seen before, unless a call says otherwise.
         "exact": it is linked where everything before it is the same too; answers are those of a cold run.
-        "approximate": it is linked anywhere; in a new context 3 % of its tokens are recomputed, and the others corrected.
+        "approximate": it is linked anywhere; in a new context 3 % of its tokens are recomputed and the rest corrected.
         "full", a ratio from 0 to 1, the path of a schedule file, a `Schedule`, "mpic-K" or another `Policy`: it is
         linked anywhere; of those behind another context, the named part is computed anew, and the output says so.
         "shift-R", R a ratio or a schedule file: so too, and what is not computed is moved by what was.

@@ -258,10 +258,11 @@ def test_pages_are_rewritten_between_their_marks(monkeypatch):
 
 def test_the_readmes_times_are_of_files():
     readme = (published.ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.search(r"<!-- table (ttft first|first token modes) -->\n", readme)
-    for case in ("cold", "repeat", "decode", "batch", "exact", "approximate"):
-        assert f"<!-- figure vllm {case} float32 -->" in readme
-        assert f"(<!-- figure vllm {case} bfloat16 -->" in readme
+    head = '| images in a new context | no reuse | `"exact"` | `"approximate"` | `"full"` |'
+    assert f"<!-- table first token modes -->\n{head}" in readme
+    assert "<!-- table peer first -->\n| case |" in readme
+    for figure in ("agreement ours bfloat16", "agreement vllm bfloat16", "vllm amx cold bfloat16"):
+        assert f"<!-- figure {figure} -->" in readme
     page = (published.ROOT / "docs" / "benchmarks" / "vllm_and_torch.md").read_text(encoding="utf-8")
     assert re.search(r"torch is\s<!-- figure torch float32 -->", page)
 
@@ -334,6 +335,23 @@ def test_what_is_told_of_stores_leaves_no_load_out():
     names = ["disk", "disk, cold", "object store (file://)", "peer (loopback)", "Redis (loopback)"]
     assert [line[0] for line in lines] == names * 2
     assert lines[5] == ["disk", "that was mapped before", "", "36 ms, 41 %", "19 ms, 47 %", "17 ms, 37 %"]
+
+
+def test_each_mode_has_its_own_time_and_speedup(monkeypatch):
+    configurations = ("cold", "encoder cached", "shift, r = 0.03", "r = 0")
+
+    def rows(name):
+        times = (8000.0, 4000.0, 320.0, 64.26) if name == "ttft_cpu.json" else (321.6, 516.4, 64.74, 48.9)
+        found = [
+            {"configuration": of, "K, V in": "-", "TTFT ms": ms, "over cold": times[0] / ms}
+            for of, ms in zip(configurations, times, strict=True)
+        ]
+        return [*found, found[-1] | {"K, V in": "disk", "TTFT ms": 1.0}]
+
+    monkeypatch.setattr(published, "_rows", rows)
+    _, cpu, gpu = published.first_token_modes()
+    assert cpu[1:] == ["8.0 s", "4.0 s (2.0x)", "0.32 s (25x)", "0.064 s (124x)"]
+    assert gpu[1:] == ["322 ms", "516 ms (0.62x)", "64.7 ms (5.0x)", "48.9 ms (6.6x)"]
 
 
 def test_who_ran_once_has_no_spread():

@@ -6,8 +6,8 @@ what they are now is added to the tokens that are not computed. Public work find
 and stores a patch for it (Kamera, arXiv 2606.23581); here the patch is of rank one, and nothing is stored.
 
 The sum is mostly longer than a key is: moved keys are scaled back to the length that they had, which is what a key norm
-would give them; without such a norm it helps less, but it helps (docs/research/reuse_study.md). The bias of the key projection
-is not scaled: it is the same for all tokens, and may be far longer than all the rest.
+would give them; without such a norm it helps less, but it helps (docs/research/reuse_study.md). The bias of the key
+projection is not scaled: it is the same for all tokens, and may be far longer than all the rest.
 """
 
 from __future__ import annotations
