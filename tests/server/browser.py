@@ -122,7 +122,7 @@ class Browser:
 
     def press(self, key, text="", **more):
         """A key, as someone presses it."""
-        codes = {"Enter": 13, "Tab": 9, " ": 32, "v": 86}
+        codes = {"Enter": 13, "Tab": 9, " ": 32, "v": 86, "ArrowDown": 40}
         code = {"key": key, "windowsVirtualKeyCode": codes[key], **more}
         self.do("Input.dispatchKeyEvent", type="keyDown", text=text, **code)
         self.do("Input.dispatchKeyEvent", type="keyUp", **code)
@@ -169,7 +169,7 @@ class Browser:
 def ask_twice(browser, picture=PICTURES / "picture.png", question="How many stars are there?"):
     """Someone drops a picture and asks about it, and once more."""
     browser.drop(picture)
-    browser.wait("document.querySelectorAll('#pictures img').length === 1")
+    browser.wait("document.querySelectorAll('#images img').length === 1")
     browser.value("document.getElementById('question').focus()")
     browser.type(question)
     for count in (1, 2):
