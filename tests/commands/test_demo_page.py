@@ -43,9 +43,11 @@ def test_the_report_compares_four_modes(runs):
     assert list(runs) == list(MODES)
     rows = re.findall(r'class="mode">([^<]*)</th><td class="what">([^<]+)<.*?>(\d of 2)<.*?speed">(.*?)<', page)
     assert [(mode, *more) for mode, _, *more in rows] == [
-        ("no reuse", "2 of 2", "baseline"), ("exact", "2 of 2", "1.2x faster"), ("approximate", "2 of 2", "2.4x faster"),
+        ("no reuse", "2 of 2", "baseline"),
+        ("exact", "2 of 2", "1.2x faster"),
+        ("approximate", "2 of 2", "2.4x faster"),
         ("full", "1 of 2", "6.0x faster"),
-    ]  # fmt: skip
+    ]
     assert f"{100 * float(APPROXIMATE.removeprefix('shift-')):g} % of the image tokens" in rows[2][1]
     assert re.findall(r'"context">(.*?)<', page) == ["-", "same", "same", "same", "-", "new", "new", "new"]
     assert "&lt;b&gt; ✗" in page
