@@ -383,7 +383,7 @@ def test_the_real_server_is_asked_by_keyboard(real):
     real.press("Enter", "\r")
     real.answered(1)
     assert real.value("document.querySelector('.answer').textContent") == "red triangle"
-    assert real.value("document.querySelector('figcaption').innerText").startswith("computed\n")
+    assert real.value("document.querySelector('article figcaption').innerText").startswith("computed\n")
     # The server allows its own mode and "approximate": after other text, each does what it says.
     states = "[...document.querySelectorAll('article .state')].map(one => one.textContent)"
     real.value("document.getElementById('first').click()")
