@@ -73,7 +73,7 @@ def test_the_pictures_are_those_that_are_drawn():
 def test_the_answers_of_the_demo_are_right():
     pictures = shipped_pictures()
     for turn in TURNS:
-        assert turn.answer == solve(turn.question, [pictures[name] for name in turn.pictures])
+        assert turn.answer == solve(turn.question, [pictures[name] for name in turn.images])
 
 
 @pytest.mark.parametrize("questions", some_cases(6, 20))

@@ -1,4 +1,5 @@
 import hashlib
+import html
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from tests.helper import SIZES, WORDS
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
+from vlcache_jax.commands.demo_page import MODES
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.programs.table import Programs
 
@@ -208,6 +210,7 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
 import sys
 from typer.testing import CliRunner
 from vlcache_jax.commands.cli import app
+from vlcache_jax.commands.demo_page import MODES
 for command, arguments in {wrong!r}.items():
     result = CliRunner().invoke(app, [*command.split(), *arguments])
     assert result.exit_code == 1 and "error: " in result.stderr, (command, result.output)
@@ -236,21 +239,29 @@ def compiled(monkeypatch):
 def test_demo(run, tmp_path, compiled, monkeypatch):
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
-    assert re.search(r"compiled \d+ programs", result.stdout)
+    assert re.search(r"Programs: \d+ compiled", result.stdout)
     assert result.stderr.startswith("importing JAX\nloading weights of tiny_vqa (0.02 GB)\n")
-    assert "Right are 5 of 5 cold, 3 with full and 5 with approximate reuse" in " ".join(result.stdout.split())
+    sentence = r"With reuse=.approximate., 5 of 5 answers are correct \(without reuse: 5 of 5\) and the first token"
+    assert re.search(sentence + r" comes [\d.]+x (faster|slower)\.", " ".join(result.stdout.split()))
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
-    assert re.findall(r"<b>(\d) of 5 right", page) == ["5", "3", "5"]  # on top
-    rows = re.findall(r'<tr(?: class="(wrong)")?><td class="way">(.*?)<.*?"rows">(\d+)<.*?"seen in">(.*?)<', page)
-    assert [way for wrong, way, *_ in rows if wrong] == ["full", "full"]
-    assert [seen for *_, seen in rows] == ["-", *["same context"] * 2, *["-", *["other context"] * 2] * 4]
-    # None finds the prompt of another: what computes tokens anew computes more than what does not.
-    cold, full, approximate = (
-        [int(row[2]) for row in rows if row[1] == way] for way in ("cold", "full", "approximate")
-    )
-    assert full[0] == approximate[0] < cold[0]
-    assert all(a < b < c for a, b, c in zip(full[1:], approximate[1:], cold[1:], strict=True))
+    # First the result, then the modes side by side, questions, and terms.
+    assert re.search(sentence, html.unescape(re.search(r"</h1><p.*?>(.*?)</p>", page)[1]))
+    summary = re.findall(r'class="mode">([^<]*)</th><td class="what">[^<]+</td>.*?>(\d) of 5<', page)
+    assert summary == [("no reuse", "5"), ("exact", "5"), ("approximate", "5"), ("full", "3")]
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Images", "Questions", "Terms"]
+    assert all(f"<dt>{mode}</dt>" in page for mode in MODES)
+    rows = re.findall(
+        r'<tr(?: class="(wrong)")?><th scope="row" class="mode">([^<]*)</th><td class="answer">.*?computed">(\d+)<'
+        r'.*?title="context">(.*?)<', page
+    )  # fmt: skip
+    assert [mode for wrong, mode, *_ in rows if wrong] == ["full", "full"]
+    assert [context for *_, context in rows] == ["-", *["same"] * 3, *["-", *["new"] * 3] * 4]
+    # No prompt reuses another one: a mode that recomputes tokens computes more of them.
+    none, exact, approximate, full = ([int(row[2]) for row in rows if row[1] == mode] for mode in MODES)
+    assert full[0] == approximate[0] == exact[0] < none[0]
+    assert exact[1:] == none[1:]
+    assert all(a < b < c for a, b, c in zip(full[1:], approximate[1:], none[1:], strict=True))
     assert re.search(r"1.5rem repeat\(5,.*?>E</span>", page)  # columns of the widest picture
     assert re.search(r"tiny-vqa on cpu, float32; .*, \d+ cores; vlcache-jax .*, jax .*; 20\d\d-", page)
     assert "docs/guides/reuse.md" in page
@@ -396,6 +407,7 @@ def test_help_and_errors_of_usage_wait_for_no_jax():
 import sys
 from typer.testing import CliRunner
 from vlcache_jax.commands.cli import app
+from vlcache_jax.commands.demo_page import MODES
 for words in {words!r}:
     usage = any(word.startswith("--") for word in words) or words in (["run"], ["nothing"])
     result = CliRunner().invoke(app, words if usage else [*words, "--help"])

@@ -1,6 +1,7 @@
 """Chromium, driven by its DevTools protocol over a pair of pipes.
 
-`python -m tests.server.browser PNG` shows what someone sees who asks the shipped model about a picture twice.
+`python -m tests.server.browser PNG` takes a screenshot of the server's page: the shipped model has answered a question
+about an image, and again after other text with `reuse="approximate"`.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Browser:
 
     def press(self, key, text="", **more):
         """A key, as someone presses it."""
-        codes = {"Enter": 13, "Tab": 9, " ": 32, "v": 86}
+        codes = {"Enter": 13, "Tab": 9, " ": 32, "v": 86, "ArrowDown": 40}
         code = {"key": key, "windowsVirtualKeyCode": codes[key], **more}
         self.do("Input.dispatchKeyEvent", type="keyDown", text=text, **code)
         self.do("Input.dispatchKeyEvent", type="keyUp", **code)
@@ -166,10 +167,10 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
-def ask_twice(browser, picture=PICTURES / "picture.png", question="How many stars are there?"):
-    """Someone drops a picture and asks about it, and once more."""
-    browser.drop(picture)
-    browser.wait("document.querySelectorAll('#pictures img').length === 1")
+def ask_twice(browser, image=PICTURES / "picture.png", question="How many stars are there?"):
+    """Drop an image and ask about it twice."""
+    browser.drop(image)
+    browser.wait("document.querySelectorAll('#images img').length === 1")
     browser.value("document.getElementById('question').focus()")
     browser.type(question)
     for count in (1, 2):
@@ -180,11 +181,19 @@ def ask_twice(browser, picture=PICTURES / "picture.png", question="How many star
 def main():
     with (
         tempfile.TemporaryDirectory() as profile,
-        serving("--warmup") as (_, url, _),
+        serving("--warmup", "--allow-reuse", "approximate") as (_, url, _),
         Browser.open(url.removesuffix("v1"), profile) as browser,
     ):
         browser.do("Emulation.setDeviceMetricsOverride", width=720, height=600, deviceScaleFactor=1, mobile=False)
-        ask_twice(browser)
+        for image in ("left.png", "picture.png"):  # the first one compiles programs
+            browser.go(url.removesuffix("v1"))
+            browser.wait("!document.getElementById('modes').hidden")
+            ask_twice(browser, PICTURES / image)
+            browser.value("document.querySelector('[value=approximate]').click()")
+            browser.value("document.getElementById('first').click()")
+            browser.value("document.getElementById('question').focus()")
+            browser.press("Enter", "\r")
+            browser.answered(3)
         browser.shoot(pathlib.Path(sys.argv[1]))
 
 

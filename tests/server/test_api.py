@@ -455,6 +455,7 @@ def test_requests_choose_what_the_server_lets_them(serve, picture):
         status, found = served.json("POST", "/v1/chat/completions", body)
         assert status == 200, found
     assert served.json("POST", "/v1/chat/completions", {"messages": HELLO, "reuse": 0.5})[0] == 400
+    assert [one["reuse"] for one in served.json("GET", "/v1/models")[1]["data"]] == [["exact", "full", "0.25"]]
     with pytest.raises(ValueError, match=r"^allow_reuse must be .*'most'"):
         serve(allow_reuse=["most"])
 
@@ -488,6 +489,7 @@ def test_models(served, client, engine):
     models = client(served).models
     assert [one.id for one in models.list()] == ["tiny", "also"]
     assert models.retrieve("also").max_model_len == engine.max_model_len
+    assert models.retrieve("also").reuse == ["exact"]
     with pytest.raises(openai.NotFoundError):
         models.retrieve("other")
 

@@ -16,6 +16,7 @@ import vlcache_jax
 from tests.server.browser import Browser, ask_twice
 from tests.server.helper import serving
 from vlcache_jax.assets import PICTURES
+from vlcache_jax.reuse.parse import APPROXIMATE
 
 PAGE = pathlib.Path(vlcache_jax.__file__).parent / "server" / "page.html"
 
@@ -37,6 +38,8 @@ class FakeServer(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.key = None
+        self.reuse = {None: ["exact"]}  # by key
+        self.refuses = None
         self.bodies, self.paths, self.known = [], [], {}
         self.breaks = False
 
@@ -61,8 +64,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.server.paths.append(self.path)
-        self.reply(200 if self.path == "/" else 404, "text/html; charset=utf-8", PAGE.read_bytes())
+        server = self.server
+        server.paths.append(self.path)
+        if self.path == "/":
+            self.reply(200, "text/html; charset=utf-8", PAGE.read_bytes())
+        elif not self.is_let_in():
+            return
+        elif self.path == "/v1/models":
+            _, _, key = (self.headers["Authorization"] or "").partition(" ")
+            modes = server.reuse.get(key, server.reuse[None])
+            self.reply(200, "application/json", json.dumps({"data": [{"id": "tiny", "reuse": modes}]}).encode())
+        else:
+            self.reply(200 if self.path == "/docs" else 404, "text/html; charset=utf-8", b"<h1>API</h1>")
+
+    def is_let_in(self):
+        key, given = self.server.key, self.headers["Authorization"]
+        if key and given not in (f"Bearer {key}", *(f"Bearer {other}" for other in self.server.reuse if other)):
+            self.reply(401, "application/json", b'{"error": {"message": "no key"}}')
+            return False
+        return True
 
     def reply(self, status, kind, content, **more):
         self.send_response(status)
@@ -75,10 +95,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server = self.server
         server.paths.append(self.path)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
-            self.reply(401, "application/json", b'{"error": {"message": "no key"}}')
+        if not self.is_let_in():
             return
         server.bodies.append(body)
+        if server.refuses is not None and body.get("reuse") == server.refuses:
+            error = {"message": f"reuse must be exact on this server, got {server.refuses!r}", "param": "reuse"}
+            self.reply(400, "application/json", json.dumps({"error": error}).encode())
+            return
         if server.breaks:
             full = b'{"error": {"message": "The server is full."}}'
             self.reply(503, "application/json", full, **{"Retry-After": "2"})
@@ -120,7 +143,8 @@ def browser(tmp_path, server):
 
 
 CAPTIONS = "[...document.querySelector('article').querySelectorAll('figcaption')].map(one => one.innerText)"
-FOCUS = "document.activeElement.id || document.activeElement.getAttribute('aria-label')"
+FOCUS = """(one => one.id || one.getAttribute('aria-label') || (one.tagName === 'SUMMARY' ? one.innerText : null))(
+  document.activeElement)"""
 LEFT = PICTURES / "left.png"
 RIGHT = PICTURES / "right.png"
 PICTURE = PICTURES / "picture.png"
@@ -129,7 +153,7 @@ PICTURE = PICTURES / "picture.png"
 @pytest.mark.servers
 def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
     browser.drop(LEFT)
-    browser.wait("document.querySelectorAll('#pictures img').length === 1")
+    browser.wait("document.querySelectorAll('#images img').length === 1")
     browser.value("document.getElementById('question').focus()")
     browser.type("What is it?")
     browser.press("Enter", "\r")
@@ -137,23 +161,23 @@ def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
     assert browser.value("document.querySelector('.answer').textContent") == "A <b>red</b> drëieck"
     assert browser.value("document.querySelector('.thought').textContent") == "Hm."
     [caption] = browser.value(CAPTIONS)
-    assert re.fullmatch(r"computed\n64 of 64 tokens computed\nwhy: not seen before\nfirst token: \d+\.\d\d s", caption)
+    assert caption == "computed\n64 of 64 tokens computed\nnot cached yet"
+    note = "document.querySelector('.note').innerText"
+    assert re.fullmatch(r"Reuse mode: exact\. First token after \d+\.\d\d s\. 80 prompt tokens\.", browser.value(note))
     # Again: reused. Then behind another picture.
     browser.press("Enter", "\r")
     browser.answered(2)
     [caption] = browser.value(CAPTIONS)
-    assert re.fullmatch(
-        r"reused exactly\n0 of 64 tokens computed\nkept in host memory\nfirst token: [\d.]+ s, the first time [\d.]+ s",
-        caption,
-    )
+    state = r"reused exactly\n0 of 64 tokens computed\nKV from host memory\n"
+    assert re.fullmatch(state + r"first token in its first request: \d+\.\d\d s", caption)
     browser.drop(RIGHT)
-    browser.wait("document.querySelectorAll('#pictures img').length === 2")
+    browser.wait("document.querySelectorAll('#images img').length === 2")
     browser.value("document.querySelector('[aria-label=\"Move left: right.png\"]').click()")
     browser.value("document.getElementById('question').focus()")
     browser.press("Enter", "\r")
     browser.answered(3)
     captions = browser.value(CAPTIONS)
-    assert captions[1].split("\n")[2:4] == ["why: other context", "kept in host memory"]
+    assert captions[1].split("\n")[2:4] == ["new context", "KV from host memory"]
     assert [one.split("\n")[:2] for one in captions] == [
         ["computed", "64 of 64 tokens computed"], ["reused approximately", "34 of 64 tokens computed"]
     ]  # fmt: skip
@@ -167,7 +191,7 @@ def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
         "return_cache_report": True,
     }
     assert sent["messages"][0]["content"][2] == {"type": "text", "text": "What is it?"}
-    assert set(server.paths) == {"/", "/v1/chat/completions"}
+    assert set(server.paths) == {"/", "/v1/models", "/v1/chat/completions"}
     assert browser.errors == []
     # At 400 px nothing sticks out, by light or by dark.
     for scheme in ("light", "dark"):
@@ -185,16 +209,17 @@ def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
 def test_a_keyboard_is_enough(browser, server):
     """Every control is reached by Tab, in the order in which it stands, and works by Enter or Space."""
     browser.drop(LEFT, RIGHT)
-    browser.wait("document.querySelectorAll('#pictures img').length === 2")
+    browser.wait("document.querySelectorAll('#images img').length === 2")
     reached = []
-    for _ in range(9):
+    for _ in range(12):
         browser.press("Tab")
         reached.append(browser.value(FOCUS))
     assert reached == [
-        "add", "Move right: left.png", "Remove: left.png", "Move left: right.png", "Remove: right.png", "question",
-        "ask", "first", None,
+        "reference", "help", "add", "Move right: left.png", "Remove: left.png",
+        "Move left: right.png", "Remove: right.png", "question",
+        "ask", "first", "How reuse works", None,
     ]  # fmt: skip
-    names = "[...document.querySelectorAll('#pictures img')].map(one => one.alt)"
+    names = "[...document.querySelectorAll('#images img')].map(one => one.alt)"
     browser.value("document.querySelector('[aria-label=\"Move right: left.png\"]').focus()")
     browser.press("Enter", "\r")
     assert browser.value(names) == ["right.png", "left.png"]
@@ -212,28 +237,90 @@ def test_a_keyboard_is_enough(browser, server):
     assert browser.errors == []
 
 
+MESSAGE = "document.getElementById('message').textContent"
+MODES = "[...document.querySelectorAll('#modes label')].map(one => one.innerText)"
+
+
 @pytest.mark.servers
-def test_a_key_is_asked_for_and_errors_are_told(browser, server, tmp_path):
-    server.key = "secret"
+def test_a_key_is_required_and_errors_are_shown(browser, server, tmp_path):
     assert browser.value("document.getElementById('locked').hidden")
+    server.key = "secret"
+    browser.go(f"http://127.0.0.1:{server.server_port}/")
+    browser.wait("!document.getElementById('locked').hidden")
     browser.value("document.getElementById('question').focus()")
     browser.press("Enter", "\r")
-    browser.wait("!document.getElementById('locked').hidden")
-    assert browser.value(FOCUS) == "key"
+    browser.wait("document.activeElement.id === 'key' && !at('ask').disabled")
     browser.type("wrong")
     browser.press("Enter", "\r")
-    browser.wait("document.getElementById('told').textContent.includes('does not know')")
+    browser.wait(f"{MESSAGE} === 'The server rejected this API key.'")
     browser.value("document.getElementById('key').select()")
     browser.type("secret")
     browser.press("Enter", "\r")
     browser.answered(1)
+    assert browser.value("document.getElementById('model').innerText") == "Model: tiny"
+    # The link to the API's reference sends the key, too.
+    browser.value("window.open = url => { window.opened = url; }; document.getElementById('reference').click()")
+    browser.wait("!!window.opened")
+    assert browser.value("fetch('docs', {headers: headers()}).then(one => one.text())") == "<h1>API</h1>"
+    assert browser.value("opened").startswith("blob:")
     server.breaks = True
+    browser.value("document.getElementById('key').focus()")
     browser.press("Enter", "\r")
-    browser.wait("document.getElementById('told').textContent === 'The server is full. Try again in 2 s.'")
-    (tmp_path / "notes.txt").write_text("no picture")
+    browser.wait(f"{MESSAGE} === 'The server is full. Try again in 2 s.'")
+    (tmp_path / "notes.txt").write_text("no image")
     browser.drop(tmp_path / "notes.txt")
-    browser.wait("document.getElementById('told').textContent === 'Not a picture: notes.txt'")
+    browser.wait(f"{MESSAGE} === 'Not an image: notes.txt'")
     assert all("Failed to load resource" in error for error in browser.errors)  # the browser's own of 401 and 503
+
+
+@pytest.mark.servers
+def test_the_reuse_mode_is_a_choice_where_the_server_has_several(browser, server):
+    """The server's default is not sent, another one is; what the server refuses is shown. Keys have their own lists."""
+    browser.wait("document.getElementById('model').innerText === 'Model: tiny'")
+    assert browser.value("document.title") == "tiny - VLCache-JAX"
+    assert browser.value("document.getElementById('reference').href").endswith("/docs")
+    assert browser.value("document.getElementById('modes').hidden")
+    assert browser.value("document.getElementById('only').innerText").startswith("Reuse mode: exact. Same answers as")
+
+    server.reuse = {None: ["exact", "approximate", "full", "0.25", "a/b.json", "mpic-32"], "carl": ["full"]}
+    browser.go(f"http://127.0.0.1:{server.server_port}/")
+    browser.wait("!document.getElementById('modes').hidden")
+    assert browser.value("document.getElementById('only').hidden")
+    modes = browser.value(MODES)
+    assert [one.partition(":")[0].removesuffix(" (default)") for one in modes] == server.reuse[None]
+    assert [" (default): " in one for one in modes] == [True, *[False] * 5]
+    assert f"{100 * float(APPROXIMATE.removeprefix('shift-')):g} % of the image tokens are recomputed" in modes[1]
+    assert "first 25 %" in modes[3]
+    browser.drop(LEFT)
+    browser.wait("document.querySelectorAll('#images img').length === 1")
+    browser.value("document.querySelector('[name=mode]').focus()")
+    browser.press("ArrowDown")
+    browser.value("document.getElementById('question').focus()")
+    browser.press("Enter", "\r")
+    browser.answered(1)
+    assert server.bodies[-1]["reuse"] == "approximate"
+    assert browser.value("document.querySelector('.note').innerText").startswith("Reuse mode: approximate. First token")
+    browser.value("document.querySelector('[value=exact]').click(); document.getElementById('question').focus()")
+    browser.press("Enter", "\r")
+    browser.answered(2)
+    assert "reuse" not in server.bodies[-1]
+    assert browser.value("document.querySelector('.note').innerText").startswith("Reuse mode: exact. ")
+    server.refuses = "full"
+    browser.value("document.querySelector('[value=full]').click(); document.getElementById('question').focus()")
+    browser.press("Enter", "\r")
+    browser.wait(f"{MESSAGE} === \"reuse must be exact on this server, got 'full'\"")
+    server.refuses, server.key = None, "secret"
+    # A tenant's own list is shown when its key is entered.
+    browser.press("Enter", "\r")
+    browser.wait("document.activeElement.id === 'key' && !at('ask').disabled")
+    browser.type("carl")
+    browser.value("document.getElementById('question').focus()")
+    browser.wait("document.getElementById('modes').hidden")
+    assert browser.value("document.getElementById('only').innerText").startswith("Reuse mode: full. ")
+    browser.press("Enter", "\r")
+    browser.answered(3)
+    assert "reuse" not in server.bodies[-1]
+    assert all("Failed to load resource" in error for error in browser.errors)
 
 
 # --- a server that answers --------------------------------------------------------------------------------------------
@@ -243,7 +330,7 @@ def test_a_key_is_asked_for_and_errors_are_told(browser, server, tmp_path):
 def real(tmp_path):
     """A browser at the page of the real server, each of whose tokens comes alone."""
     with (
-        serving("--ladder", '{"window": 1}') as (_, url, _),
+        serving("--ladder", '{"window": 1}', "--allow-reuse", "approximate") as (_, url, _),
         Browser.open(url.removesuffix("v1"), tmp_path / "profile") as browser,
     ):
         yield browser
@@ -274,7 +361,7 @@ def test_the_real_server_is_asked_twice(real, tmp_path):
     # What is pasted has the same pixels.
     real.value("document.querySelector('[aria-label^=Remove]').click()")
     real.paste(PICTURE)
-    real.wait("document.querySelectorAll('#pictures img').length === 1")
+    real.wait("document.querySelectorAll('#images img').length === 1")
     real.value("document.getElementById('question').focus()")
     real.press("Enter", "\r")
     real.answered(3)
@@ -286,8 +373,9 @@ def test_the_real_server_is_asked_twice(real, tmp_path):
 
 @pytest.mark.servers
 def test_the_real_server_is_asked_by_keyboard(real):
-    real.press("Tab")
-    assert real.value(FOCUS) == "add"
+    for expected in ("reference", "help", "add"):
+        real.press("Tab")
+        assert real.value(FOCUS) == expected
     real.press("Enter", "\r")
     real.choose(PICTURE)
     real.wait("document.activeElement.id === 'question'")
@@ -295,5 +383,15 @@ def test_the_real_server_is_asked_by_keyboard(real):
     real.press("Enter", "\r")
     real.answered(1)
     assert real.value("document.querySelector('.answer').textContent") == "red triangle"
-    assert "first token: " in real.value("document.querySelector('figcaption.miss').innerText")
+    assert real.value("document.querySelector('article figcaption').innerText").startswith("computed\n")
+    # The server allows its own mode and "approximate": after other text, each does what it says.
+    states = "[...document.querySelectorAll('article .state')].map(one => one.textContent)"
+    real.value("document.getElementById('first').click()")
+    for mode, state in (("approximate", "reused approximately"), ("exact", "encoder output reused")):
+        real.value(f"document.querySelector('[value={mode}]').click(); document.getElementById('question').focus()")
+        real.press("Enter", "\r")
+        real.answered(2 + (mode == "exact"))
+        assert real.value(states)[0] == state
+        assert real.value("document.querySelector('.note').innerText").startswith(f"Reuse mode: {mode}. ")
+    assert real.value("document.getElementById('model').innerText") == "Model: tiny-vqa"
     assert real.errors == []

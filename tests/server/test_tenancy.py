@@ -288,6 +288,9 @@ def test_a_tenant_may_ask_for_its_own_ways(serve, keys):
     for key, allowed in asked.items():
         for reuse in ("exact", "full", "approximate"):
             assert ask(served, key, reuse=reuse)[0] == (200 if reuse in allowed else 400), (key, reuse)
+        [model] = served.json("GET", "/v1/models", Authorization=f"Bearer {key}")[1]["data"]
+        assert sorted(model["reuse"]) == sorted(allowed)
+        assert model["reuse"][0] == "exact"  # the default
 
 
 def test_a_tenant_may_compress_as_it_is_let(serve, keys):

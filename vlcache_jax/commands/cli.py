@@ -59,12 +59,13 @@ def top(
 
 @app.command("demo")
 def demo_command(
-    report: Annotated[pathlib.Path, typer.Option(help="HTML page to write.")] = pathlib.Path("vlcache-demo.html"),
+    report: Annotated[pathlib.Path, typer.Option(help="HTML report to write.")] = pathlib.Path("vlcache-demo.html"),
 ) -> None:
-    """Answers questions about pictures, cold and with the pictures reused, and writes a page about it.
+    """Answer questions about images in four reuse modes, compare the modes, and write an HTML report.
 
-    Model and pictures ship with the package: a small Qwen3-VL, trained on grids of coloured glyphs. Printed are the
-    answers side by side, how many rows the language model computed, and times.
+    The model and the images ship with the package: a small Qwen3-VL, trained on grids of colored glyphs. The modes are
+    no reuse, "exact", "approximate" and "full". For each mode you see the answers, the tokens computed and the time to
+    the first token (TTFT).
 
     Example: vlcache demo --report demo.html
     """

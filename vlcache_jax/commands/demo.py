@@ -1,10 +1,10 @@
-"""`vlcache demo`: the shipped model answers questions about shipped pictures, cold and with the pictures reused."""
+"""`vlcache demo`: the shipped model answers questions about shipped images in each reuse mode."""
 
 from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.commands.demo_page import DemoTurn, Run, make_page
+from vlcache_jax.commands.demo_page import BASE, MODES, DemoTurn, Run, lesson, make_page, result, speed, total
 from vlcache_jax.commands.rehearsal import rehearse
 from vlcache_jax.commands.shipped import SHIPPED
 from vlcache_jax.files import write_whole
@@ -25,12 +25,9 @@ from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.report import environment
 
-REUSE = "approximate"
-LINKED = "full"
-WAYS = {"cold": "off", LINKED: LINKED, REUSE: REUSE}  # what each is called, and its `reuse`
 REPEATS = 5
 
-Runs = Mapping[str, Sequence[Run]]  # by way, one of each turn
+Runs = Mapping[str, Sequence[Run]]  # by mode, one for each turn
 
 _PAIR = ("left.png", "right.png")
 TURNS = (
@@ -53,61 +50,78 @@ TURNS = (
 
 
 def run_demo(report: pathlib.Path) -> None:
-    """Asks, prints the answers side by side and writes a page with pictures, answers and times.
+    """Answer the questions in each mode, print a table, and write a page with images, answers and times.
 
-    The engine is the one that `ask`, `run` and the guides open, so that they find its programs on disk.
+    The engine has the options of `ask`, `run` and the guides, so that they find its programs on disk.
 
     Args:
       report: HTML file to write.
     """
     console = Console()
     start = time.perf_counter()
-    with LLM(SHIPPED, cache=CacheConfig(load="link")) as llm:  # whether linking pays on this machine or not
+    with LLM(SHIPPED, cache=CacheConfig(load="link")) as llm:  # load cached KV even if computing were faster here
         loaded = time.perf_counter() - start
         with Progress("compiling"):
-            for name in dict.fromkeys(name for turn in TURNS for name in turn.pictures):  # each is seen once, by itself
-                _ask(llm, DemoTurn((name,), "", "What is the code?", ""), "exact")
+            _cache_apart(llm, dict.fromkeys(name for turn in TURNS for name in turn.images))
             rehearse(llm, partial(_answer, llm))
         stats = llm.stats()
         device = jax.devices()[0]
         model = f"{SHIPPED} on {device.device_kind}, {'float32' if device.platform == 'cpu' else 'bfloat16'}"
         console.print(
-            f"A small trained Qwen3-VL: loaded in {loaded:.1f} s; compiled {stats.compiled_programs} programs in "
-            f"{stats.compile_seconds:.1f} s, and loaded {stats.programs - stats.compiled_programs} that are kept in "
-            f"{stats.load_seconds:.1f} s."
+            f"{SHIPPED}, a small trained Qwen3-VL: loaded in {loaded:.1f} s. Programs: {stats.compiled_programs} "
+            f"compiled in {stats.compile_seconds:.1f} s, {stats.programs - stats.compiled_programs} loaded from disk "
+            f"in {stats.load_seconds:.1f} s."
         )
-        with Progress("asking", REPEATS) as bar:
+        with Progress("answering", REPEATS) as bar:
             repeats = []
             for _ in range(REPEATS):
                 repeats.append(_answer(llm))
                 bar.update()
     runs = {
-        way: [Run(turn, _median([outputs[way][i] for outputs in repeats])) for i, turn in enumerate(TURNS)]
-        for way in WAYS
+        mode: [Run(turn, _median([outputs[mode][i] for outputs in repeats])) for i, turn in enumerate(TURNS)]
+        for mode in MODES
     }
-    console.print(_table(runs))
-    right = [sum(run.is_right for run in runs[way]) for way in WAYS]
+    console.print(_answers(runs))
+    console.print(_summary(runs))
+    console.print(f"{result(runs)} {lesson(runs)}")
     console.print(
-        f"Right are {right[0]} of {len(TURNS)} cold, {right[1]} with {LINKED} and {right[2]} with {REUSE} reuse. Each "
-        f"picture was seen once, alone. Times are medians of {REPEATS}, with all programs compiled. What the words "
-        "mean is on the page. How often reuse keeps answers right is measured by `vlcache bench policies`."
+        f"Each image was cached by itself. TTFT is the median of {REPEATS} runs with compiled programs. The report "
+        "explains the terms. `vlcache bench policies` measures the accuracy of reuse modes on more questions."
     )
     write_whole(report, make_page(runs, model, REPEATS, environment("vlcache-jax", "jax")))
-    console.print(f"Pictures, answers and times: {report.resolve()}", soft_wrap=True)
+    console.print(f"Report: {report.resolve()}", soft_wrap=True)
 
 
 def _answer(llm: LLM) -> dict[str, list[RequestOutput]]:
-    """All turns in all ways. None finds the prompt of another in the KV pool: what is reused is the pictures."""
-    outputs: dict[str, list[RequestOutput]] = {way: [] for way in WAYS}
+    """Answer all turns in all modes. The prefix cache is reset before each, so that only images are reused.
+
+    `"exact"` caches the KV of an image in its new context, where the next runs would find it. It runs last, and then
+    the turn's images are cached by themselves again.
+    """
+    outputs: dict[str, list[RequestOutput]] = {mode: [] for mode in MODES}
     for turn in TURNS:
-        for way, reuse in WAYS.items():
+        for mode in sorted(MODES, key="exact".__eq__):
             llm.reset_prefix_cache()
-            outputs[way].append(_ask(llm, turn, reuse))
+            outputs[mode].append(_ask(llm, turn, MODES[mode]))
+        for name in turn.images:
+            llm.cache.delete(_bytes(name))
+        _cache_apart(llm, turn.images)
     return outputs
 
 
+def _cache_apart(llm: LLM, names: Iterable[str]) -> None:
+    """Cache each image at the beginning of a prompt of its own."""
+    for name in names:
+        llm.cache.precompute([_bytes(name)])
+    llm.cache.flush()
+
+
+def _bytes(name: str) -> bytes:
+    return (PICTURES / name).read_bytes()
+
+
 def _ask(llm: LLM, turn: DemoTurn, reuse: str) -> RequestOutput:
-    images = [(PICTURES / name).read_bytes() for name in turn.pictures]
+    images = list(map(_bytes, turn.images))
     content = user_turn(images, turn.question, "text_first" if turn.before else "image_first", turn.before)
     params = SamplingParams(max_tokens=32, temperature=0)
     [output] = llm.chat([{"role": "user", "content": content}], params, reuse=reuse, use_tqdm=False)
@@ -116,18 +130,28 @@ def _ask(llm: LLM, turn: DemoTurn, reuse: str) -> RequestOutput:
 
 
 def _median(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The one with the median time to the first token, of an odd number."""
+    """Return the output with the median TTFT, of an odd number."""
     return sorted(outputs, key=lambda output: output.metrics.ttft)[len(outputs) // 2]
 
 
-def _table(runs: Runs) -> Table:
-    table = Table("", "", "rows", "ms", "seen in", title="Answers, tokens computed, milliseconds to the first token")
+def _answers(runs: Runs) -> Table:
+    table = Table("mode", "answer", "tokens computed", "TTFT \\[ms]", "context", title="Answers by reuse mode")
     for i, turn in enumerate(TURNS):
         table.add_row("prompt", escape(turn.prompt), style="bold")
-        table.add_row("right", escape(turn.answer))
-        for way in WAYS:
-            run = runs[way][i]
-            cells = (way, run.text, str(run.rows), f"{run.milliseconds:.1f}", run.found)
+        table.add_row("expected", escape(turn.answer))
+        for mode in MODES:
+            run = runs[mode][i]
+            cells = (mode, run.text, str(run.tokens), f"{run.milliseconds:.1f}", run.context)
             table.add_row(*map(escape, cells), style="" if run.is_right else "red")
         table.add_section()
+    return table
+
+
+def _summary(runs: Runs) -> Table:
+    table = Table("mode", "correct", "tokens computed", "TTFT \\[ms]", "speed", title=f"All {len(TURNS)} questions")
+    base = total(runs[BASE])
+    for mode, own in runs.items():
+        right, tokens = sum(run.is_right for run in own), sum(run.tokens for run in own)
+        compared = "" if mode == BASE else speed(base / total(own))
+        table.add_row(mode, f"{right} of {len(own)}", str(tokens), f"{total(own):.0f}", compared)
     return table

@@ -39,6 +39,7 @@ from vlcache_jax.server.http_checks import HttpChecks
 from vlcache_jax.server.inference import (
     Chats,
     Completions,
+    allowed_reuse,
     check_model,
     template_of,
 )
@@ -231,7 +232,7 @@ class Server:
 
     # Of the model.
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, name: str, request: Request) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
@@ -240,15 +241,16 @@ class Server:
             "root": self.models[0],
             "parent": None,
             "max_model_len": self.engine.max_model_len,
+            "reuse": allowed_reuse(self.engine, self.config, request.scope.get(TENANT)),
         }
 
-    async def _list_models(self, _: Request) -> Response:
-        return answer_json({"object": "list", "data": list(map(self._card, self.models))})
+    async def _list_models(self, request: Request) -> Response:
+        return answer_json({"object": "list", "data": [self._card(name, request) for name in self.models]})
 
     async def _show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         check_model(name, self.models)
-        return answer_json(self._card(name))
+        return answer_json(self._card(name, request))
 
     async def _kept_response(self, request: Request) -> Response:
         name, tenant = request.path_params["name"], request.scope.get(TENANT)

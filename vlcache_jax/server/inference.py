@@ -299,10 +299,15 @@ def check_model(name: str | None, known: Sequence[str]) -> None:
         raise ApiError(f"model must be {' or '.join(known)}, got {short(name)}", "model", 404, "model_not_found")
 
 
+def allowed_reuse(engine: AsyncLLM, config: ServerConfig, tenant: Tenant | None) -> list[str]:
+    """Return the values of `reuse` that requests of a tenant may send; the engine's own, the default, is the first."""
+    more = config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
+    return list(dict.fromkeys(map(str, (engine.service.config.reuse, *more))))
+
+
 def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: str | float | None, tenant: Tenant | None) -> None:
     """Raises an ApiError if a request may not ask for it."""
-    more = config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
-    allowed = list(map(str, dict.fromkeys((engine.service.config.reuse, *more))))
+    allowed = allowed_reuse(engine, config, tenant)
     if reuse is not None and str(reuse) not in allowed:
         raise ApiError(f"reuse must be {' or '.join(allowed)} on this server, got {short(reuse)}", "reuse")
 

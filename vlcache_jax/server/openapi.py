@@ -132,6 +132,7 @@ _SCHEMAS: Mapping[str, Any] = {
     "Model": _object({
         "id": _TEXT, "object": {"enum": ["model"]}, "created": _COUNT, "owned_by": _TEXT, "root": _TEXT,
         "parent": {"type": "null"}, "max_model_len": _COUNT,
+        "reuse": {**_list(_TEXT), "description": "Values that this key's requests may send; the first is the default."},
     }),
     "ChatCompletion": _answer("chat.completion", {"message": _MESSAGE, "logprobs": _CHAT_LOGPROBS}),
     "ChatCompletionChunk": _answer("chat.completion.chunk", {"delta": _DELTA, "logprobs": _CHAT_LOGPROBS}),
@@ -250,7 +251,7 @@ def _paths() -> dict[str, Any]:
     _add_files(paths)
     post("/tokenize", "The tokens that the model sees, images expanded.", "TokenizeRequest", _json(tokens))
     post("/detokenize", "The text of tokens.", "DetokenizeRequest", _json(_object({"prompt": _TEXT})))
-    get("/", "A page to look at: it shows pictures and what of them was reused.", _HTML)
+    get("/", "A page that answers questions about images and shows what was reused.", _HTML)
     get("/health", "Whether requests will be answered.", None)
     get("/ready", "Whether requests are taken, and everything is compiled.", None)
     get("/version", "Of this software.", _json(_object({"version": _TEXT})))
