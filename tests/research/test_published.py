@@ -334,7 +334,7 @@ def test_what_is_told_of_stores_leaves_no_load_out():
     _, *lines = published.stores(published._rows("stores_cpu.json"))
     names = ["disk", "disk, cold", "object store (file://)", "peer (loopback)", "Redis (loopback)"]
     assert [line[0] for line in lines] == names * 2
-    assert lines[5] == ["disk", "that was mapped before", "", "36 ms, 41 %", "19 ms, 47 %", "17 ms, 37 %"]
+    assert lines[5] == ["disk", "existing mapping", "", "36 ms, 41 %", "19 ms, 47 %", "17 ms, 37 %"]
 
 
 def test_each_mode_has_its_own_time_and_speedup(monkeypatch):
