@@ -31,7 +31,7 @@ SHIPPED = {"tiny-vqa": TINY_VQA}  # models that come with the package, by name
 
 _POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that Git has in place of a large one
 _MOST_POINTER_BYTES = 1024
-_NO_GGUF = "GGUF files are not read, give the model as it was published, with safetensors files"
+_NO_GGUF = "GGUF files are not supported, use the published checkpoint with safetensors files"
 
 # "owner/name" or "name", of the characters that the hub allows; what begins with a dot or slash is a path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -69,13 +69,13 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
         )
     if (shipped := SHIPPED.get(str(source))) is not None:
         return locate(shipped, revision)
-    wrong = f"model must be a directory or the id of a model on the hub, got {str(source)!r}"
+    wrong = f"model must be a checkpoint directory or a Hub ID, got {str(source)!r}"
     if str(source).lower().endswith("gguf"):
         raise FileNotFoundError(f"{wrong}: {_NO_GGUF}")
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        raise FileNotFoundError(f"{wrong}: there is no such folder" if source != "" else wrong)
+        raise FileNotFoundError(f"{wrong}, and there is no such directory" if source != "" else wrong)
     if "/" not in source and (meant := _meant(source)) is not None:  # such names are nobody's on the hub
-        raise FileNotFoundError(f"{wrong}: write {meant!r}")
+        raise FileNotFoundError(f"{wrong}; did you mean {meant!r}?")
 
     import huggingface_hub  # only here: who serves a local directory needs no network
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -85,8 +85,8 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
         fetched = huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=wanted)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"model must be a directory or the id of a model on the hub; there is no directory {source!r}, "
-            f"and the hub could not be asked for it ({str(error).partition(chr(10))[0]}). {_advice(error)}"
+            f"{wrong}; there is no such directory, and the download from the Hub failed "
+            f"({str(error).partition(chr(10))[0]}). {_advice(error)}"
         ) from error
     return Located(pathlib.Path(fetched), _snapshot_commit(pathlib.Path(fetched)))
 
@@ -125,8 +125,8 @@ def _advice(error: Exception) -> str:
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
         return "Check its name; if it is private, log in with `hf auth login`"
     return (
-        "Without a network, give a directory: what was fetched once on another machine (`hf download`) can be copied; "
-        f"or try the model that ships with the package, {', '.join(SHIPPED)}"
+        "Without a network, run `hf download` on another machine, copy the directory and name it here; or try "
+        f"{', '.join(SHIPPED)}, which ships with the package"
     )
 
 

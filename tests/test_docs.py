@@ -207,7 +207,7 @@ def test_what_is_said_to_fit_is_what_is_counted():
         fits = [fit for fit in counted[name] if fit["weights in"] == bits]
         assert weights == fits[0]["weights"]
         for cell, fit in zip(cells, fits, strict=True):
-            fewer = [f"chunk {fit['rows of a step']}"] * (fit["rows of a step"] != 8192)
+            fewer = [f"chunk {fit['prefill chunk']}"] * (fit["prefill chunk"] != 8192)
             image = fit["largest image"]
             smaller = [image.replace(" million pixels", " MP")] * (image != fits[-1]["largest image"])
             limits = f" ({', '.join([*fewer, *smaller])})" if fewer or smaller else ""

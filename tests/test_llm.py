@@ -561,7 +561,7 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
         ("allowed_media_domains", "a.example", "allowed_media_domains must be a list of host names"),
         ("allowed_local_media_path", True, "allowed_local_media_path must be a folder or None"),
         ("max_image_bytes", "many", "max_image_bytes must be bytes"),
-        ("model", None, "model must be a directory or the id of a model on the hub, got None"),
+        ("model", None, "model must be a checkpoint directory or a Hub ID, got None"),
         ("ladder", 5, "ladder must be a Ladder or None, got 5"),
         ("revision", 3, "revision must be a string or None, got 3"),
         ("cache", "4GiB", "cache must be a CacheConfig, got '4GiB'"),

@@ -39,18 +39,22 @@ def check_whole(name: str, value: Any, least: int, most: float = math.inf, *, or
     raise ValueError(f"{name} must be {wanted}{' or None' if or_none else ''}, got {short(value)}")
 
 
-def unknown(name: Any, known: Collection[str], instead: Mapping[str, str] | None = None) -> str:
-    """What an error says of a name that is none of these: the one that may be meant, and all of them if they are few.
+def unknown(name: Any, known: Collection[str], instead: Mapping[str, str] | None = None, *, where: str = "") -> str:
+    """Return the error message for an unknown field, with the known fields if they are few and the closest of them.
 
     Args:
-      known: the names.
-      instead: by other names, what to write in their place.
+      name: the unknown field.
+      known: names of the known fields.
+      instead: remedies by the names of fields that other APIs have.
+      where: the object that has the field, such as "body".
     """
-    told = f"must hold only {', '.join(known) if len(known) <= _FEW else 'known fields'}, got {short(name)}"
-    if (hint := (instead or {}).get(name)) is not None:
-        return f"{told}; {hint}"
+    message = f"unknown field {short(name)}{' in ' * bool(where)}{where}"
+    if len(known) <= _FEW:
+        message += f"; expected one of {', '.join(known)}"
+    if (remedy := (instead or {}).get(name)) is not None:
+        return f"{message}; {remedy}"
     close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], known, 1)
-    return f"{told}; is it {close[0]}?" if close else told
+    return f"{message}; did you mean {close[0]!r}?" if close else message
 
 
 def check_flags(**flags: Any) -> None:

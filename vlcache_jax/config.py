@@ -33,66 +33,55 @@ _NONE_IS_DEFAULT = ("cache", "seed", "enable_prefix_caching")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of `LLM` and `AsyncLLM`. (`EngineConfig.of` takes those of vLLM, too.)
+    """Options of `LLM` and `AsyncLLM`. `EngineConfig.of` also accepts vLLM's names.
 
     Attributes:
-      model: a converted checkpoint, a Hugging Face directory, the id of a model on the hub, or "tiny-vqa", a small
-        trained model that ships with the package.
-      dtype: of weights and K, V: "float32", "bfloat16", "float16" or "half"; "auto" is bfloat16 on a GPU and
-        float32 on a CPU.
-      reuse: what is done with an image that was seen before, unless a call says otherwise.
-        "exact": it is linked where everything before it is the same too; answers are those of a cold run.
-        "approximate": it is linked anywhere; in a new context 3 % of its tokens are recomputed and the rest corrected.
-        "full", a ratio from 0 to 1, the path of a schedule file, a `Schedule`, "mpic-K" or another `Policy`: it is
-        linked anywhere; of those behind another context, the named part is computed anew, and the output says so.
-        "shift-R", R a ratio or a schedule file: so too, and what is not computed is moved by what was.
-        "off": every image is computed and nothing is kept.
-      cache: sizes and rules of the image cache.
-      kv_cache_bytes: size of the KV pool; a number or a string such as "4GiB". By default most of the memory that
-        weights and activations leave free. It is rounded down to whole pages of 128 tokens, above 32 pages to
-        sizes that are 1/32 to 1/16 apart, so that programs compiled for one size serve all that are nearly as
-        large. `stats().kv_cache_bytes` is what requests can use. (One page more is allocated.)
-        It bounds prompt and answer of one request, and how many requests run together.
-      compressed_kv_bytes: size of the pool for what is kept of compressed prompts, and for their answers; likewise a
-        number or a string. Without it nothing can be compressed.
-      gpu_memory_utilization: share of the free memory that weights, activations and pool may take, where
-        `kv_cache_bytes` says nothing. By default the pool takes 0.9 of what the others leave, on a CPU a quarter.
-      tensor_parallel_size: devices that share the model: each computes its own heads, columns and experts. The bytes
-        named here are those of all together. Records are the same whatever it is.
-      max_num_seqs: requests that run together at most, each answer counted. By default 64, or what the ladder says.
-      max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, or on a GPU what
-        leaves room for a pool; on a CPU 4096, or what the ladder says.
-      max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
-      mm_processor_kwargs: min_pixels and max_pixels of images, or `size={"shortest_edge": ..., "longest_edge":
-        ...}`, which says the same; fps, num_frames, min_frames, max_frames and do_sample_frames of videos. For all
-        requests; what a request says, or what stands beside a video, comes first. (How large a video's frames are
-        is said beside it.)
-      limit_mm_per_prompt: {"image": n, "video": n}: of a request at most; n may be {"count": n}. By default any.
-      implementation: of the kernels: "xla", "mosaic_gpu" (Hopper GPUs), "mosaic_gpu_mma" (NVIDIA GPUs since Ampere),
-        or one of these two with "_interpreted" behind it (the same, interpreted on a CPU, for tests); None is the best
-        for each case. Opened on such a GPU for the first time, it checks the kernels in a process of its own, before
-        jax takes the memory; XLA runs in place of what does not pass. `llm.kernels` says which run, and why.
-      ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
-      enable_prefix_caching: what is exact of a prompt and its answer stays in the KV pool until its memory is
-        needed, and a prompt that begins alike, text or images, goes on from there. Answers do not depend on it.
-      allow_remote_images: whether http(s) image URLs are fetched, each within 20 seconds.
-      allowed_media_domains: the hosts that URLs and redirects may name; None is all. ".example.com" is all below
-        it. Only public addresses are reached; one in your own network must stand here as a number, and so in the
-        URL.
-      allowed_local_media_path: images on disk must lie in this folder. "/" is everywhere; None or "" refuses paths,
-        as one should where messages come from others.
-      max_image_bytes: of a file, encoded bytes or a URL; a number or a string such as "64MiB".
-      max_image_pixels: of a picture before it is scaled; larger ones are refused by the head of their file. While a
-        picture is decoded it takes seven bytes a pixel, and of all together about 512 MiB are decoded at a time.
-      revision: branch, tag or commit of a model on the hub.
-      verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that
-        were written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
-      structured_outputs_config: {"disable_any_whitespace": true}: JSON that an answer is held to has no white space
-        between its tokens, unless a request says otherwise. Small models may write white space until `max_tokens`.
-        {"enable_in_reasoning": true}: a form holds during the model's thinking, too. By default as the checkpoint's
-        generation_config.json says under this name; that of "tiny-vqa" disables white space.
-      seed: of answers whose sampling parameters name none.
-      use_tqdm: say on stderr what is loaded. It silences no call: each has its own.
+      model: a converted checkpoint, a Hugging Face directory, a Hub ID, or "tiny-vqa", the small model in the package.
+      dtype: data type of the weights and the KV cache: "float32", "bfloat16", "float16" or "half"; "auto" is bfloat16
+        on a GPU and float32 on a CPU.
+      reuse: reuse mode of calls that set none: "exact", "approximate", "full", "off", a ratio from 0 to 1, a schedule
+        (file), or a policy such as "mpic-K" or "shift-R".
+      cache: the image cache.
+      kv_cache_bytes: size of the KV pool, a number or a string such as "4GiB"; by default most of the memory that
+        weights and activations leave free. It is rounded down to KV blocks of 128 tokens; `stats().kv_cache_bytes` is
+        the usable size.
+      compressed_kv_bytes: size of the pool for compressed requests; 0 disables compression.
+      gpu_memory_utilization: fraction of the free memory for weights, activations and KV pool, if `kv_cache_bytes` is
+        not set; by default the pool takes 0.9 of what weights and activations leave, on a CPU a quarter.
+      tensor_parallel_size: number of devices that share the model; each computes its own heads, columns and experts;
+        sizes in bytes are totals of all devices; cache entries do not depend on it.
+      max_num_seqs: maximum number of outputs that run together; by default 64, or the last `sequences` of `ladder`.
+      max_rows: maximum number of tokens in one prefill chunk; longer prompts take several; by default 8192, or fewer if
+        a GPU's memory requires it; 4096 on a CPU; or the last `rows` of `ladder`.
+      max_model_len: maximum number of tokens of a prompt and its output; by default what the model and the KV pool
+        allow.
+      mm_processor_kwargs: defaults for images and videos: min_pixels and max_pixels of images, or
+        `size={"shortest_edge": ..., "longest_edge": ...}`; fps, num_frames, min_frames, max_frames and do_sample_frames
+        of videos. The settings of a request, or next to a video, override them.
+      limit_mm_per_prompt: maximum number of images and videos per request: `{"image": n, "video": n}`; a value may also
+        be `{"count": n}`; by default no limit.
+      implementation: kernels: "xla", "mosaic_gpu" (Hopper GPUs), "mosaic_gpu_mma" (NVIDIA GPUs since Ampere), or one of
+        the last two with "_interpreted" appended (on a CPU, for tests); by default the best for each case. When an
+        engine first opens on a GPU, a separate process runs the kernel self-test, and XLA replaces kernels that fail.
+        `llm.kernels` lists the kernels in use, and why.
+      ladder: the bucket sizes that programs are compiled for.
+      enable_prefix_caching: prefix caching; outputs do not depend on it.
+      allow_remote_images: fetch images from http(s) URLs, each within 20 seconds.
+      allowed_media_domains: hosts that URLs and redirects may name; ".example.com" allows its subdomains; by default
+        all; a private address must be listed as a number, and the URL must name that number.
+      allowed_local_media_path: folder that image paths must be in; "/" allows all files; None or "" refuses paths,
+        which is right if messages come from untrusted users.
+      max_image_bytes: maximum size of an image file, of encoded bytes or of a download.
+      max_image_pixels: maximum number of pixels before scaling; larger images are refused by their file header;
+        decoding takes 7 bytes per pixel, and about 512 MiB are decoded at a time.
+      revision: branch, tag or commit of a Hub model.
+      verify_weights: read all weights of a converted checkpoint when it opens, and compare them with their hashes;
+        otherwise only sizes are checked.
+      structured_outputs_config: defaults of structured outputs: `disable_any_whitespace` removes white space between
+        JSON tokens, `enable_in_reasoning` applies the grammar also during reasoning; by default as in the checkpoint's
+        `generation_config.json`.
+      seed: seed of sampling for requests that set none.
+      use_tqdm: print the progress of loading to stderr; calls have their own `use_tqdm`.
       policy: what `reuse` means.
       settings: what `mm_processor_kwargs` means.
       limits: how many images and videos a request may have; any number of what is not in it.
@@ -172,7 +161,7 @@ class EngineConfig:
 
         model, dtype = self.model, self.dtype
         if not isinstance(model, (str, os.PathLike)):
-            raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
+            raise ValueError(f"model must be a checkpoint directory or a Hub ID, got {model!r}")
         if not (isinstance(dtype, str) and dtype == "auto"):
             as_dtype(dtype, "auto")
         if not isinstance(self.cache, CacheConfig):

@@ -98,11 +98,11 @@ def test_info_counts_what_an_engine_counts(run, checkpoints, family):
     slot = KVShape.of(config, checkpoint.dtype).slot_bytes
     found = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines()[:7])
     assert found["weights"].startswith(f"{checkpoint.nbytes() / 1e6:.1f} MB in float32")
-    assert found["K, V"] == f"{slot} bytes a token"
+    assert found["KV"] == f"{slot} bytes per token"
     unpadded = {is_encoder: meta.nbytes // meta.shape[-2 if is_encoder else -3] for is_encoder, meta in kinds.items()}
     sizes = [f"{image.tokens * unpadded[is_encoder] / 1e6:.1f} MB" for is_encoder in (False, True)]
     assert found["an image of 90 x 120"] == (
-        f"{image.tokens} tokens; its records: {sizes[0]} of K, V and {sizes[1]} of the encoder"
+        f"{image.tokens} tokens; cached: {sizes[0]} of KV and {sizes[1]} of encoder output"
     )
     assert re.search(r"(?m)^24 GB .*\n40 GB .*\n48 GB .*\n80 GB .*\n141 GB ", result.stdout)
 
@@ -118,14 +118,14 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     found = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines()[:7])
     assert found["model"] == "qwen3_vl, as published: Qwen3-VL-8B"
     assert found["weights"] == "17.53 GB in bfloat16, 10.81 GB in FP8 (8.77 billion parameters)"
-    assert found["K, V"] == "147456 bytes a token"
+    assert found["KV"] == "147456 bytes per token"
     # 1088 x 1920 pixels, 32 x 32 a token
-    assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
+    assert found["an image of 1080 x 1920"].startswith("2040 tokens; cached: 0.30 GB of KV")
     small = run("info", "-m", "qwen3-vl-8b", "--dtype", "float32")
     assert re.search(r"(?m)^24 GB +float32 +[\d.]+ GB +[\d.]+ GB +does not fit( +-){5}$", small.stdout)
-    assert "\n24 GB, float32: too small; --gpus 2 has room\n" in small.stdout
+    assert "\n24 GB, float32: too small; use --gpus 2\n" in small.stdout
     experts = run("info", "qwen3-vl-30b-a3b").stdout
-    assert "128 x 768 in 48 layers, 8 of them for a token, which passes 3.89 billion parameters" in experts
+    assert "128 x 768 in 48 layers, 8 per token; 3.89 billion active parameters" in experts
     assert re.search(r"(?m)^24 GB +bfloat16 +62.14 GB .* does not fit ", experts)
     assert re.search(r"(?m)^48 GB +FP8 +33.18 GB .* 24576 ", experts)
 
@@ -150,11 +150,11 @@ def test_info_says_how_a_model_fits(run):
 @pytest.mark.ladder
 def test_info_of_several_gpus(run):
     told = run("info", "qwen3-vl-30b-a3b", "--gpus", "8").stdout  # with two copies of each KV head
-    assert re.search(r"(?m)^each of 8 GPUs +8.76 GB of weights, 24576 bytes of K, V a token$", told)
+    assert re.search(r"(?m)^each of 8 GPUs +8.76 GB of weights, 24576 bytes of KV per token$", told)
     assert re.search(r"(?m)^8 x 24 GB +bfloat16 +70.06 GB .* \d+ +16.8 million pixels$", told)
-    assert "Room on 8 GPUs together" in told
-    assert "2 x 24 GB, bfloat16: too small; --gpus 4 has room" in run("info", "qwen3-vl-32b", "--gpus", "2").stdout
-    assert "24 GB, bfloat16: too small; nor do more of them have room" in run("info", "qwen3-vl-235b-a22b").stdout
+    assert "What fits on 8 GPUs together" in told
+    assert "2 x 24 GB, bfloat16: too small; use --gpus 4" in run("info", "qwen3-vl-32b", "--gpus", "2").stdout
+    assert "24 GB, bfloat16: too small; more GPUs do not help" in run("info", "qwen3-vl-235b-a22b").stdout
     refused = run("info", "qwen2.5-vl-7b", "--gpus", "8")
     assert refused.exit_code == 1
     assert "gpus must be one of 1, 2, 4 for this model, got 8: 28 query heads cannot be spread" in refused.stderr
@@ -172,10 +172,10 @@ def test_info_names_the_published_sizes_to_who_misspells_one(run, monkeypatch):
     monkeypatch.setattr(info, "locate", mock.Mock(side_effect=FileNotFoundError("no such model")))
     result = run("info", "qwen3-vl-9b")
     assert result.exit_code == 1
-    assert "no such model; published sizes are Qwen2-VL-2B, " in result.stderr
-    assert "published" not in run("info", "someone/qwen3-vl-9b").stderr
+    assert "no such model; names that need no network are Qwen2-VL-2B, " in result.stderr
+    assert "names that" not in run("info", "someone/qwen3-vl-9b").stderr
     for name, known in (("Qwen3-VL-8B-Instruct", "Qwen3-VL-8B"), ("Qwen3-VL-4B-Thinking-FP8", "Qwen3-VL-4B-FP8")):
-        assert run("info", f"Qwen/{name}").stderr.endswith(f"is known without: vlcache info {known}\n")
+        assert run("info", f"Qwen/{name}").stderr.endswith(f"; without a network, run: vlcache info {known}\n")
 
 
 def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):
@@ -210,7 +210,6 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
 import sys
 from typer.testing import CliRunner
 from vlcache_jax.commands.cli import app
-from vlcache_jax.commands.demo_page import MODES
 for command, arguments in {wrong!r}.items():
     result = CliRunner().invoke(app, [*command.split(), *arguments])
     assert result.exit_code == 1 and "error: " in result.stderr, (command, result.output)
@@ -294,7 +293,7 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     assert twice.stdout[:half] == twice.stdout[half:]
     assert re.search(r"(?s)miss \(unknown_image\).* 0 reused\]\n.*exact; .* [1-9]\d* reused\]", twice.stderr)
     assert "compilation" not in twice.stderr  # both answers found their programs compiled
-    assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must stand behind")
+    assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must be the last argument")
     assert "\nerror: reuse must be" in run("ask", *arguments, "--reuse", "most", "What?").stderr
     assert "\nerror: compress must be" in run("ask", *arguments, "--compress", "most", "What?").stderr
     small = run("ask", *arguments, "--host-bytes", "0", tmp_path / "a.png", "What is it?")
@@ -407,7 +406,6 @@ def test_help_and_errors_of_usage_wait_for_no_jax():
 import sys
 from typer.testing import CliRunner
 from vlcache_jax.commands.cli import app
-from vlcache_jax.commands.demo_page import MODES
 for words in {words!r}:
     usage = any(word.startswith("--") for word in words) or words in (["run"], ["nothing"])
     result = CliRunner().invoke(app, words if usage else [*words, "--help"])

@@ -146,7 +146,7 @@ def test_a_row_of_openai():
         ("[1]", "must be a JSON object, got [1]"),
         ("[" * 100_000, "must be JSON"),
         ({}, "must hold messages, or a question and its images, got nothing"),
-        ({"prompt": "a"}, "must hold only known fields, got 'prompt'"),
+        ({"prompt": "a"}, "unknown field 'prompt'"),
         ({"question": 3}, "question must be a string, got 3"),
         ({"question": "\ud800"}, "question must be text"),
         ({"question": "?", "messages": HELLO}, "must hold either messages or a question, got both: question"),
@@ -159,7 +159,7 @@ def test_a_row_of_openai():
         ({"custom_id": "a"}, "body must be a JSON object, got None"),
         ({"body": {}}, "custom_id must be a string, got none"),
         (openai() | {"url": "/v1/embeddings"}, "method and url must be POST and /v1/chat/completions"),
-        (openai() | {"more": 1}, "must hold only custom_id, method, url, body, got 'more'"),
+        (openai() | {"more": 1}, "unknown field 'more'; expected one of custom_id, method, url, body"),
         (openai(tools=[{}]), "tools[0].function.name must be a name, got None"),
         (openai(tool_choice="required"), "tool_choice must be left out without tools, got 'required'"),
         (openai(stream=True), "stream is not supported, got True"),
@@ -167,10 +167,10 @@ def test_a_row_of_openai():
         ({"question": "?", "structured_outputs": {"regex": 5}}, "structured_outputs.regex must be a string, got 5"),
         (openai(logprobs=5), "logprobs must be true or false, got 5"),
         (openai(top_logprobs=5), "logprobs must be true where there are top_logprobs, got None"),
-        ({"question": "?", "prompt_logprobs": 1}, "must hold only"),
+        ({"question": "?", "prompt_logprobs": 1}, "unknown field"),
         ('{"question": "?", "metadata": NaN}', "NaN is no finite number"),
         ('{"question": "?", "metadata": 1e400}', "1e400 is no finite number"),
-        (openai(best_of=5), "must hold only"),
+        (openai(best_of=5), "unknown field"),
     ],
 )
 def test_a_wrong_row_is_told_by_its_line(row, message):
@@ -243,7 +243,7 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     source, out = write_rows(tmp_path, textured_image, 14, wrong=wrong), tmp_path / "out.jsonl"
     result = run(source, out)
     assert result.exit_code == 0, result.output
-    assert result.stderr.endswith(f"14 rows are in {out}, 3 of them with an error\n")
+    assert result.stderr.endswith(f"{out} has 14 lines, 3 of them with an error\n")
     assert "line 4: tools[0].function.name must be a name" in result.stderr
     whole = answers(out)
     assert [number for number, *_ in whole] == list(range(1, 15))
@@ -259,19 +259,19 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 4
 
     # A second run finds everything; a third one the rows that are missing, behind the end of a line that was cut.
-    assert run(source, out).stderr.startswith("14 of 14 rows are answered\n")
+    assert run(source, out).stderr.startswith("14 of 14 requests are finished\n")
     assert out.read_bytes() == b"".join(lines)
     for last, count in ((lines[0][:20], 8), (lines[0][:-1], 9), (lines[1][:5], 8)):
         out.write_bytes(b"".join(lines[9:] + lines[4:7]) + last)
         # No answer depends on these; rows of the same step, so that the programs are those of the first run.
         result = run(source, out, "--max-rows", SIZES["ladder"].max_rows, "--host-bytes", "1MiB")
         assert result.exit_code == 0, result.output
-        assert result.stderr.startswith(f"{count} of 14 rows are answered\n")
+        assert result.stderr.startswith(f"{count} of 14 requests are finished\n")
         assert answers(out) == whole
 
     # Wrong rows are answered again where that is asked for.
     Image.new("RGB", (64, 64)).save(tmp_path / "missing.png")
-    assert run(source, out, "--retry-errors").stderr.startswith("11 of 14 rows are answered\n")
+    assert run(source, out, "--retry-errors").stderr.startswith("11 of 14 requests are finished\n")
     again = answers(out)
     assert again[2][2] is None
     assert [one for one in again if one[0] != 3] == [one for one in whole if one[0] != 3]
@@ -354,7 +354,7 @@ def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
         result = run(source, out, *change)
         assert result.exit_code == 1
         assert (
-            "error: OUT line 1 must answer a row of IN under the same settings (model, reuse, options)."
+            "error: OUT line 1 must belong to a request of IN with the same settings (model, reuse, options)."
             in result.stderr
         )
         assert "importing JAX" not in result.stderr
@@ -364,7 +364,7 @@ def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
     assert run(source, out, "--overwrite").exit_code == 0
     assert out.read_bytes() != before
     out.write_bytes(out.read_bytes() * 2)
-    assert "error: OUT line 4 must not answer line 1 of IN, which has an answer above" in run(source, out).stderr
+    assert "error: OUT line 4 must not repeat line 1 of IN, which has an output line above" in run(source, out).stderr
 
 
 def test_options_reach_the_engine_and_the_rows(run, tmp_path, monkeypatch):
@@ -498,7 +498,7 @@ def test_a_disk_that_is_full_in_the_end_loses_nothing(run, tmp_path, textured_im
         context.setattr("os.fsync", full)
         result = run(source, out)
     assert result.exit_code == 0
-    assert f"{out} stays in the order in which they were: No space left on device" in result.stderr
+    assert f"the lines of {out} could not be sorted: No space left on device" in result.stderr
     assert out.read_bytes() == mixed
     assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out.jsonl"]
 
@@ -519,7 +519,7 @@ def test_rows_that_change_meanwhile_are_told(run, tmp_path, textured_image, monk
         context.setattr("vlcache_jax.commands.run.say", change_now)
         result = run(source, out)
     assert result.exit_code == 1
-    assert "error: IN must stay as it is while its rows are answered" in result.stderr
+    assert "error: IN must not change while the command runs" in result.stderr
     source.write_text("".join(lines))
     result = run(source, out)
     assert result.exit_code == 0, result.output
@@ -544,7 +544,7 @@ def test_to_begin_anew_loses_nothing_before_a_model_is_open(run, tmp_path, textu
     before = out.read_bytes()
     result = CliRunner().invoke(app, ["run", str(source), str(out), "-m", "./nowhere", "--overwrite"])
     assert result.exit_code == 1
-    assert "stopped with 0 of 3 rows answered; the same command without --overwrite goes on" in result.stderr
+    assert "stopped with 0 of 3 requests finished; the same command without --overwrite resumes" in result.stderr
     assert out.read_bytes() == before
 
 

@@ -128,6 +128,17 @@ def test_what_is_wrong_is_told_at_once(words, message):
     assert result.stderr.startswith(f"importing JAX\nerror: {message}"), result.stderr
 
 
+def test_a_port_in_use_comes_with_a_remedy():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "--port", str(port)])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"importing JAX\nerror: cannot listen at 127.0.0.1:{port}: Address already in use; choose another port with "
+        "--port, 0 takes a free one\n"
+    )
+
+
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +164,16 @@ def status(url):
 
 
 @pytest.mark.servers
+def test_the_address_is_logged_before_programs_are_compiled():
+    """Requests get answers meanwhile, so users need not wait for the line that starts with "ready"."""
+    sizes = '{"rows":[64],"patches":[256],"sequences":[1],"window":1}'
+    with serving("--warmup", "--ladder", sizes, "--max-model-len", "64") as (_, url, lines):
+        [first] = [line for line in lines if line.startswith("listening at ")]
+        assert first == f"listening at {url}: the server answers requests while it compiles its programs\n"
+        assert lines.index(first) < next(i for i, line in enumerate(lines) if line.startswith("ready"))
+
+
+@pytest.mark.servers
 @pytest.mark.parametrize("seconds", ["600", "0"])
 def test_a_signal_ends_the_server(tmp_path, seconds):
     """Who is inside gets the whole answer, or after some time an error; what was computed is on the disk."""
@@ -172,7 +193,7 @@ def test_a_signal_ends_the_server(tmp_path, seconds):
             assert told[-1] == "length"
         else:
             assert told[-1].body["message"] == "the server is shutting down"
-        assert any("ending: 1 requests are under way" in line for line in lines)
+        assert any("shutting down: 1 requests in flight" in line for line in lines)
 
 
 def ask_on(url, number, ends):

@@ -137,7 +137,7 @@ def test_bad_sources_write_nothing(checkpoints, tmp_path):
         convert(source, tmp_path / "out")
     with pytest.raises(ValueError, match="dtype must be one of"):
         convert(checkpoints("qwen3_vl"), tmp_path / "out", dtype="int8")
-    with pytest.raises(FileNotFoundError, match="directory or the id of a model on the hub"):
+    with pytest.raises(FileNotFoundError, match="directory or a Hub ID"):
         convert(tmp_path / "absent", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

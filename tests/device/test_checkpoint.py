@@ -251,9 +251,9 @@ def test_a_cast_that_changes_nothing_is_not_in_the_fingerprint(tmp_path):
 
 
 def test_missing_and_foreign_directories(tmp_path, converted):
-    with pytest.raises(FileNotFoundError, match=r"directory or the id of a model on the hub, got '.*absent'"):
+    with pytest.raises(FileNotFoundError, match=r"directory or a Hub ID, got '.*absent'"):
         open_checkpoint(tmp_path / "absent")
-    with pytest.raises(FileNotFoundError, match=r"directory or the id of a model on the hub, got './absent'"):
+    with pytest.raises(FileNotFoundError, match=r"directory or a Hub ID, got './absent'"):
         open_checkpoint("./absent")
     with pytest.raises(FileNotFoundError, match=r"config.json does not exist"):
         open_checkpoint(tmp_path)
@@ -279,9 +279,11 @@ def test_a_hub_id_is_fetched(checkpoints, monkeypatch):
 
 def test_a_hub_that_cannot_be_asked(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="there is no directory 'owner/no-such-model', and the hub") as caught:
+    with pytest.raises(
+        FileNotFoundError, match="got 'owner/no-such-model'; there is no such directory, and the download"
+    ) as caught:
         open_checkpoint("owner/no-such-model")
-    assert str(caught.value).endswith("or try the model that ships with the package, tiny-vqa")
+    assert str(caught.value).endswith("or try tiny-vqa, which ships with the package")
     assert "\n" not in str(caught.value)
 
 
@@ -316,22 +318,22 @@ def test_the_shipped_model_has_a_name(checkpoints, tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("", "got ''$"),
-        ("tiny_vqa", "got 'tiny_vqa': write 'tiny-vqa'$"),
-        ("Tiny-VQA", "write 'tiny-vqa'$"),
-        ("qwen3-vl-8b", "got 'qwen3-vl-8b': write 'Qwen/Qwen3-VL-8B-Instruct'$"),
-        ("Qwen2.5-VL-7B-Instruct", "write 'Qwen/Qwen2.5-VL-7B-Instruct'$"),
-        ("qwen3_vl_30b_a3b", "write 'Qwen/Qwen3-VL-30B-A3B-Instruct'$"),
-        ("someone/Qwen3-VL-8B-Instruct-GGUF", "GGUF': GGUF files are not read, give the model as it was published"),
-        ("/nope", "got '/nope': there is no such folder$"),
-        ("~/nope", "got '~/nope': there is no such folder$"),
-        ("models/q4.gguf", "q4.gguf': GGUF files are not read"),
+        ("tiny_vqa", "got 'tiny_vqa'; did you mean 'tiny-vqa'[?]$"),
+        ("Tiny-VQA", "did you mean 'tiny-vqa'[?]$"),
+        ("qwen3-vl-8b", "got 'qwen3-vl-8b'; did you mean 'Qwen/Qwen3-VL-8B-Instruct'[?]$"),
+        ("Qwen2.5-VL-7B-Instruct", "did you mean 'Qwen/Qwen2.5-VL-7B-Instruct'[?]$"),
+        ("qwen3_vl_30b_a3b", "did you mean 'Qwen/Qwen3-VL-30B-A3B-Instruct'[?]$"),
+        ("someone/Qwen3-VL-8B-Instruct-GGUF", "GGUF': GGUF files are not supported, use the published checkpoint"),
+        ("/nope", "got '/nope', and there is no such directory$"),
+        ("~/nope", "got '~/nope', and there is no such directory$"),
+        ("models/q4.gguf", "q4.gguf': GGUF files are not supported"),
     ],
 )
 def test_a_name_that_is_nearly_right_is_told_at_once(monkeypatch, name, message):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     monkeypatch.setattr(jax, "devices", lambda: pytest.fail("the device was taken"))
     for ask in (open_checkpoint, LLM):
-        with pytest.raises(FileNotFoundError, match=f"model must be a directory or the id .* on the hub, .*{message}"):
+        with pytest.raises(FileNotFoundError, match=f"model must be a checkpoint directory or a Hub ID, .*{message}"):
             ask(name)
 
 
@@ -352,9 +354,9 @@ def test_files_that_a_download_has_left_undone(checkpoints, tmp_path, monkeypatc
         LLM(directory)
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "model.gguf").touch()
-    with pytest.raises(FileNotFoundError, match=r"has no config.json: GGUF files are not read, give the model as"):
+    with pytest.raises(FileNotFoundError, match=r"has no config.json: GGUF files are not supported, use the published"):
         LLM(tmp_path / "gguf")
-    with pytest.raises(NotADirectoryError, match=r"model.gguf is a file: GGUF files are not read"):
+    with pytest.raises(NotADirectoryError, match=r"model.gguf is a file: GGUF files are not supported"):
         LLM(tmp_path / "gguf" / "model.gguf")
     with pytest.raises(NotADirectoryError, match=f"is a file: give its folder, {directory}$"):
         LLM(shard)
@@ -522,7 +524,7 @@ def test_opening_names_what_killed_conversions_left(copy, caplog):
 
 
 def test_a_model_must_be_a_path():
-    with pytest.raises(ValueError, match="model must be a path or the id of a model on the hub, got None"):
+    with pytest.raises(ValueError, match="model must be a checkpoint directory or a Hub ID, got None"):
         open_checkpoint(None)
 
 

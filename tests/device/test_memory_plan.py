@@ -105,7 +105,7 @@ def test_a_model_opens_with_the_sizes_that_info_tells(monkeypatch, caplog, name,
     bits = "FP8" if name.endswith("FP8") else "bfloat16"
     _, rows, _ = describe(name, "auto", 1024, 1024)
     [told] = (row for row in rows if (row["GPU"], row["weights in"]) == (f"{gigabytes} GB", bits))
-    assert (found.num_slots, found.ladder.max_rows) == (told["tokens"], told["rows of a step"])
+    assert (found.num_slots, found.ladder.max_rows) == (told["tokens"], told["prefill chunk"])
     pixels = found.ladder.patches[-1] * 16**2
     assert told["largest image"] == f"{pixels / 1e6:.1f} million pixels"
     refused = [record.message for record in caplog.records]

@@ -161,8 +161,8 @@ def test_what_a_response_asks_of_thinking():
         ({"stream_options": {"more": True}}, "stream_options", "must hold only include_usage, include_obfuscation"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported, got 'low': say in a message"),
         ({"service_tier": "flex"}, "service_tier", "is not supported, got 'flex': set priority"),
-        ({"reasoning_effort": "none"}, "reasoning_effort", "body must hold only"),
-        ({"request_id": "a"}, "request_id", "body must hold only"),
+        ({"reasoning_effort": "none"}, "reasoning_effort", "unknown field 'reasoning_effort' in body"),
+        ({"request_id": "a"}, "request_id", "unknown field 'request_id' in body"),
     ):
         with pytest.raises(ApiError, match=re.escape(message)) as told:
             read(**body)

@@ -280,7 +280,9 @@ def test_the_reuse_mode_is_a_choice_where_the_server_has_several(browser, server
     assert browser.value("document.title") == "tiny - VLCache-JAX"
     assert browser.value("document.getElementById('reference').href").endswith("/docs")
     assert browser.value("document.getElementById('modes').hidden")
-    assert browser.value("document.getElementById('only').innerText").startswith("Reuse mode: exact. Same answers as")
+    only = browser.value("document.getElementById('only').innerText")
+    assert only.startswith("Reuse mode: exact. Same answers as")
+    assert only.endswith("To choose a mode here, start the server with --allow-reuse.")
 
     server.reuse = {None: ["exact", "approximate", "full", "0.25", "a/b.json", "mpic-32"], "carl": ["full"]}
     browser.go(f"http://127.0.0.1:{server.server_port}/")

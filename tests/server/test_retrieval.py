@@ -128,7 +128,12 @@ def test_what_is_wrong_is_said(serve, pictures):
         ("/v1/embeddings", {"input": "a", "dimensions": 10**6}, "dimensions", "dimensions must be an integer from 1"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "x"}, "encoding_format", "encoding_format must be one of"),
         ("/v1/embeddings", {"input": "a", "normalize": False}, "normalize", "normalize is not supported"),
-        ("/v1/embeddings", {"input": "a", "reuse": "full"}, "reuse", "reuse must be exact on this server"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "reuse": "full"},
+            "reuse",
+            "reuse must be exact on this server, got 'full'; its operator can allow other values with --allow-reuse",
+        ),
         ("/v1/embeddings", {"input": {"type": "image", "image": "/etc/passwd"}}, "input", "input"),
         ("/v1/embeddings", {"messages": [{"role": "x"}]}, "messages", "messages[0] must have the role"),
         ("/v1/embeddings", {"input": "a" * 9000}, "input", "input"),

@@ -154,7 +154,7 @@ EXAMPLES = [
     ),
     refused(
         "prompt_embed_inference_with_openai_client", "/v1/completions",
-        {"prompt": None, "prompt_embeds": "AAAA", "max_tokens": 6}, "body must hold only .* got 'prompt_embeds'",
+        {"prompt": None, "prompt_embeds": "AAAA", "max_tokens": 6}, "unknown field 'prompt_embeds' in body",
     ),
     # examples/tool_calling and examples/reasoning
     chat("openai_chat_completion_client_with_tools", TURNS, tools=[TOOL], stream=True),

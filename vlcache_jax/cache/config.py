@@ -26,39 +26,39 @@ _STAGING = 2**31  # bytes of host memory for records that pass through, where no
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Sizes and rules of the image cache.
+    """Options of the image cache.
 
     Attributes:
-      host_bytes: host memory for records, a number of bytes or a string such as "4GiB" or "500MB". 0 keeps nothing;
-        with `disk`, `remote` or `peers` records then only pass through (up to 2 GiB of them at a time).
-      device_bytes: device memory for copies of records, taken before the KV pool, a number of bytes or a string: what
-        has just been computed, and what was linked last. A hit there moves nothing over the bus. On a CPU, which reads
-        records where they lie, it gains nothing. It is rounded down as the KV pool is; `cache.stats()` has the size.
-      disk: directory for records that outlive the process; several processes may use it. None: there is none. What is
-        computed is written there in the background, and what host memory lacks comes from there.
-      disk_bytes: of the directory, for all processes that use it.
-      remote: URL of a store that several machines share: s3://, gs://, az://, file://, redis://, rediss://, valkey://.
-        What is computed is written there, too, and what neither host memory nor disk have comes from there.
-      peers: URLs of other machines' `vlcache cache serve`, which are asked after the disk and before `remote`.
-      peer_token: that they ask for.
-      neighbours: gives the URLs of peers that come and go, whenever one is to be asked; see `Holders`.
-      admit: what is written to disk and remote: "always" is everything, "second" an image that is asked for again.
-      ttl: seconds after which what is kept of an image is not used any more, pages of the KV pool included; None: it
-        always is. They count from when it was computed; in `remote`, from when it was written there.
-      salt_bytes: that the records of one `cache_salt` take at most, in host memory and on the disk each; None: they
-        have no limit of their own. Calls without a salt have none.
-      timeout: seconds that a record may take to come from a tier before its image is computed, and that a look at the
-        disk may take. None: for a record as long as computing it takes by the rates of `vlcache calibrate` (at least
-        1), and without any 10; for a look 10.
-      variants: how many K, V records of one image are kept, each computed behind another context; None: as many as fit.
-      trust_uuids: take a caller's `multi_modal_uuids` for the identity of an image without looking at the image. By
-        default an id is bound to the content it first came with, and other content under it is an error.
-      codec: of stored K, V: "auto" is the dtype of the model, and alone links exactly; "int8" takes 8.25 bits a value
-        and "int4" 5 (of heads of 128). They serve approximate reuse only, whatever stands before an image.
-      pinned_share: of `host_bytes` that `pin` can keep, from 0 to 1; the rest is left to new images.
-      load: what is done with records that are found. "auto": what takes least by the rates that `vlcache calibrate` has
-        measured for the model on this machine, and without any the same as "link"; "link": they are used; "encoder":
-        of encoder rows alone, K, V are computed; "compute": neither are used. What is computed is kept in any case.
+      host_bytes: host memory for cache entries; 0 stores none; with `disk`, `remote` or `peers`, entries then only pass
+        through, up to 2 GiB at a time.
+      device_bytes: device memory for copies of the cache entries computed or loaded last; reserved before the KV pool;
+        a hit copies nothing over the bus; no gain on a CPU; rounded down like the KV pool, `cache.stats()` has the
+        size.
+      disk: directory for cache entries that outlive the process; several processes may use it; written in the
+        background, read if host memory does not have an image.
+      disk_bytes: maximum size of the directory, for all processes that use it.
+      remote: store that several machines share: `s3://`, `gs://`, `az://`, `file://`, `redis://`, `rediss://`,
+        `valkey://`; written in the background, read if host memory and disk do not have an image.
+      peers: other machines' `vlcache cache serve`; read after the disk and before `remote`.
+      peer_token: token that the peers require.
+      neighbours: returns the URLs of peers that change at run time; called before each lookup; see `Holders`.
+      admit: what is written to `disk` and `remote`: "always": all images; "second": images that are requested a second
+        time.
+      ttl: maximum age in seconds of cache entries and KV blocks that are used, from the time of computation; in
+        `remote` from the time of the write; by default no limit.
+      salt_bytes: maximum size of the entries of one `cache_salt`, in host memory and on the disk each; calls without a
+        salt have no such limit; by default no limit.
+      timeout: longest wait in seconds for an entry from a store, and for a lookup on the disk; by default the measured
+        time to compute the image (`vlcache calibrate`, at least 1), else 10; for a lookup 10.
+      variants: contexts for which the KV of one image is stored; by default as many as fit.
+      trust_uuids: use the `multi_modal_uuids` of a caller as the identity of images, without looking at them; otherwise
+        a `uuid` stays bound to its first image, and another image with it raises an error.
+      codec: format of stored KV: "auto" (the model's dtype), "int8" (8.25 bits per value) or "int4" (5 bits; heads of
+        width 128); "int8" and "int4" serve approximate reuse only.
+      pinned_share: fraction of `host_bytes` that `pin` can hold.
+      load: what to do with cached images: "auto" (the fastest way by `vlcache calibrate`, else "link"), "link" (load
+        the KV), "encoder" (recompute the KV from the encoder output), "compute" (recompute both); recomputed images are
+        stored in each case.
 
     Raises:
       ValueError: a value out of range.

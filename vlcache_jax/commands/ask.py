@@ -56,7 +56,7 @@ def ask(
     """
     *files, question = words
     if pathlib.Path(question).is_file():
-        raise ValueError(f"the question must stand behind the images, got {question!r} last, which is a file")
+        raise ValueError(f"the question must be the last argument, after the images, got the file {question!r} last")
     shown = [_part(file, fps) for file in files]
     conversation: Conversation = [] if system is None else [{"role": "system", "content": system}]
     conversation.append({"role": "user", "content": [*shown, {"type": "text", "text": question}]})

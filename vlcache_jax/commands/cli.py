@@ -31,7 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Serves Qwen vision-language models in JAX. Start with `vlcache demo`: it needs no weights.",
+    help="Run and serve Qwen vision-language models in JAX. Start with `vlcache demo`, which needs no weights.",
 )
 app.command("convert")(convert_command)
 app.add_typer(bench_app)
@@ -79,12 +79,14 @@ def demo_command(
 
 @app.command("doctor")
 def doctor_command(
-    again: Annotated[bool, typer.Option("--again", help="Check kernels anew that have been checked before.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Repeat the self-test of kernels that were tested before.")
+    ] = False,
 ) -> None:
-    """Says what runs on this machine and why: versions, device, kernels, caches, and what to do about each problem.
+    """Report versions, device, kernels and caches of this machine, with a remedy for each problem.
 
-    On an NVIDIA GPU since Ampere it checks the kernels that have not been checked yet. The exit status is 1 if there
-    is a problem; having no GPU is not one.
+    On an NVIDIA GPU since Ampere it runs the self-test of kernels that have not been tested yet. The exit status is 1
+    if there is a problem. Having no GPU is not a problem.
 
     Example: vlcache doctor --again
     """
@@ -108,27 +110,29 @@ def info_command(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Checkpoint, hub id, or a published size: qwen3-vl-8b.",
+            help="Checkpoint directory, Hub ID, or a published size such as qwen3-vl-8b.",
             show_default="lists the published sizes",
         ),
     ] = None,
     same_model: opt.SameModel = None,
-    image: Annotated[str, typer.Option(help="Height x width of an image in pixels.")] = "1024x1024",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16, as on a GPU.")] = "auto",
+    image: Annotated[str, typer.Option(help="Height x width of the image to count, in pixels.")] = "1024x1024",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto, which is bfloat16 as on a GPU.")
+    ] = "auto",
     max_rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.", show_default="what fits"),
+        typer.Option(min=1, help="Tokens in a prefill chunk; fewer need less memory.", show_default="what fits"),
     ] = None,
     max_pixels: Annotated[
         int | None,
-        typer.Option(help="Pixels of an image at most; fewer need less memory.", show_default="the checkpoint's own"),
+        typer.Option(help="Maximum pixels of an image; fewer need less memory.", show_default="the checkpoint's own"),
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
 ) -> None:
-    """Says what a model is, what it needs, and what fits on a GPU: this machine's, or those of usual sizes.
+    """Report what a model needs and what fits on a GPU: that of this machine, or those of common sizes.
 
-    Reads the configuration alone; of a model on the hub no weights are fetched. The published sizes of Qwen2-VL,
-    Qwen2.5-VL and Qwen3-VL it knows by name, without a network.
+    It reads the configuration only and downloads no weights. For published sizes of Qwen2-VL, Qwen2.5-VL and Qwen3-VL
+    it needs no network.
 
     Example: vlcache info qwen3-vl-8b --image 1080x1920
     """
@@ -139,7 +143,10 @@ def info_command(
         if (chosen := opt.one_model(model, same_model)) is None:
             from vlcache_jax.models.published import FP8, SIZES
 
-            typer.echo(f"MODEL is a directory, a hub id, {SHIPPED}, or a published size:\n" + "\n".join([*SIZES, *FP8]))
+            typer.echo(
+                f"MODEL is a checkpoint directory, a Hub ID, {SHIPPED}, or a published size:\n"
+                + "\n".join([*SIZES, *FP8])
+            )
             return
         from vlcache_jax.commands.info import describe
         from vlcache_jax.study.report import show
@@ -148,8 +155,8 @@ def info_command(
         width = 2 + max(len(name) for name, _ in findings)
         for name, found in findings:
             typer.echo(f"{name:<{width}}{found}")
-        where = "a GPU" if gpus == 1 else f"{gpus} GPUs together, whose bytes are added up"
-        show(f"Room on {where}, beside weights and activations", rows)
+        where = "a GPU" if gpus == 1 else f"{gpus} GPUs together (total bytes)"
+        show(f"What fits on {where}, next to weights and activations", rows)
         typer.echo("".join(f"\n{hint}" for hint in hints), nl=bool(hints))
 
 
@@ -161,10 +168,10 @@ def calibrate_command(
     codec: opt.Codec = "auto",
     tensor_parallel_size: opt.TensorParallelSize = 1,
 ) -> None:
-    """Measures once for a machine and a model whether linking an image pays, and keeps it for all engines to come.
+    """Measure when loading cached images pays, once per machine and model.
 
-    Engines with CacheConfig(load="auto"), the default, then decide for each image that is found what takes least: link
-    it, compute it from its stored encoder rows, or compute it from its pixels. Nothing else should run meanwhile.
+    Engines with CacheConfig(load="auto"), the default, then choose the fastest way for each cached image: load its KV,
+    recompute the KV from the stored encoder output, or recompute both. Run nothing else meanwhile.
 
     Example: vlcache calibrate Qwen/Qwen3-VL-2B-Instruct --codec int8
     """
@@ -179,13 +186,13 @@ def calibrate_command(
 
 @app.command("run", cls=opt.WithRay)
 def run_command(
-    source: Annotated[pathlib.Path, typer.Argument(metavar="IN", help="File of rows (JSON lines).")],
-    out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="File of answers to write (JSON lines).")],
+    source: Annotated[pathlib.Path, typer.Argument(metavar="IN", help="File of requests (JSON lines).")],
+    out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="Output file (JSON lines).")],
     model: opt.ModelOption = None,
     reuse: opt.Reuse = "exact",
     compress: opt.Compress = None,
     system: opt.System = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most, where a row does not say.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an output, for requests that set none.")] = 256,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
     seed: opt.Seed = None,
@@ -203,22 +210,22 @@ def run_command(
     remote: opt.Remote = None,
     peer: opt.Peers = None,
     codec: opt.Codec = "auto",
-    images_from: Annotated[str, typer.Option(help="Folder in which images on disk must lie.")] = "/",
+    images_from: Annotated[str, typer.Option(help="Folder that image paths must be in.")] = "/",
     allow_remote_images: opt.AllowRemoteImages = False,
     trust_request_chat_template: opt.TrustTemplates = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard OUT and start again.")] = False,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Also answer the rows again that had an error.")
+        bool, typer.Option("--retry-errors", help="Run the requests again that ended with an error.")
     ] = False,
     ray: opt.Ray = None,
     engines: opt.Engines = None,
 ) -> None:
-    """Answers the rows of a file, each once: stopped, the same command goes on where it was.
+    """Run the requests of a JSONL file. If it is stopped, the same command resumes.
 
-    A row is a request of OpenAI's batch files, or plain: {"images": ["a.jpg"], "question": "What is it?"} or
-    {"messages": [...]}, with "id", "metadata" and sampling parameters such as "max_tokens" beside them. Paths of images
-    are relative to IN's folder. A wrong row is answered with its error, and the exit status is 1 only where all are. In
-    the end OUT has a line for each row, in the order of IN.
+    A line is a request of OpenAI's batch files, or plain: {"images": ["a.jpg"], "question": "What is it?"} or
+    {"messages": [...]}, with optional "id", "metadata" and sampling parameters such as "max_tokens". Image paths are
+    relative to the folder of IN. OUT gets one line per request, in the order of IN. The line of an invalid request has
+    its error; the exit status is 1 only if all requests are invalid.
 
     Example: vlcache run questions.jsonl answers.jsonl -m Qwen/Qwen3-VL-2B-Instruct --reuse approximate
     """
@@ -264,9 +271,7 @@ def run_command(
 def ask_command(
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[IMAGE]... QUESTION", help="Files of images or videos, and last the question in quotes."
-        ),
+        typer.Argument(metavar="[IMAGE]... QUESTION", help="Image or video files, then the question in quotes."),
     ],
     model: opt.ModelOption = None,
     reuse: opt.Reuse = "exact",
@@ -275,7 +280,7 @@ def ask_command(
     max_tokens: opt.MaxTokens = 256,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
     max_pixels: opt.MaxPixels = None,
     dtype: opt.Dtype = "auto",
     max_rows: opt.MaxRows = None,
@@ -287,14 +292,16 @@ def ask_command(
     disk: opt.Disk = None,
     twice: Annotated[
         bool,
-        typer.Option("--twice", help="Ask once more, now that the images are known. Programs are compiled before."),
+        typer.Option(
+            "--twice", help="Ask twice, to compare TTFT without and with cached images. Programs are compiled before."
+        ),
     ] = False,
     fps: Annotated[
         float | None,
-        typer.Option(help="Frames a second that are sampled of videos.", show_default="as the checkpoint says"),
+        typer.Option(help="Frames per second sampled from videos.", show_default="the checkpoint's own"),
     ] = None,
 ) -> None:
-    """Asks a question about images and videos. Files are told apart by their names.
+    """Ask a question about images and videos. The file extension decides which of both a file is.
 
     Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
     """
@@ -335,12 +342,12 @@ class _Serve(TyperCommand):
 
 @app.command("serve", cls=_Serve)
 def serve_command() -> None:
-    """Serves a model over HTTP, as OpenAI's API.
+    """Serve a model over HTTP with an OpenAI-compatible API.
 
-    It listens at http://127.0.0.1:8000/v1, for this machine alone; give an API key before others may ask. Options of
-    the engine and of its cache have the names that Python has for them. Without a model the shipped one answers.
+    By default it accepts connections from this machine only, at http://127.0.0.1:8000/v1. Set --api-key before you set
+    --host. Options of the engine and its cache have the same names as in Python. The default model is tiny-vqa.
 
-    Example: vlcache serve Qwen/Qwen3-VL-2B-Instruct --port 8000 --api-key secret --disk ~/records
+    Example: vlcache serve Qwen/Qwen3-VL-2B-Instruct --port 8000 --api-key secret --disk ~/cache
     """
 
 

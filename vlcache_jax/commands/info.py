@@ -87,21 +87,21 @@ def describe(
         ("model", f"{config.model_type}, {source}"),
         (
             "decoder",
-            f"{text.num_layers} layers x {text.hidden_size}, {text.num_heads} heads and {kv.heads} of K, V x "
+            f"{text.num_layers} layers x {text.hidden_size}, {text.num_heads} heads and {kv.heads} KV heads x "
             f"{kv.width}, vocabulary {text.vocab_size}",
         ),
         *_experts(text, count),
         (
             "vision tower",
             f"{vision.depth} layers x {vision.hidden_size}, patches of {vision.patch_size} pixels, "
-            f"{vision.merge_size} x {vision.merge_size} of them a token",
+            f"{vision.merge_size} x {vision.merge_size} per token",
         ),
         ("context", f"{text.max_position_embeddings} tokens"),
         ("weights", f"{_weights(variants, size)} ({_millions(count)} parameters)"),
-        ("K, V", f"{slot} bytes a token"),
+        ("KV", f"{slot} bytes per token"),
         (
             f"an image of {height} x {width}",
-            f"{tokens} tokens; its records: {_gigabytes(slot * tokens)} of K, V and {_gigabytes(rows)} of the encoder",
+            f"{tokens} tokens; cached: {_gigabytes(slot * tokens)} of KV and {_gigabytes(rows)} of encoder output",
         ),
     ]
     # The GPU that is here, or else the usual sizes.
@@ -115,7 +115,7 @@ def describe(
     engines = [_Engine(one, processor, size, max_rows, gpus) for one in variants]
     if gpus > 1:
         engine = engines[0]
-        own = f"{_gigabytes(engine.weights / gpus)} of weights, {engine.kv.slot_bytes // gpus} bytes of K, V a token"
+        own = f"{_gigabytes(engine.weights / gpus)} of weights, {engine.kv.slot_bytes // gpus} bytes of KV per token"
         findings.append((f"each of {gpus} GPUs", own))
     pairs = [(name, total, engine) for name, total in sizes.items() for engine in engines]
     fits = [_fit(*pair, tokens) for pair in pairs]
@@ -149,8 +149,8 @@ def _experts(text: TextConfig, count: int) -> Findings:
         return []
     idle = len(experts.layers) * (experts.count - experts.chosen) * 3 * text.hidden_size * experts.intermediate_size
     said = (
-        f"{experts.count} x {experts.intermediate_size} in {len(experts.layers)} layers, {experts.chosen} of them for "
-        f"a token, which passes {_millions(count - idle)} parameters"
+        f"{experts.count} x {experts.intermediate_size} in {len(experts.layers)} layers, {experts.chosen} per token; "
+        f"{_millions(count - idle)} active parameters"
     )
     return [("experts", said)]
 
@@ -166,11 +166,11 @@ def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
     except FileNotFoundError as error:
         size = find_name(re.sub(r"-(Instruct|Thinking)(?=$|-FP8)", "", model.rpartition("/")[2]))
         if size is not None:
-            raise FileNotFoundError(f"{error}; what is published of it is known without: vlcache info {size}") from None
+            raise FileNotFoundError(f"{error}; without a network, run: vlcache info {size}") from None
         if "/" in model:
             raise
         known = ", ".join([*SIZES, *FP8])
-        raise FileNotFoundError(f"{error}; published sizes are {known}") from None
+        raise FileNotFoundError(f"{error}; names that need no network are {known}") from None
     return str(directory), load_config(directory), ImageProcessor.from_pretrained(directory)
 
 
@@ -238,7 +238,7 @@ def _fit(name: str, total: int, engine: _Engine, tokens: int) -> dict[str, Any]:
         "tokens": slots if fits else NOTHING,
         "longest": min(slots, engine.config.text.max_position_embeddings) if fits else NOTHING,
         "such images": (slots // tokens if holds else "too large") if fits else NOTHING,
-        "rows of a step": ladder.max_rows if fits else NOTHING,
+        "prefill chunk": ladder.max_rows if fits else NOTHING,
         "largest image": f"{most / 1e6:.1f} million pixels" if fits else NOTHING,
     }
 
@@ -248,7 +248,7 @@ def _hint(name: str, total: int, engine: _Engine) -> str:
     each = total // engine.gpus
     more = [count for count in fitting(engine.config.text) if count > engine.gpus]
     enough = [count for count in more if dataclasses.replace(engine, gpus=count).fit(count * each)[1] > 0]
-    how = f"--gpus {enough[0]} has room" if enough else "nor do more of them have room"
+    how = f"use --gpus {enough[0]}" if enough else "more GPUs do not help"
     return f"{name}, {_bits(engine.config, engine.dtype)}: too small; {how}"
 
 

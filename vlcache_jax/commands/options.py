@@ -12,80 +12,96 @@ from typer.core import TyperCommand
 from vlcache_jax.checks import parse_bytes
 from vlcache_jax.commands.shipped import SHIPPED
 
-_MODEL = f"Checkpoint directory, hub id, or {SHIPPED}: a small model that ships with the package."
+_MODEL = f"Checkpoint directory, Hub ID, or {SHIPPED}, a small model that ships with the package."
 
 # The model: of commands that take files, an option; of the others an argument, and the option, too.
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", envvar="VLCACHE_MODEL", show_default=SHIPPED, help=_MODEL)
 ]
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", show_default="the shipped model", help="Checkpoint or hub id.")
+    str | None,
+    typer.Argument(metavar="MODEL", show_default="the shipped model", help="Checkpoint directory or Hub ID."),
 ]
 SameModel = Annotated[str | None, typer.Option("--model", "-m", hidden=True)]
 
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")]
+Dtype = Annotated[
+    str, typer.Option(help="float32, bfloat16, float16, or auto, which is bfloat16 on a GPU and float32 on a CPU.")
+]
 Reuse = Annotated[
     str,
-    typer.Option(help='"exact", "approximate", "full", "off", a ratio such as 0.1, a schedule, or another policy.'),
+    typer.Option(help="Reuse mode: exact, approximate, full, off, a ratio such as 0.1, a schedule file, or a policy."),
 ]
 Compress = Annotated[
     str | None,
     typer.Option(
-        help="What of a prompt its answer goes on with: vl-cache-0.1 is a tenth. It needs --compressed-kv-bytes.",
-        show_default="all",
+        help="KV compression of prompts: vl-cache-0.1 keeps a tenth. Needs --compressed-kv-bytes.",
+        show_default="off",
     ),
 ]
-Codec = Annotated[str, typer.Option(help="Of stored keys and values: auto, int8 or int4.")]
+Codec = Annotated[str, typer.Option(help="Format of stored KV: auto (the data type of the model), int8 or int4.")]
 
 # Sampling.
-MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of an output.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default="the checkpoint's own")
+]
 TopP = Annotated[
-    float | None, typer.Option(help="Share of the likeliest tokens to draw from.", show_default="the checkpoint's own")
+    float | None,
+    typer.Option(help="Probability mass of the tokens to sample from.", show_default="the checkpoint's own"),
 ]
-Seed = Annotated[
-    int | None, typer.Option(min=0, help="Of what is drawn at random: another one, other answers.", show_default=False)
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampling.", show_default=False)]
+System = Annotated[
+    str | None, typer.Option(help="System message for conversations that have none.", show_default=False)
 ]
-System = Annotated[str | None, typer.Option(help="System message, where a conversation has none.", show_default=False)]
 
 # Sizes.
 MaxPixels = Annotated[
     int | None,
-    typer.Option(help="Pixels of an image at most; larger ones are scaled down.", show_default="the checkpoint's own"),
+    typer.Option(
+        help="Maximum pixels of an image; larger images are scaled down.", show_default="the checkpoint's own"
+    ),
 ]
 MaxRows = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.", show_default="8192, on a CPU 4096"),
+    typer.Option(min=1, help="Tokens in a prefill chunk; fewer need less memory.", show_default="8192, on a CPU 4096"),
 ]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens of prompt and answer at most.", show_default="what model and memory allow"),
+    typer.Option(min=1, help="Maximum tokens of a prompt and its output.", show_default="what model and memory allow"),
 ]
 KvCacheBytes = Annotated[
     str | None,
-    typer.Option(help="KV pool, such as 4GiB.", show_default="most of the free memory, on a CPU a quarter at most"),
+    typer.Option(
+        help="Size of the KV pool, such as 4GiB.", show_default="most of the free memory, on a CPU a quarter at most"
+    ),
 ]
-CompressedKvBytes = Annotated[str, typer.Option(help="Pool for what is kept of compressed prompts, such as 1GiB.")]
+CompressedKvBytes = Annotated[str, typer.Option(help="Size of the pool for compressed prompts, such as 1GiB.")]
 TensorParallelSize = Annotated[int, typer.Option(min=1, help="GPUs that share the model.")]
-HostBytes = Annotated[str, typer.Option(help="Host memory for what is kept of images.")]
+HostBytes = Annotated[str, typer.Option(help="Host memory for cached images, such as 4GiB.")]
 Disk = Annotated[
     pathlib.Path | None,
-    typer.Option(help="Directory for what is kept, beyond the process.", show_default=False),
+    typer.Option(help="Directory for cached images that outlive the process.", show_default=False),
 ]
-DiskBytes = Annotated[str, typer.Option(help="Of that directory.")]
-DeviceBytes = Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")]
+DiskBytes = Annotated[str, typer.Option(help="Maximum size of the directory, such as 64GiB.")]
+DeviceBytes = Annotated[str, typer.Option(help="GPU memory for copies of cached images, such as 20GB.")]
 Remote = Annotated[
-    str | None, typer.Option(envvar="VLCACHE_REMOTE", help="URL of a store that machines share: s3://, redis://...")
+    str | None,
+    typer.Option(
+        envvar="VLCACHE_REMOTE", help="URL of a store that machines share, such as s3://bucket or redis://host."
+    ),
 ]
 Peers = Annotated[
     list[str] | None,
-    typer.Option(metavar="<str>", help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN counts."),
+    typer.Option(
+        metavar="<str>", help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN has its token."
+    ),
 ]
 
 # What rows may ask for.
 AllowRemoteImages = Annotated[bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")]
 TrustTemplates = Annotated[
-    bool, typer.Option("--trust-request-chat-template", help="Take chat templates of rows, which can run without end.")
+    bool,
+    typer.Option("--trust-request-chat-template", help="Accept chat templates in requests, which can run without end."),
 ]
 
 # Many engines.
@@ -95,13 +111,13 @@ Ray = Annotated[
         "--ray",
         metavar="<address>",
         show_default=False,
-        help="Answer by Ray: by the cluster at an address such as host:6379, without one by that of this machine, "
-        "or a new one.",
+        help="Run on Ray: on the cluster at an address such as host:6379, or without an address on that of this "
+        "machine or a new one.",
     ),
 ]
 Engines = Annotated[
     int | None,
-    typer.Option(min=1, help="By Ray: models that are opened.", show_default="as many as there are GPUs for"),
+    typer.Option(min=1, help="Number of engines on Ray.", show_default="as many as there are GPUs for"),
 ]
 
 # Studies.

@@ -123,7 +123,7 @@ def run(
     digests = {number: digest for number, digest, _ in recipe.rows()}
     with _locked(out) as file:
         done = set() if overwrite else _answered(file, out, digests, retry)
-        say(f"{len(done)} of {len(digests)} rows are answered" if done else f"{len(digests)} rows")
+        say(f"{len(done)} of {len(digests)} requests are finished" if done else f"{len(digests)} requests")
         if len(done) < len(digests) or overwrite:
             sheet = Sheet(recipe, file, digests, done)
             try:
@@ -133,12 +133,14 @@ def run(
                 # What could not begin would not begin the next time.
                 if done or overwrite or not isinstance(error, Exception):
                     again = "the same command without --overwrite" if overwrite else "the same command"
-                    say(f"stopped with {len(done)} of {len(digests)} rows answered; {again} goes on from there")
+                    say(f"stopped with {len(done)} of {len(digests)} requests finished; {again} resumes there")
                 raise
         wrong = _in_order(file, out)
-    say(f"{len(digests)} rows are in {out}, {wrong} of them with an error")
+    say(f"{out} has {len(digests)} lines, {wrong} of them with an error")
     if wrong and wrong == len(digests):
-        raise ValueError(f"IN must hold a row that can be answered: see {out}, and --help for what a row is")
+        raise ValueError(
+            f"IN must have a valid request, but each has an error: see {out}, and docs/guides/batch.md for the format"
+        )
 
 
 class Sheet:
@@ -165,13 +167,13 @@ class Sheet:
         seen = 0
         for number, digest, line in self._recipe.rows():
             if self._digests.get(number) != digest:
-                raise ValueError(f"IN must stay as it is while its rows are answered, but line {number} is another one")
+                raise ValueError(f"IN must not change while the command runs, but line {number} has changed")
             seen += 1
             if number not in self._done:
                 yield number, digest, line
         if seen < len(self._digests):
             left = len(self._digests) - seen
-            raise ValueError(f"IN must stay as it is while its rows are answered, but {left} are gone")
+            raise ValueError(f"IN must not change while the command runs, but {left} requests are missing")
 
     def begin(self, overwrite: bool) -> None:
         """What was there goes, or counts."""
@@ -295,12 +297,12 @@ def _answered(file: IO[bytes], out: pathlib.Path, digests: Mapping[int, str], re
                 break
             answer = _parsed(line)
             if digests.get(answer.number) != answer.digest:
-                raise ValueError("must answer a row of IN under the same settings (model, reuse, options)")
+                raise ValueError("must belong to a request of IN with the same settings (model, reuse, options)")
             if answer.number in done and answer.number not in failed:
-                raise ValueError(f"must not answer line {answer.number} of IN, which has an answer above")
+                raise ValueError(f"must not repeat line {answer.number} of IN, which has an output line above")
         except ValueError as error:
             raise ValueError(
-                f"OUT line {place} {error}. Name another file, or pass --overwrite to begin {out} anew"
+                f"OUT line {place} {error}. Name another file, or pass --overwrite to start {out} again"
             ) from error
         end += len(line)
         done.add(answer.number)
@@ -345,7 +347,7 @@ def _in_order(file: IO[bytes], out: pathlib.Path) -> int:
             shutil.copymode(out, part)
             part.replace(out)
         except OSError as error:
-            say(f"all rows are answered, but {out} stays in the order in which they were: {error.strerror}")
+            say(f"all requests are finished, but the lines of {out} could not be sorted: {error.strerror}")
         finally:
             part.unlink(missing_ok=True)
     return sum(has_failed for _, has_failed in last.values())

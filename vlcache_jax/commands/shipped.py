@@ -21,8 +21,8 @@ def warn_of_others(conversation: Any) -> bool:
     others = not all(map(_is_own, _shown(conversation)))
     if others:
         say(
-            f"warning: no model is named (-m), so {SHIPPED} answers, which knows grids of drawn glyphs only; of other "
-            "pictures it tells nonsense"
+            f"warning: no model is named (-m), so {SHIPPED} runs. It only recognizes grids of colored glyphs, and its "
+            "answers about other images are wrong"
         )
     return others
 

@@ -134,7 +134,7 @@ def open_checkpoint(
     wanted = None if dtype is None else as_dtype(dtype)
     check_flags(verify_weights=verify_weights)
     if not isinstance(path_or_hub_id, (str, os.PathLike)):
-        raise ValueError(f"model must be a path or the id of a model on the hub, got {path_or_hub_id!r}")
+        raise ValueError(f"model must be a checkpoint directory or a Hub ID, got {path_or_hub_id!r}")
     for leftover in describe_leftovers(pathlib.Path(path_or_hub_id).expanduser().absolute().parent):
         _log.warning(leftover)
     located = locate(path_or_hub_id)

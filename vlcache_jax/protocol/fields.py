@@ -220,7 +220,7 @@ def check_fields(
         if name in absent or name in also:
             continue
         if name not in known:
-            raise ApiError(f"body {unknown(name, known, GUIDED)}", shorten(name))
+            raise ApiError(unknown(name, known, GUIDED, where="body"), shorten(name))
         if value is not None and (name not in SAMPLING or name in _ALSO_CHECKED):
             check(value, known[name], name)
     return {name: value for name, value in body.items() if value is not None and name not in absent}

@@ -16,42 +16,43 @@ from vlcache_jax.server.tenants import Tenants
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where a server listens, who may ask it, and how much.
+    """Options of the server.
 
     Attributes:
-      host: address to listen at.
-      port: 0 takes a free one.
-      uds: path of a Unix socket to listen at, in place of host and port.
-      api_key: that clients must know; may be repeated, and any of them will do. Without one everybody is served.
-      api_keys: TOML file of tenants' keys, in place of `api_key`; see `vlcache_jax.server.tenants`. It is read again on
-        SIGHUP. Tenants share nothing that is kept of images.
-      admin_key: of those who see and change the cache. Without one nobody does over HTTP.
-      served_model_name: what clients call the model, by default as it was opened; may be repeated.
-      allowed_origins: of pages that browsers let ask; may be repeated, and "*" is all.
-      allowed_hosts: names beside `host`, localhost and addresses by which a server without keys may be called; may be
-        repeated, and "*" is all.
-      ssl_certfile: certificate, for HTTPS.
-      ssl_keyfile: key of the certificate.
-      root_path: where a proxy shows the server, such as /v.
-      max_body_bytes: of a request.
-      max_file_bytes: of a picture that is uploaded.
-      max_files: that each tenant may have; without tenants, all clients together.
-      body_timeout: seconds that a body may take to come.
-      max_waiting: requests under way at most, those that run included; one more is refused. As many bodies may be
-        coming; then the slowest is closed for one more.
-      max_waiting_bytes: of all these bodies together, counted as they come.
-      shutdown_timeout: seconds that requests may take to end when the server is asked to.
-      allow_reuse: what of images a request may ask to reuse, beside the server's own way; may be repeated.
-      allow_compress: what of prompts a request may ask to go on with, such as vl-cache-0.1; may be repeated.
-      max_n: answers to one request at most.
-      tool_call_parser: "hermes": what stands between `<tool_call>` tags is told as calls where a request offers tools;
-        "none": it stays text.
-      reasoning_parser: "auto": where the chat template says that the model thinks, that is told as `reasoning`; "none":
-        it stays text.
-      chat_template: Jinja, or a file of it, in place of the checkpoint's own.
-      embedder: model that finds pictures for `file_search`, such as Qwen/Qwen3-VL-Embedding-2B; by default the served
-        one does.
-      warmup: compile everything before `/ready` says so.
+      host: address to listen on.
+      port: port to listen on; 0: a free port.
+      uds: Unix socket to listen on, in place of host and port.
+      api_key: key that clients must send; may be repeated, and each key is valid; without one, authentication is off.
+      api_keys: TOML file with the keys of tenants, in place of `api_key`, see `vlcache_jax.server.tenants`; read again
+        on SIGHUP; tenants share no cache entries.
+      admin_key: key of the routes that show and change the cache; without it these routes are disabled.
+      served_model_name: names that clients use for the model; by default the name that it was opened with; may be
+        repeated.
+      allowed_origins: origins of web pages that browsers may call the server from (CORS); "*": all; may be repeated.
+      allowed_hosts: host names that a server without keys accepts, in addition to `host`, localhost and IP addresses;
+        "*": all; may be repeated.
+      ssl_certfile: certificate for HTTPS; needs `ssl_keyfile`.
+      ssl_keyfile: private key of the certificate.
+      root_path: path under which a proxy publishes the server, such as `/v`.
+      max_body_bytes: maximum size of a request body.
+      max_file_bytes: maximum size of an uploaded image.
+      max_files: maximum number of uploaded files per tenant; without tenants, of all clients together.
+      body_timeout: seconds to receive a request body in.
+      max_waiting: maximum number of requests in flight; further requests are refused; as many bodies may be arriving,
+        and a further one closes the slowest connection.
+      max_waiting_bytes: maximum size of all these bodies together, counted as they arrive; at least `max_body_bytes`.
+      shutdown_timeout: seconds that running requests have to finish at shutdown.
+      allow_reuse: reuse modes that requests may choose, in addition to the server's own; may be repeated.
+      allow_compress: compression methods that requests may choose, such as `vl-cache-0.1`; may be repeated.
+      max_n: maximum number of outputs per request.
+      tool_call_parser: "hermes": return text in `<tool_call>` tags as tool calls, if the request has tools; "none":
+        leave it as text.
+      reasoning_parser: "auto": return the model's reasoning as `reasoning`, if the chat template supports it; "none":
+        leave it as text.
+      chat_template: Jinja template, or a file with it, in place of the checkpoint's template.
+      embedder: model that finds images for `file_search`, such as `Qwen/Qwen3-VL-Embedding-2B`; by default the served
+        model.
+      warmup: compile all programs before `/ready` reports success.
 
     Raises:
       ValueError: an option is wrong.

@@ -309,7 +309,12 @@ def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: str | float | Non
     """Raises an ApiError if a request may not ask for it."""
     allowed = allowed_reuse(engine, config, tenant)
     if reuse is not None and str(reuse) not in allowed:
-        raise ApiError(f"reuse must be {' or '.join(allowed)} on this server, got {short(reuse)}", "reuse")
+        option = "--allow-reuse" if tenant is None or tenant.reuse is None else "the key file"
+        raise ApiError(
+            f"reuse must be {' or '.join(allowed)} on this server, got {short(reuse)}; its operator can allow other "
+            f"values with {option}",
+            "reuse",
+        )
 
 
 def _event(content: Mapping[str, Any]) -> bytes:

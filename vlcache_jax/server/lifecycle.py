@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import ipaddress
 import os
@@ -46,7 +47,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """
     with _bound(config) as place:
         if config.uds is None and not config.has_keys and not _is_own(config.host):
-            say(f"warning: whoever reaches {config.host} may ask, as there is no api_key")
+            say(f"warning: every client that reaches {config.host} can send requests; set --api-key to prevent it")
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
         if config.embedder is None:
             return asyncio.run(_Process(Server(engine, config), place).run())
@@ -145,6 +146,10 @@ class _Process:
         os._exit(FAILED)  # threads of an engine that has failed may never end
 
     async def _warm_up(self) -> None:
+        place = self._config.uds or _url(self._config, self._place)
+        if self._config.warmup:
+            # Compilation can take minutes, and users would otherwise believe that they have to wait for it.
+            say(f"listening at {place}: the server answers requests while it compiles its programs")
         try:
             await warm_up(self._server, self._embedder)
         except Exception as error:
@@ -152,7 +157,6 @@ class _Process:
             return
         gc.collect()
         gc.freeze()  # a large body's values would have all that there is looked through, and others wait for that
-        place = self._config.uds or _url(self._config, self._place)
         say(f"ready: {' '.join(self._server.models)} at {place} (try {_try(self._config, self._place)})")
 
     async def _watch(self) -> None:
@@ -183,9 +187,9 @@ class _Process:
         """Nobody comes in any more; who is inside has some time, and is told then."""
         entrance = self._server.entrance
         entrance.is_draining = True
-        say(f"ending: {entrance.inside} requests are under way")
+        say(f"shutting down: {entrance.inside} requests in flight")
         if not await _is_empty(entrance, self._config.shutdown_timeout):
-            say(f"ending {entrance.inside} requests")
+            say(f"aborting {entrance.inside} requests")
             entrance.ended.set()
             await _is_empty(entrance, _LAST)
 
@@ -229,7 +233,8 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
         try:
             place.bind((config.host, config.port))
         except OSError as error:
-            raise OSError(f"cannot listen at {config.host}:{config.port}: {error.strerror}") from error
+            remedy = "; choose another port with --port, 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+            raise OSError(f"cannot listen at {config.host}:{config.port}: {error.strerror}{remedy}") from error
         yield place
 
 
