@@ -412,7 +412,7 @@ def test_the_shipped_model_is_told_to_know_no_photographs(tmp_path, textured_ima
         words = ["run", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--max-tokens", 1, "--overwrite", *model]
         result = CliRunner().invoke(app, list(map(str, words)))
         assert result.exit_code == 0, result.output
-        assert result.stderr.count("warning: no model is named (-m), so tiny-vqa answers") == count
+        assert result.stderr.count("warning: no model is named (-m), so tiny-vqa runs") == count
 
 
 def test_what_is_computed_is_kept_in_stores(run, tmp_path, textured_image):
@@ -531,7 +531,7 @@ def test_nothing_is_loaded_for_rows_that_are_all_wrong(tmp_path):
     source.write_bytes(b"\x89PNG\r\n\x1a\nIHDR\n\xff\nno\n")
     result = CliRunner().invoke(app, ["run", str(source), str(out), "-m", "nowhere"])
     assert result.exit_code == 1
-    assert "error: IN must hold a row that can be answered" in result.stderr
+    assert "error: IN must have a valid request, but each has an error" in result.stderr
     assert "importing JAX" not in result.stderr
     assert [error is not None for *_, error in answers(out)] == [True] * 5
     assert "line 3: " in result.stderr
