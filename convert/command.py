@@ -47,7 +47,7 @@ def convert_command(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
 ) -> None:
-    """Converts a Hugging Face checkpoint into one that loads fast.
+    """Convert a Hugging Face checkpoint into one that opens faster.
 
     SOURCE is a directory, or a model of the hub, which is fetched first. Tensors go through memory one by one, so a
     model of any size can be converted. All that is wrong with them is said before anything is written. DESTINATION

@@ -255,7 +255,9 @@ def test_missing_and_foreign_directories(tmp_path, converted):
         open_checkpoint(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"directory or a Hub ID, got './absent'"):
         open_checkpoint("./absent")
-    with pytest.raises(FileNotFoundError, match=r"config.json does not exist"):
+    with pytest.raises(
+        FileNotFoundError, match=r"with config.json and safetensors files, but .*config.json does not exist"
+    ):
         open_checkpoint(tmp_path)
     with pytest.raises(NotADirectoryError, match="is a file"):
         open_checkpoint(converted / "config.json")

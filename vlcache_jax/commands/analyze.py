@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vlcache_jax.study.analysis import Decomposition, Looks
     from vlcache_jax.study.sensitivity import ProfileCase
 
-app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
+app = typer.Typer(name="analyze", no_args_is_help=True, help="Draw the effect of reuse inside a model.")
 _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
 _ARRANGEMENT = typer.Option(help="text_first or question_first.")
 _DONORS = typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")

@@ -102,7 +102,7 @@ def _rehearse(
             llm.cache.delete(part if part["type"] == "video" else part["path"], cache_salt=_SALT)
         llm.reset_prefix_cache()
 
-    with Progress("rehearsing"):
+    with Progress("warming up"):
         rehearse(llm, twice)
 
 

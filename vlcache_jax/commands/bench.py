@@ -18,7 +18,7 @@ from vlcache_jax.reuse.schedule import Schedule
 
 _ALL = f"{','.join(POLICIES)}."
 
-app = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a table, and writes JSON.")
+app = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed or accuracy, print a table and write JSON.")
 
 
 @app.command("ttft")

@@ -25,7 +25,7 @@ from vlcache_jax.files import check_writable
 from vlcache_jax.progress import Progress, say_errors
 from vlcache_jax.study.report import show
 
-app = typer.Typer(name="cache", no_args_is_help=True, help="Shows, tends, moves and serves stores of records.")
+app = typer.Typer(name="cache", no_args_is_help=True, help="List, check, move and serve stored cache entries.")
 STORE = typer.Argument(help="What `disk` or `remote` of CacheConfig names: a directory, or a URL.", metavar="STORE")
 EVERYTHING = 2**62  # bytes; who only looks makes no room
 _TIMEOUT = 30.0  # seconds that a store elsewhere may take to answer

@@ -301,7 +301,7 @@ def ask_command(
         typer.Option(help="Frames per second sampled from videos.", show_default="the checkpoint's own"),
     ] = None,
 ) -> None:
-    """Ask a question about images and videos. The file extension decides which of both a file is.
+    """Ask a question about images and videos. The file extension tells them apart.
 
     Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
     """

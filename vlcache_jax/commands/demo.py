@@ -61,7 +61,7 @@ def run_demo(report: pathlib.Path) -> None:
     start = time.perf_counter()
     with LLM(SHIPPED, cache=CacheConfig(load="link")) as llm:  # load cached KV even if computing were faster here
         loaded = time.perf_counter() - start
-        with Progress("compiling"):
+        with Progress("compiling (later runs load the programs from disk)"):
             _cache_apart(llm, dict.fromkeys(name for turn in TURNS for name in turn.images))
             rehearse(llm, partial(_answer, llm))
         stats = llm.stats()

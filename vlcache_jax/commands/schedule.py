@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from vlcache_jax.study.questions import Sample
     from vlcache_jax.study.search import LayerScores
 
-app = typer.Typer(name="schedule", no_args_is_help=True, help="Finds how much of a reused image each layer recomputes.")
+app = typer.Typer(
+    name="schedule", no_args_is_help=True, help="Find how many tokens of a reused image each layer recomputes."
+)
 
 
 @app.command("profile")
