@@ -210,7 +210,6 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
 import sys
 from typer.testing import CliRunner
 from vlcache_jax.commands.cli import app
-from vlcache_jax.commands.demo_page import MODES
 for command, arguments in {wrong!r}.items():
     result = CliRunner().invoke(app, [*command.split(), *arguments])
     assert result.exit_code == 1 and "error: " in result.stderr, (command, result.output)
@@ -407,7 +406,6 @@ def test_help_and_errors_of_usage_wait_for_no_jax():
 import sys
 from typer.testing import CliRunner
 from vlcache_jax.commands.cli import app
-from vlcache_jax.commands.demo_page import MODES
 for words in {words!r}:
     usage = any(word.startswith("--") for word in words) or words in (["run"], ["nothing"])
     result = CliRunner().invoke(app, words if usage else [*words, "--help"])
