@@ -426,9 +426,9 @@ def router_time(part: str, engines: int = 16) -> str:
 def architectures() -> Iterator[list[str]]:
     """The portable kernels, compiled for each architecture and counted (`python -m research.architectures`)."""
     yield [
-        "GPU", "attention: instructions (masked)", "attention: of the matrix rate", "limited by",
-        "decode attention: of the bandwidth", "FP8 decode: instructions", "FP8 decode: of the bandwidth",
-        "FP8 experts: of the matrix rate",
+        "GPU", "attention: instructions (masked)", "attention: fraction of the matrix rate", "attention: limited by",
+        "decode attention: fraction of the bandwidth", "FP8 decode: instructions",
+        "FP8 decode: fraction of the bandwidth", "FP8 experts: fraction of the matrix rate",
     ]  # fmt: skip
     for name, one in _file("architectures.json").items():
         if not name.startswith("sm_"):
@@ -454,7 +454,10 @@ def architectures() -> Iterator[list[str]]:
 
 def agreement(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Greedy outputs of the same prompts in one batch and each by itself (`python -m benchmarks.peer`)."""
-    yield ["engine", "dtype", "same outputs", "same five most likely tokens", "largest difference of log-probabilities"]
+    yield [
+        "engine", "dtype", "same outputs", "tokens with the same five most likely",
+        "largest difference of log-probabilities",
+    ]  # fmt: skip
     for row in rows:
         if row["beside"] == _ALONE:
             engine, dtype = row["answers of"].split()
