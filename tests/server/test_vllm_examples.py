@@ -116,7 +116,7 @@ EXAMPLES = [
         media_io_kwargs={"video": {"fps": 2.0, "total_num_frames": 2}},
     ),
     chat(
-        "openai_chat_completion_client_for_multimodal, a URL",
+        "openai_chat_completion_client_for_multimodal, http(s) URLs",
         shown({"type": "image_url", "image_url": {"url": "https://example.com/a.jpg"}}),
         "messages: images.0. must be local unless allow_remote_images",
     ),
@@ -186,7 +186,7 @@ EXAMPLES = [
         for parts in ([TEXT], [PICTURE, {"type": "text", "text": ""}], [PICTURE, TEXT])
     ),
     refused(
-        "vision_embedding_online, Qwen3-VL-Embedding, without the field", EMBEDDINGS,
+        "vision_embedding_online, Qwen3-VL-Embedding, without `continue_final_message`", EMBEDDINGS,
         {"messages": asked(TEXT), **SHUT}, "messages must not end with an assistant's turn that is empty and closed: "
         "write continue_final_message = true",
     ),
@@ -230,7 +230,7 @@ EXAMPLES = [
         for queries, documents in (("one", "two"), ("one", ["two", "three"]), (["one", "two"], ["three", "four"]))
     ),
     Example("qwen3_reranker_online", "/score", {"queries": ["one", "two"], "documents": ["three", "four"]}),
-    Example("the guide of the score API", "/v1/score", {"encoding_format": "float", "queries": "a", "documents": "b"}),
+    Example("requests in vLLM's guide of the score API", "/v1/score", {"encoding_format": "float", "queries": "a", "documents": "b"}),
     Example("earlier names of the score API", "/v1/score", {"text_1": "one", "text_2": ["two", "three"]}),
     Example("earlier names of the score API", "/score", {"data_1": {"content": [PICTURE]}, "data_2": ["two"]}),
     refused("classification_online, pooling_online", "/classify", {"input": "one"}, "Not Found", 404),
