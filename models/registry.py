@@ -31,7 +31,8 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     """
     path = pathlib.Path(directory) / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"model must be a checkpoint directory with config.json and safetensors files, but {path} does not exist")
+        wanted = "a checkpoint directory with config.json and safetensors files"
+        raise FileNotFoundError(f"model must be {wanted}, but {path} does not exist")
     return read_config(read_object(path), path)
 
 

@@ -230,7 +230,10 @@ EXAMPLES = [
         for queries, documents in (("one", "two"), ("one", ["two", "three"]), (["one", "two"], ["three", "four"]))
     ),
     Example("qwen3_reranker_online", "/score", {"queries": ["one", "two"], "documents": ["three", "four"]}),
-    Example("requests in vLLM's guide of the score API", "/v1/score", {"encoding_format": "float", "queries": "a", "documents": "b"}),
+    Example(
+        "requests in vLLM's guide of the score API", "/v1/score",
+        {"encoding_format": "float", "queries": "a", "documents": "b"},
+    ),
     Example("earlier names of the score API", "/v1/score", {"text_1": "one", "text_2": ["two", "three"]}),
     Example("earlier names of the score API", "/score", {"data_1": {"content": [PICTURE]}, "data_2": ["two"]}),
     refused("classification_online, pooling_online", "/classify", {"input": "one"}, "Not Found", 404),
