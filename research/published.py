@@ -1191,11 +1191,6 @@ for _part in ("choose", "parse", "hash"):
     FIGURES[f"router {_part}"] = functools.partial(router_time, _part)
 for _dtype in DTYPES:
     FIGURES[f"vllm amx cold {_dtype}"] = functools.partial(peer_amx_speed, _dtype, "cold")
-    for _name, _cases in {
-        "cold": ("cold",), "repeat": ("repeat",), "decode": ("decode",), "batch": ("batch",), "exact": ("new prefix",),
-        "approximate": ("new prefix, approximate", "new prefix"),
-    }.items():  # fmt: skip
-        FIGURES[f"vllm {_name} {_dtype}"] = functools.partial(peer_speed, _dtype, *_cases)
     for _engine in _ENGINES:
         FIGURES[f"agreement {_engine} {_dtype}"] = functools.partial(agreed, _engine, _dtype)
 
