@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.device.programs import answer, choose, compress, encode, keep, layers, link, state, window
+from vlcache_jax.device.programs.alarm import ALARM
 from vlcache_jax.device.programs.base import Demand, Program, Repeat
 from vlcache_jax.device.programs.files import ProgramFiles
 from vlcache_jax.device.programs.shapes import Shapes
@@ -246,7 +247,7 @@ class Programs:
     def _made(self, program: Program[Any], shows: Shows) -> jax.stages.Compiled:
         begin, is_read = time.perf_counter(), False
         _log.info("compiling %s", program)
-        with shows(f"compiling {program}"):
+        with shows(f"compiling {program}"), ALARM.hidden():
             lowered = self._lower(program)
             if self._files is None:
                 compiled = lowered.compile(self._options)
