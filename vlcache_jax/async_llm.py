@@ -23,7 +23,7 @@ from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.outputs import Deltas, OutputCollector, RequestDelta, RequestOutput
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service, template_options
-from vlcache_jax.serving import Chunk
+from vlcache_jax.serving import Chunk, RequestError
 from vlcache_jax.under_way import QueueFullError as QueueFullError
 from vlcache_jax.under_way import UnderWay
 
@@ -171,6 +171,39 @@ class AsyncLLM(EmbedsAsync):
                     yield delta
                     if delta.finished:
                         return
+
+    async def check(
+        self,
+        prompts: Sequence[PromptLike],
+        sampling_params: SamplingParams | None = None,
+        *,
+        reuse: Reuse | None = None,
+        compress: Compress | None = None,
+        cache_salt: str | TenantSalt | None = None,
+    ) -> None:
+        """Check prompts that belong together, so that none of them runs if one is wrong.
+
+        Only faults that show in pixels or logits are left to `generate`.
+
+        Args:
+          prompts: texts, token ids or dicts.
+          sampling_params, reuse, compress, cache_salt: of all of them, see `generate`.
+
+        Raises:
+          RequestError: a prompt is wrong; its `errors` has the first one, by its index.
+          ValueError, RuntimeError: see `generate`.
+        """
+
+        def first_error() -> tuple[int, ValueError] | None:
+            render = self.service.renderer.from_prompt
+            call = self.service.call(
+                "prompt", prompts, render, reuse, cache_salt, "return", compress, params=sampling_params
+            )
+            return min(self.service.caller.to_answer(call).arrivals.errors.items(), default=None)
+
+        if (found := await self._requests.run(first_error)) is not None:
+            index, error = found
+            raise RequestError({index: str(error)})
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its last output has the finish reason "abort". One that is not under way is none."""

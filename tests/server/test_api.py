@@ -14,6 +14,7 @@ import pytest
 from tests.helper import assert_nothing_left, give_compressed_pages
 from tests.server.helper import data_url, running, shows
 from vlcache_jax import SamplingParams
+from vlcache_jax.calls import Caller
 from vlcache_jax.inputs import access
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.protocol.fields import CHAT
@@ -371,12 +372,16 @@ def test_completions_that_are_wrong(served, change):
 @pytest.mark.parametrize(
     "wrong", ["", "<|image_pad|>", "a" * 50_000, "a b " * 1000, [10**9]], ids=lambda one: str(one)[:9]
 )
-def test_which_of_several_prompts_is_wrong(served, engine, wrong):
+def test_which_of_several_prompts_is_wrong(served, engine, wrong, monkeypatch):
+    """None of them runs: a stream whose first events were sent could not be refused any more."""
+    start, started = Caller.start, []
+    monkeypatch.setattr(Caller, "start", lambda *given, **more: started.append(given) or start(*given, **more))
     for more in ({}, {"stream": True}):
         body = {"prompt": [[5] if isinstance(wrong, list) else "a", wrong], "max_tokens": 2} | more
         status, found = served.json("POST", "/v1/completions", body)
         assert (status, found["error"]["param"]) == (400, "prompt"), found
         assert found["error"]["message"].startswith("prompt[1]"), found
+    assert not started
     assert_nothing_left(engine)
 
 

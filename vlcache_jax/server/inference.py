@@ -31,7 +31,7 @@ from vlcache_jax.server.names import Names
 from vlcache_jax.server.reading import check_allowed_tokens, read_off_loop
 from vlcache_jax.server.responses import answer_json, merged, until_gone
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
-from vlcache_jax.serving import NotFiniteError
+from vlcache_jax.serving import NotFiniteError, RequestError
 
 SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
 _STALL = 60.0  # seconds that a client may take to read what is sent
@@ -121,6 +121,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         answer = self._begin(request, self._names.new(self.prefix), self._models[0])
         sender.failed = answer.failed
         fields = [f"{self.field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [self.field]
+        if len(prompts) > 1:
+            await self._check_prompts(prompts, request, salt, fields)
         streams = [self._deltas(prompt, request, salt, field) for prompt, field in zip(prompts, fields, strict=True)]
         with self._entrance.answering(tenant, count):
             async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
@@ -133,6 +135,18 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                     whole = await self._whole(events, len(streams), answer)
                     await self._keep(request, answer, tenant)
                     await sender.respond(whole)
+
+    async def _check_prompts(
+        self, prompts: Sequence[Any], request: R, salt: str | TenantSalt | None, fields: Sequence[str]
+    ) -> None:
+        """Refuse a request of which one prompt is wrong before another one runs and its first event is sent."""
+        options = request.options
+        try:
+            await self.engine.check(
+                prompts, request.params, reuse=options.reuse, compress=options.compress, cache_salt=salt
+            )
+        except RequestError as error:
+            raise self._error(error, request, fields[min(error.errors)]) from error
 
     def _deltas(self, prompt: Any, request: R, salt: str | TenantSalt | None, field: str) -> AsyncGenerator[More]:
         """What comes of one of the prompts; `field` is what its errors call it."""
