@@ -25,7 +25,7 @@ MODES = {COLD: "no reuse", ENCODER_CACHED: '"exact"', "shift, r = 0.03": '"appro
 
 
 def mode(configuration: str) -> str:
-    """Return the public name of a configuration: the value of `reuse=` behind it, `schedule` or `no reuse`.
+    """Return the public name of a configuration: its value of `reuse=`, `schedule` or `no reuse`.
 
     Tables and charts show it; results keep the name of the configuration.
     """

@@ -466,7 +466,7 @@ def agreement(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def agreed(engine: str, dtype: str) -> str:
-    """How many outputs of a batch are those of each prompt by itself: "7 of 10"."""
+    """Return how many outputs are the same in a batch and alone: "7 of 10"."""
     rows = _file("peer_cpu.json")["agreement"]
     [row] = [row for row in rows if row["beside"] == _ALONE and row["answers of"] == f"{engine} {dtype}"]
     return str(row["equal"])
@@ -630,7 +630,7 @@ BODIES = {
 
 
 def large_bodies(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What one large body costs other requests (`python -m research.large_bodies`)."""
+    """Yield the cost of one large body for other requests (`python -m research.large_bodies`)."""
     yield [
         "body", "size [MiB]", "HTTP status", "response after [s]", "CPU time [s]", "slowest `/health` [s]",
     ]  # fmt: skip
@@ -972,7 +972,7 @@ def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def shares(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Where the threads spend a prompt without reuse (`python -m research.shares`)."""
+    """Yield the time of the threads by part, for a prompt without reuse (`python -m research.shares`)."""
     kinds = [(part, what) for part in ("encoder", "decoder") for what in ("products", "attention", "rest")]
     names = {"products": "matrix products"}
     yield ["dtype", *(f"{part}: {names.get(what, what)} [%]" for part, what in kinds)]

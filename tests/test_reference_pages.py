@@ -44,7 +44,7 @@ def codes(cell):
 
 
 def metrics():
-    """What a server exports that compresses, has a disk, and has answered a request: type and labels by name."""
+    """Type and labels by name of all metrics of a server with compression and a disk that has answered a request."""
     stats = types.SimpleNamespace(**dict.fromkeys(EngineStats.__dataclass_fields__, 1))
     meter = Meter()
     meter.also(lambda: CacheStats(whys={"evicted": 1}, tiers={"disk": TierStats()}))

@@ -147,7 +147,7 @@ class Run:
 
     @property
     def context(self) -> str:
-        """Whether the images were cached in this context: "same", "new", or both; "-" without reuse."""
+        """Context of the images relative to the cached ones: "same", "new", or both; "-" without reuse."""
         images = [image for image in self.output.cache.images if image.why is not Why.reuse_off]
         return " and ".join(sorted({"same" if image.match == "exact" else "new" for image in images})) or "-"
 
