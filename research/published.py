@@ -842,17 +842,14 @@ def gpu_windows(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 def first_token_modes() -> Iterator[list[str]]:
     """TTFT by reuse mode on two CPU cores and on an H200, each with its speedup over a cold run, for README."""
-    modes = {
-        "no reuse": "cold", '`"exact"`': "encoder cached", '`"approximate"`': "shift, r = 0.03", '`"full"`': "r = 0"
-    }  # fmt: skip
-    yield ["images in a new context", *modes]
+    yield ["images in a new context", *map(_mode, MODES)]
     for title, name, unit, symbol, digits in (
         ("two CPU cores, 4 images of 1024 tokens", "ttft_cpu.json", 1000, "s", 2),
         ("one H200, 1 image of 4096 tokens", "ttft_h200.json", 1, "ms", 3),
     ):
         found = {row["configuration"]: row for row in _rows(name) if row["K, V in"] != "disk"}
-        times = [f"{_digits(found[of]['TTFT ms'] / unit, digits)} {symbol}" for of in modes.values()]
-        speedups = [f" ({_digits(found[of]['over cold'], 2)}x)" * (of != "cold") for of in modes.values()]
+        times = [f"{_digits(found[of]['TTFT ms'] / unit, digits)} {symbol}" for of in MODES]
+        speedups = [f" ({_digits(found[of]['over cold'], 2)}x)" * (of != "cold") for of in MODES]
         yield [title, *map("".join, zip(times, speedups, strict=True))]
 
 

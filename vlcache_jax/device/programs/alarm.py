@@ -44,7 +44,7 @@ class Alarm:
 
 
 ALARM = Alarm()
-"""That of the process, as the level of the log is."""
+"""The alarm of this process, which has one log level."""
 
 
 def _is_ours() -> bool:
