@@ -24,7 +24,23 @@ from vlcache_jax.engine.metrics import Metrics as Metrics
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.reuse.plan import Plan, active_rows
-from vlcache_jax.verification import Verification as Verification
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A request's answer beside the one of a cold run.
+
+    Attributes:
+      tokens_agree: tokens up to the first difference between both answers. A compressed one is compared with the one
+        that has its whole prompt.
+      tokens: of the longer answer.
+      max_logit_difference: largest difference of any logit at the places of the answer's tokens, when both runs are
+        given these tokens, and nothing is compressed.
+    """
+
+    tokens_agree: int
+    tokens: int
+    max_logit_difference: float
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,24 +10,8 @@ from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Generation, Planned
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan
 from vlcache_jax.intake.sequences import SequenceBuilder
+from vlcache_jax.outputs import Verification
 from vlcache_jax.reuse.plan import full_prefill
-
-
-@dataclass(frozen=True)
-class Verification:
-    """A request's answer beside the one of a cold run.
-
-    Attributes:
-      tokens_agree: tokens up to the first difference between both answers. A compressed one is compared with the one
-        that has its whole prompt.
-      tokens: of the longer answer.
-      max_logit_difference: largest difference of any logit at the places of the answer's tokens, when both runs are
-        given these tokens, and nothing is compressed.
-    """
-
-    tokens_agree: int
-    tokens: int
-    max_logit_difference: float
 
 
 def verify(

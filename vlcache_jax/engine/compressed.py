@@ -8,7 +8,7 @@ many tokens all go on by at least, until one is put aside again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,11 +110,11 @@ class CompressedPages:
         self._leases: set[CompressedLease] = set()
         self._aside: set[CompressedLease] = set()
 
-    def needed(self, counts: Sequence[int], more: int) -> int:
+    def needed(self, counts: abc.Sequence[int], more: int) -> int:
         """Pages of a prompt of which each layer keeps so many tokens, with room for `more` tokens behind them."""
         return sum(-(-(count + more) // PAGE) for count in counts)
 
-    def take(self, counts: Sequence[int], most: int) -> CompressedLease | None:
+    def take(self, counts: abc.Sequence[int], most: int) -> CompressedLease | None:
         """Pages for these tokens of each layer, if there is room.
 
         Args:
@@ -124,7 +124,7 @@ class CompressedPages:
         lease = CompressedLease(np.array(counts, np.int32), [nothing] * len(counts), self.needed(counts, most))
         return lease if self._begin(lease, lease.missing(0)) else None
 
-    def grow(self, leases: Sequence[CompressedLease], tokens: Sequence[int]) -> bool:
+    def grow(self, leases: abc.Sequence[CompressedLease], tokens: abc.Sequence[int]) -> bool:
         """Lets each lease hold so many tokens behind its prompt's; False, and nothing changes, if there are not enough
         pages for all."""
         short = [(lease, count) for lease, count in zip(leases, tokens, strict=True) if count > lease.room]
@@ -164,7 +164,7 @@ class CompressedPages:
             self._free += lease.pages.tolist()
         self._aside.discard(lease)
 
-    def _begin(self, lease: CompressedLease, counts: Sequence[int]) -> bool:
+    def _begin(self, lease: CompressedLease, counts: abc.Sequence[int]) -> bool:
         """Gives a lease that has none so many pages in each layer, if after that everybody can grow by one in each."""
         spare = sum(min(one.most - one.count, len(one.kept)) for one in self._leases)
         needed = sum(counts) + min(lease.most - sum(counts), len(counts)) + spare
@@ -174,7 +174,7 @@ class CompressedPages:
         self._add(lease, counts)
         return True
 
-    def _add(self, lease: CompressedLease, counts: Sequence[int]) -> None:
+    def _add(self, lease: CompressedLease, counts: abc.Sequence[int]) -> None:
         for layer, count in enumerate(counts):
             if count:
                 new = np.array([self._free.pop() for _ in range(count)], np.int32)

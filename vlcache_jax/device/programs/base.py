@@ -6,7 +6,7 @@ never modules.
 
 from __future__ import annotations
 
-import abc
+from abc import ABC, abstractmethod
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable
@@ -93,7 +93,7 @@ def _no_patches() -> Patches:
 
 
 @dataclass(frozen=True)
-class Program[R](abc.ABC):
+class Program[R](ABC):
     """A program that returns R, and the key of what is compiled of it.
 
     Attributes:
@@ -123,7 +123,7 @@ class Program[R](abc.ABC):
         """What it takes: trees of abstract arrays."""
         return ()
 
-    @abc.abstractmethod
+    @abstractmethod
     def compute(self, shapes: Shapes, *arguments: Any, **_: Any) -> R:
         """What is traced."""
 
