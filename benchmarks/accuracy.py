@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from vlcache_jax.assets import SCHEDULES, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.files import PICTURES, check_all_readable, check_writable
-from vlcache_jax.progress import Progress, say
+from vlcache_jax.common.files import PICTURES, check_all_readable, check_writable
+from vlcache_jax.common.progress import Progress, say
 from vlcache_jax.study import pairs
 from vlcache_jax.study.accuracy import COLD, Protocol, name_settings, possible, run
 from vlcache_jax.study.report import environment, show, write

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.files import PICTURES, check_all_readable, check_writable
-from vlcache_jax.progress import Progress, say
+from vlcache_jax.common.files import PICTURES, check_all_readable, check_writable
+from vlcache_jax.common.progress import Progress, say
 from vlcache_jax.study import pairs
 from vlcache_jax.study.questions import ARRANGEMENTS, Sample, rows_of_questions
 from vlcache_jax.study.report import environment, figures, show, write
@@ -29,13 +29,13 @@ from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.config import EngineOptions
-    from vlcache_jax.study.budgets import Answers, Result
+    from vlcache_jax.study.budgets import BudgetResult, BudgetResults
 
 BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 QUESTIONS = 30  # of each task, where none are given
 
 Array = npt.NDArray[np.float64]
-Ways = Sequence[Sequence["Result"]]  # of a setting: [ways][samples]
+Ways = Sequence[Sequence["BudgetResult"]]  # of a setting: [ways][samples]
 
 
 def measure(
@@ -119,7 +119,7 @@ def _check(arrangement: str, **shares: Sequence[float]) -> None:
         raise ValueError(f"arrangement must be one of {', '.join(ARRANGEMENTS)}, got {arrangement!r}")
 
 
-def table(samples: Sequence[Sample], answers: Answers, against: str) -> list[dict[str, Any]]:
+def table(samples: Sequence[Sample], answers: BudgetResults, against: str) -> list[dict[str, Any]]:
     """One row for the whole cache, and one for each setting.
 
     Args:
@@ -139,7 +139,7 @@ class _Compared:
       samples, answers, against: see `table`.
     """
 
-    def __init__(self, samples: Sequence[Sample], answers: Answers, against: str):
+    def __init__(self, samples: Sequence[Sample], answers: BudgetResults, against: str):
         self._tasks: dict[str, list[list[int]]] = {}
         for numbers in rows_of_questions(samples):
             self._tasks.setdefault(samples[numbers[0]].task, []).append(numbers)
@@ -203,7 +203,7 @@ def interpolated(reference: Sequence[tuple[Array, Array]], memory: Array) -> Arr
     return np.array([np.interp(*one) for one in zip(memory, at, right, strict=True)])
 
 
-def layers_of(answers: Answers, budgets: Sequence[float]) -> dict[str, Any]:
+def layers_of(answers: BudgetResults, budgets: Sequence[float]) -> dict[str, Any]:
     """What decoded rows look at, the mean of questions."""
     from vlcache_jax.study.budgets import SPARSE
 

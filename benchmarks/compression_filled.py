@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.compress.scores import USUAL, Received
-from vlcache_jax.device.compressed_work import alike_layers
-from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.programs.compress import Compact, EmptySums
 from vlcache_jax.device.programs.window import ANSWER
-from vlcache_jax.device.runner import Runner
-from vlcache_jax.device.sampler import Choosing, Sampled
-from vlcache_jax.engine.compressed import CompressedLease
-from vlcache_jax.engine.lanes import marks_row, recent_tokens, words_array
+from vlcache_jax.device.runner import Runner, alike_layers
+from vlcache_jax.device.sampler import Choosing, SampledTokens
+from vlcache_jax.engine.compressed_pages import CompressedLease
+from vlcache_jax.engine.decode_slots import marks_row, recent_tokens, words_array
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.sampling import SamplingParams
@@ -38,7 +37,7 @@ _CLOSE = {"float32": 1e-4, "bfloat16": 5e-2}  # of the largest logit, that log-p
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptLeases:
     """What answers go on with.
 
     Attributes:
@@ -58,7 +57,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Run:
+class FilledRun:
     """Answers from their first tokens on.
 
     Attributes:
@@ -103,13 +102,13 @@ class FilledAnswers:
         """Of the pool, where nothing is compressed."""
         return self._tables.size
 
-    def compress(self, counts: tuple[int, ...]) -> Kept:
+    def compress(self, counts: tuple[int, ...]) -> KeptLeases:
         """Lets each answer have so many tokens of each layer, which are drawn.
 
         Raises:
           ValueError: there are not enough pages.
         """
-        runner, kept = self._runner, Kept(counts, [], [])
+        runner, kept = self._runner, KeptLeases(counts, [], [])
         rung = round_up(self._tables.shape[1], runner.shapes.page_rungs)
         program, [sums, _] = Compact(rung), runner.run(EmptySums(rung))
         for i, table in enumerate(self._tables):
@@ -132,19 +131,19 @@ class FilledAnswers:
                     kept.tokens.append(np.asarray(tokens)[:, :count])
         return kept
 
-    def give_back(self, kept: Kept) -> None:
+    def give_back(self, kept: KeptLeases) -> None:
         """Its pages are free again."""
         for lease in kept.leases:
             self._pages.end(lease)
 
-    def run(self, kept: Kept | None) -> Run:
+    def run(self, kept: KeptLeases | None) -> FilledRun:
         """Decodes, with all of the prompts where nothing is compressed.
 
         Raises:
           ValueError: an answer has no token at a step.
         """
         self._begin()
-        launched: list[Sampled] = []
+        launched: list[SampledTokens] = []
         host, window = 0.0, self._runner.ladder.window
         start = time.perf_counter()
         for done in range(0, self._steps, window):
@@ -155,9 +154,9 @@ class FilledAnswers:
         seconds = time.perf_counter() - start
         if (found < 0).any():
             raise ValueError(f"every answer must have a token at each of {self._steps} steps, got {found.tolist()}")
-        return Run(seconds, host, found)
+        return FilledRun(seconds, host, found)
 
-    def check(self, kept: Kept | None) -> None:
+    def check(self, kept: KeptLeases | None) -> None:
         """Sees that the last answer's first step is that of dense attention over its prompt, in which each KV head sees
         what it keeps.
 
@@ -199,7 +198,7 @@ class FilledAnswers:
             ]
         ).astype(np.int32)
 
-    def _window(self, kept: Kept | None, done: int, tokens: int, *, told: bool = False) -> list[Sampled]:
+    def _window(self, kept: KeptLeases | None, done: int, tokens: int, *, told: bool = False) -> list[SampledTokens]:
         """Launches the next one, behind `done` steps."""
         rows = self._rows(told=told)
         end = np.full((2, self._count), done + 1, np.int32) + np.array([[0], [tokens - 1]], np.int32)
@@ -208,7 +207,7 @@ class FilledAnswers:
         counts = np.stack([lease.kept for lease in kept.leases], 1)
         return self._runner.compressed_window(rows, [lease.tables for lease in kept.leases], counts, end, tokens)
 
-    def _dense(self, token: int, kept: Kept | None) -> npt.NDArray[np.float32]:
+    def _dense(self, token: int, kept: KeptLeases | None) -> npt.NDArray[np.float32]:
         """Logits behind the last answer's first token, [V]."""
         runner, heads = self._runner, self._runner.config.text.num_kv_heads
         x = bind(runner.shapes.table_graph, runner.text["embed_tokens"])(jnp.array([token]))

@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image
 
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.checks import short
-from vlcache_jax.files import check_all_readable
+from vlcache_jax.common.checks import short
+from vlcache_jax.common.files import check_all_readable
 from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.questions import Sample, picture_problem, spread
 
@@ -25,7 +25,7 @@ _MARK = re.compile(r"(?:<Img>)?<ImageHere>(?:</Img>)?")  # where an image stands
 
 
 @dataclass(frozen=True)
-class Turn:
+class DialogueTurn:
     """A request: the last turn of a dialogue, behind what was said before it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Turn:
     sample: Sample | None = None
 
 
-def draw_turns(counts: Sequence[int], questions: int, *, size: str, side: int | None = None) -> list[Turn]:
+def draw_turns(counts: Sequence[int], questions: int, *, size: str, side: int | None = None) -> list[DialogueTurn]:
     """Questions drawn for the shipped model, text before their pictures.
 
     Args:
@@ -63,13 +63,13 @@ def draw_turns(counts: Sequence[int], questions: int, *, size: str, side: int | 
         for i, sample in enumerate(samples):
             messages = Protocol("text_first").formal(samples, i)
             name = f"{count} {sample.task} {sample.index}"
-            turns.append(Turn(name, messages, sample.images, sample.question, sample.answers[0], sample))
+            turns.append(DialogueTurn(name, messages, sample.images, sample.question, sample.answers[0], sample))
     return turns
 
 
 def read_turns(
     paths: Sequence[pathlib.Path], counts: Sequence[int], questions: int | None, *, turns: int
-) -> list[Turn]:
+) -> list[DialogueTurn]:
     """The turns of MMDU's `benchmark.json`, or of the annotations of SparklesEval.
 
     Images are looked for under their path, beside the file, in folders beside it, and in `images` beside its folder.
@@ -119,7 +119,7 @@ def _scaled(image: bytes, side: int | None) -> bytes:
     return file.getvalue()
 
 
-def _read(path: pathlib.Path, prefix: str, counts: Sequence[int], turns: int) -> Iterator[Turn]:
+def _read(path: pathlib.Path, prefix: str, counts: Sequence[int], turns: int) -> Iterator[DialogueTurn]:
     """The turns of a file's dialogues that have as many images."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -144,7 +144,7 @@ def _read(path: pathlib.Path, prefix: str, counts: Sequence[int], turns: int) ->
             messages = [*messages, {"role": "user", "content": _parts(text, [files[name] for name in names])}]
             if len(shown) in counts:
                 images = tuple(files[name] for name in shown)
-                yield Turn(f"{prefix}{path.name} {number} {turn}", messages, images, text, told[0])
+                yield DialogueTurn(f"{prefix}{path.name} {number} {turn}", messages, images, text, told[0])
             messages = [*messages, {"role": "assistant", "content": told[0]}]
 
 

@@ -28,9 +28,8 @@ from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.params import parameters
-from vlcache_jax.models.published import published_config
-from vlcache_jax.models.registry import FAMILIES
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.models.registry import FAMILIES, published_config
+from vlcache_jax.reuse.policies import Plan
 from vlcache_jax.study import report
 
 PARTS = ("encoder", "linear", "attention", "head", "link", "move")

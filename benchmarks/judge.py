@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlcache_jax.benchmarks.dialogues import Turn, image_part
+from vlcache_jax.benchmarks.dialogues import DialogueTurn, image_part
 from vlcache_jax.benchmarks.serving_client import Client
 
 CRITERIA = (
@@ -81,7 +81,7 @@ class Judge:
             first = self.model
         return dataclasses.replace(self, model=self.model or first)
 
-    def scores(self, asked: Sequence[tuple[Turn, str]]) -> list[dict[str, float] | None]:
+    def scores(self, asked: Sequence[tuple[DialogueTurn, str]]) -> list[dict[str, float] | None]:
         """The marks of each answer; None: the judge gave none that can be read.
 
         Raises:
@@ -89,10 +89,10 @@ class Judge:
         """
         return asyncio.run(self._scores(asked))
 
-    async def _scores(self, asked: Sequence[tuple[Turn, str]]) -> list[dict[str, float] | None]:
+    async def _scores(self, asked: Sequence[tuple[DialogueTurn, str]]) -> list[dict[str, float] | None]:
         room = asyncio.Semaphore(self.at_once)
 
-        async def score(turn: Turn, answer: str) -> dict[str, float] | None:
+        async def score(turn: DialogueTurn, answer: str) -> dict[str, float] | None:
             async with room:
                 told = await self.client.ask("judge", _body(self.model, turn, answer), time.perf_counter())
             if told.status != 200:
@@ -118,7 +118,7 @@ def _is_mark(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= 10
 
 
-def _body(model: str | None, turn: Turn, answer: str) -> bytes:
+def _body(model: str | None, turn: DialogueTurn, answer: str) -> bytes:
     """The request for a judgement: the rubric, the question, both answers, and the images."""
     example = str(dict.fromkeys((*CRITERIA, OVERALL), 5))
     text = _RUBRIC.format(example=example, question=turn.question, reference=turn.reference, answer=answer)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.policies import Plan
 
 TEXT_AFTER = 6
 MARKS = 2  # tokens around an image

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlcache_jax.benchmarks import label, notes
-from vlcache_jax.benchmarks.dialogues import Turn
+from vlcache_jax.benchmarks.dialogues import DialogueTurn
 from vlcache_jax.benchmarks.judge import OVERALL, Judge
 from vlcache_jax.benchmarks.mpic_online import DialogueLoad, longest_prompt
 from vlcache_jax.benchmarks.random_models import LETTERS
 from vlcache_jax.benchmarks.serving_client import Client
-from vlcache_jax.benchmarks.ttft import Setup
+from vlcache_jax.benchmarks.ttft import TtftSetup
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.progress import Progress, say
+from vlcache_jax.common.progress import Progress, say
 from vlcache_jax.study.accuracy import COLD, identity
 from vlcache_jax.study.report import environment, figures, publish
 from vlcache_jax.study.scoring import rouge_l
@@ -41,7 +41,7 @@ _SPELLING = [*LETTERS, ord(" ")]  # tokens of random weights' answers: most othe
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class MpicResult:
     """A request answered under a policy.
 
     Attributes:
@@ -64,8 +64,8 @@ class Result:
 
 
 def measure(
-    setup: Setup,
-    turns: Sequence[Turn],
+    setup: TtftSetup,
+    turns: Sequence[DialogueTurn],
     policies: Sequence[str],
     *,
     max_tokens: int,
@@ -126,8 +126,8 @@ def measure(
 
 
 def measure_online(
-    setup: Setup,
-    turns: Sequence[Turn],
+    setup: TtftSetup,
+    turns: Sequence[DialogueTurn],
     policies: Sequence[str],
     *,
     rates: Sequence[float],
@@ -138,7 +138,7 @@ def measure_online(
 ) -> None:
     """Sends the requests to a server at each rate, all images uploaded before; see `serving.measure`."""
     from vlcache_jax.benchmarks import serving
-    from vlcache_jax.benchmarks.serving_own import own_server
+    from vlcache_jax.benchmarks.serving_load import own_server
 
     load = DialogueLoad(turns, requests=requests, max_tokens=max_tokens)
     names = tuple(dict.fromkeys((COLD, PREFIX, *policies)))
@@ -152,22 +152,22 @@ def measure_online(
 
 
 def _answer(
-    llm: LLM, turns: Sequence[Turn], policies: Sequence[str], log: WorkLog, params: SamplingParams
-) -> dict[str, list[Result]]:
+    llm: LLM, turns: Sequence[DialogueTurn], policies: Sequence[str], log: WorkLog, params: SamplingParams
+) -> dict[str, list[MpicResult]]:
     """Of each policy one result a request, in their order; what is in the log is not answered again."""
-    results: dict[str, list[Result]] = {name: [] for name in policies}
+    results: dict[str, list[MpicResult]] = {name: [] for name in policies}
     with Progress("requests", len(turns) * len(policies)) as bar:
         for turn in turns:
             for policy in policies:
                 key = json.dumps([turn.name, policy])
                 if log.get(key) is None:
                     log.add(key, dataclasses.asdict(_ask(llm, turn, policy, params)))
-                results[policy].append(Result(**log.get(key)))
+                results[policy].append(MpicResult(**log.get(key)))
                 bar.update()
     return results
 
 
-def _ask(llm: LLM, turn: Turn, policy: str, params: SamplingParams) -> Result:
+def _ask(llm: LLM, turn: DialogueTurn, policy: str, params: SamplingParams) -> MpicResult:
     """A request alone, behind the upload of its images; where programs were compiled, once more."""
     programs = llm.service.device.runner.programs
     for _ in range(_TRIES):
@@ -184,7 +184,7 @@ def _ask(llm: LLM, turn: Turn, policy: str, params: SamplingParams) -> Result:
         raise ValueError(f"every answer must have tokens, that to {turn.name} under {policy} has none")
     if policy not in (COLD, PREFIX) and any(image.match == "miss" for image in report.images):
         raise ValueError(f"images of {turn.name} must be found under {policy}, got {report.images}")
-    return Result(
+    return MpicResult(
         text=answer.text,
         ttft=output.metrics.ttft,
         tokens=len(output.prompt_token_ids),
@@ -195,8 +195,8 @@ def _ask(llm: LLM, turn: Turn, policy: str, params: SamplingParams) -> Result:
 
 
 def _judged(
-    judge: Judge, turns: Sequence[Turn], results: Mapping[str, list[Result]], log: WorkLog
-) -> dict[str, list[Result]]:
+    judge: Judge, turns: Sequence[DialogueTurn], results: Mapping[str, list[MpicResult]], log: WorkLog
+) -> dict[str, list[MpicResult]]:
     """With the judge's marks; what is in the log is not judged again."""
     judged = {}
     for policy, found in results.items():
@@ -212,7 +212,7 @@ def _judged(
     return judged
 
 
-def table(turns: Sequence[Turn], results: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
+def table(turns: Sequence[DialogueTurn], results: Mapping[str, Sequence[MpicResult]]) -> list[dict[str, Any]]:
     """A row for each number of images and policy, in the mean over its requests; times are medians."""
     rows = []
     is_judged = any(one.marks for found in results.values() for one in found)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlcache_jax.benchmarks.dialogues import Turn, as_urls, image_part
+from vlcache_jax.benchmarks.dialogues import DialogueTurn, as_urls, image_part
 from vlcache_jax.benchmarks.serving_load import Chat, arrival_times
-from vlcache_jax.benchmarks.ttft import Setup
+from vlcache_jax.benchmarks.ttft import TtftSetup
 from vlcache_jax.models.registry import load_config
 
 
@@ -27,7 +27,7 @@ class DialogueLoad:
       max_tokens: of an answer at most.
     """
 
-    turns: Sequence[Turn]
+    turns: Sequence[DialogueTurn]
     requests: int = 100
     max_tokens: int = 32
 
@@ -42,7 +42,7 @@ class DialogueLoad:
         order = [int(i) for _ in range(-(-count // len(self.turns))) for i in rng.permutation(len(self.turns))]
         return [self._chat(self.turns[i], f"{run}-{number}") for number, i in enumerate(order[:count])]
 
-    def _chat(self, turn: Turn, name: str) -> Chat:
+    def _chat(self, turn: DialogueTurn, name: str) -> Chat:
         first, *others = as_urls(turn.messages)
         content = first["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -62,7 +62,7 @@ class DialogueLoad:
         return told | {"max_tokens": self.max_tokens}
 
 
-def longest_prompt(setup: Setup, turns: Sequence[Turn], max_tokens: int) -> int:
+def longest_prompt(setup: TtftSetup, turns: Sequence[DialogueTurn], max_tokens: int) -> int:
     """Tokens of a prompt and its answer at most: images as large as they are, and a token for each byte of text."""
     with setup.opened() as (model, _):
         vision = load_config(model).vision
@@ -75,7 +75,7 @@ def _tokens(image: bytes, side: int) -> int:
         return math.prod(math.ceil(length / side) for length in opened.size) + 8  # marks, and what rounding adds
 
 
-def _letters(turn: Turn) -> int:
+def _letters(turn: DialogueTurn) -> int:
     texts = []
     for message in turn.messages:
         content = message["content"]

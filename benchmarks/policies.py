@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.files import check_all_readable, check_writable
-from vlcache_jax.progress import Progress, say
-from vlcache_jax.reuse.schedule import UNITS, Schedule
+from vlcache_jax.common.files import check_all_readable, check_writable
+from vlcache_jax.common.progress import Progress, say
+from vlcache_jax.reuse.policies import UNITS, Schedule
 from vlcache_jax.study import accuracy, pairs
 from vlcache_jax.study.questions import Sample, spread
 from vlcache_jax.study.report import environment, show, write
@@ -107,8 +107,8 @@ def policies_of(
     groups: Sequence[Comparison], schedules: Mapping[str, Schedule], asked: Mapping[str, Policy]
 ) -> dict[str, Policy]:
     """The policy of each setting, once."""
-    from vlcache_jax.reuse.parse import parse_policy
     from vlcache_jax.reuse.policies import Scheduled, Spread
+    from vlcache_jax.reuse.selection import parse_policy
 
     policies: dict[str, Policy] = {}
     for name in (setting for group in groups for setting in group.settings):

@@ -14,8 +14,7 @@ from vlcache_jax import service
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.device.checkpoint import Checkpoint
 from vlcache_jax.models.params import parameters
-from vlcache_jax.models.published import SIZES, find_name
-from vlcache_jax.models.registry import load_config
+from vlcache_jax.models.registry import SIZES, find_name, load_config
 from vlcache_jax.testing import make_checkpoint
 
 # Of the small one.

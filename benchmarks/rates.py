@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.benchmarks.floor import DeviceRates
-from vlcache_jax.device.programs.shapes import LINK_GROUPS, LINKED
+from vlcache_jax.device.programs.base import LINK_GROUPS, LINKED
 
 COPIED = 2**28  # bytes; more than caches hold
 

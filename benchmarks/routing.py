@@ -20,11 +20,11 @@ import numpy as np
 import typer
 import xxhash
 
-from vlcache_jax.affinity import SLACK, Affinity, Seen, look
-from vlcache_jax.checks import parse_counts
-from vlcache_jax.files import check_writable
-from vlcache_jax.progress import say_errors
-from vlcache_jax.protocol.values import read_object
+from vlcache_jax.common.checks import parse_counts
+from vlcache_jax.common.files import check_writable
+from vlcache_jax.common.progress import say_errors
+from vlcache_jax.protocol.schema import read_object
+from vlcache_jax.router.affinity import SLACK, Affinity, SeenImages, look
 from vlcache_jax.study.report import environment, publish
 
 
@@ -67,7 +67,7 @@ def _hash(payloads: Sequence[bytes]) -> list[bytes]:
     return [xxhash.xxh3_128_digest(payload) for payload in payloads]
 
 
-def _choose(rule: Affinity, seen: Seen, loads: Mapping[str, int]) -> None:
+def _choose(rule: Affinity, seen: SeenImages, loads: Mapping[str, int]) -> None:
     """What a service's router does."""
     chosen = rule.order(seen, loads)[0]
     rule.holders(seen, loads)

@@ -20,10 +20,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from vlcache_jax.affinity import RULES, Affinity, Rule, Seen, look_at, rule_of
-from vlcache_jax.checks import is_a, parse_counts, short
-from vlcache_jax.files import PICTURES, check_writable
-from vlcache_jax.progress import Progress, say_errors
+from vlcache_jax.common.checks import is_a, parse_counts, short
+from vlcache_jax.common.files import PICTURES, check_writable
+from vlcache_jax.common.progress import Progress, say_errors
+from vlcache_jax.router.affinity import RULES, Affinity, Rule, SeenImages, look_at, rule_of
 from vlcache_jax.study.report import publish
 
 INDEX_BYTES = 3900
@@ -33,7 +33,7 @@ _MOST_DRAWN = 5_000_000  # requests: about a gigabyte, and ten minutes of a slow
 
 
 @dataclass(frozen=True)
-class Request:
+class SimulatedRequest:
     """A request of a trace.
 
     Attributes:
@@ -68,7 +68,7 @@ class Costs:
 
 
 @dataclass
-class Engine:
+class SimulatedEngine:
     """A simulated engine.
 
     Attributes:
@@ -144,7 +144,7 @@ class Played:
 
 
 def play(
-    trace: Sequence[Request],
+    trace: Sequence[SimulatedRequest],
     rule: Rule,
     engines: int,
     *,
@@ -162,14 +162,14 @@ def play(
         other than `Affinity` nobody knows who holds what.
     """
     own = costs or Costs()
-    pool = {f"engine-{i}": Engine(capacity) for i in range(engines)}
+    pool = {f"engine-{i}": SimulatedEngine(capacity) for i in range(engines)}
     ends: list[tuple[float, str]] = []
     here = elsewhere = moved = 0
     seconds, waits, given = [], [], Counter[str]()
     for request in trace:
         while ends and ends[0][0] <= request.at:
             pool[heapq.heappop(ends)[1]].under_way -= 1
-        seen = Seen({look_at(name.encode())[0]: tokens for name, tokens in request.images})
+        seen = SeenImages({look_at(name.encode())[0]: tokens for name, tokens in request.images})
         loads = {name: engine.under_way for name, engine in pool.items()}
         chosen = rule.order(seen, loads)[0]
         rule.sent(seen, chosen)
@@ -203,7 +203,7 @@ def play(
 
 def draw(
     requests: int, rate: float, *, pictures: int, zipf: float, tokens: int = 1024, most: int = 1, seed: int = 0
-) -> list[Request]:
+) -> list[SimulatedRequest]:
     """Requests that come at random.
 
     Args:
@@ -219,18 +219,18 @@ def draw(
     counts = rng.integers(1, most, requests, endpoint=True)
     chosen = iter(rng.choice(pictures, counts.sum(), p=weights))
     return [
-        Request(float(when), tuple((f"picture-{next(chosen)}", tokens) for _ in range(count)))
+        SimulatedRequest(float(when), tuple((f"picture-{next(chosen)}", tokens) for _ in range(count)))
         for when, count in zip(at, counts, strict=True)
     ]
 
 
-def read(path: pathlib.Path) -> list[Request]:
+def read(path: pathlib.Path) -> list[SimulatedRequest]:
     """A trace of a file; `_LINE` says what stands on each line.
 
     Raises:
       ValueError: a line is something else, or earlier than the one before.
     """
-    found: list[Request] = []
+    found: list[SimulatedRequest] = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             where = f"{path} line {number}"
@@ -245,7 +245,7 @@ def read(path: pathlib.Path) -> list[Request]:
                 raise ValueError(f"{where} must have seconds as at and tokens as images, got {short(line)}")
             if found and at < found[-1].at:
                 raise ValueError(f"{where} must not be earlier than the line before, got {at}")
-            found.append(Request(at, tuple(images.items())))
+            found.append(SimulatedRequest(at, tuple(images.items())))
     if not found:
         raise ValueError(f"{path} must hold a request, got none")
     return found
@@ -259,7 +259,7 @@ def zipf_hits(capacity: int, pictures: int, zipf: float) -> float:
 
 
 def compare(
-    trace: Sequence[Request], counts: Sequence[int], rules: Sequence[str] = RULES, **options: Any
+    trace: Sequence[SimulatedRequest], counts: Sequence[int], rules: Sequence[str] = RULES, **options: Any
 ) -> Iterator[dict[str, Any]]:
     """The table: each rule with each number of engines."""
     for engines in counts:

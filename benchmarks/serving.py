@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.benchmarks import POLICIES, label, notes
-from vlcache_jax.benchmarks.serving_client import Answer, Client
-from vlcache_jax.benchmarks.serving_load import Chat, Requests
-from vlcache_jax.progress import say
+from vlcache_jax.benchmarks.serving_client import Client, ReceivedAnswer
+from vlcache_jax.benchmarks.serving_load import Chat, RequestLoad
+from vlcache_jax.common.progress import say
 from vlcache_jax.study.report import environment, figures, show, write
 
 PERCENTILES = (50, 90, 99)
@@ -38,7 +38,7 @@ class Goal:
     ttft: float = 1.0
     per_token: float = 0.1
 
-    def is_met(self, answer: Answer) -> bool:
+    def is_met(self, answer: ReceivedAnswer) -> bool:
         return answer.ttft <= self.ttft and answer.per_token <= self.per_token
 
 
@@ -56,22 +56,22 @@ class Sender:
 
     client: Client
     model: str
-    load: Requests
+    load: RequestLoad
     concurrency: int | None
     more: dict[str, Any]
 
-    async def one_by_one(self, chats: Iterable[Chat]) -> list[Answer]:
+    async def one_by_one(self, chats: Iterable[Chat]) -> list[ReceivedAnswer]:
         """The answers to some chats."""
         bodies = ((chat.kind, chat.body(self.model, self.load, self.more)) for chat in chats)
         return [await self.client.ask(kind, body, time.perf_counter()) for kind, body in bodies]
 
-    async def at_rate(self, rate: float, run: int) -> tuple[float, list[Answer]]:
+    async def at_rate(self, rate: float, run: int) -> tuple[float, list[ReceivedAnswer]]:
         """When a run began, and its answers."""
         bodies = [(chat.kind, chat.body(self.model, self.load, self.more)) for chat in self.load.chats(run)]
         room = asyncio.Semaphore(self.concurrency or self.load.requests)
         began = time.perf_counter()
 
-        async def ask(kind: str, body: bytes, due: float) -> Answer:
+        async def ask(kind: str, body: bytes, due: float) -> ReceivedAnswer:
             await asyncio.sleep(due - time.perf_counter())
             async with room:
                 return await self.client.ask(kind, body, due)
@@ -91,7 +91,7 @@ def policy_names(text: str | None) -> tuple[str, ...]:
 def measure(
     client: Client,
     model: str | None,
-    load: Requests,
+    load: RequestLoad,
     *,
     rates: Sequence[float],
     repeats: int,
@@ -146,7 +146,7 @@ def measure(
 
 
 async def _measure(
-    senders: Mapping[str, Sender], load: Requests, rates: Sequence[float], repeats: int, warmup: int, goal: Goal
+    senders: Mapping[str, Sender], load: RequestLoad, rates: Sequence[float], repeats: int, warmup: int, goal: Goal
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """Rows of the rates, rows of their kinds, and what was wrong; senders take turns at each rate."""
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # of each cell its runs
@@ -160,7 +160,7 @@ async def _measure(
         answers = await sender.one_by_one(before)
         wrong += [answer.error for answer in answers if answer.error]
     for run, (_, rate) in enumerate(itertools.product(range(repeats), rates)):
-        cold: list[Answer] = []
+        cold: list[ReceivedAnswer] = []
         for name, sender in senders.items():
             say(f"{load.requests} requests, {rate:g} a second{name and f', {name}'}")
             began, answers = await sender.at_rate(rate, run)
@@ -201,13 +201,13 @@ def spread(row: Mapping[str, Any], column: str) -> tuple[float, float] | None:
     return (min(values), max(values)) if values and None not in values else None
 
 
-def equal_share(answers: Sequence[Answer], others: Sequence[Answer]) -> float | None:
+def equal_share(answers: Sequence[ReceivedAnswer], others: Sequence[ReceivedAnswer]) -> float | None:
     """Percent of the requests answered twice whose answers have one text; None: there are no such."""
     twice = [pair for pair in zip(answers, others, strict=True) if not any(one.error for one in pair)]
     return 100 * sum(one.text == other.text for one, other in twice) / len(twice) if twice else None
 
 
-def summary(answers: Sequence[Answer], rate: float, began: float, goal: Goal) -> dict[str, Any]:
+def summary(answers: Sequence[ReceivedAnswer], rate: float, began: float, goal: Goal) -> dict[str, Any]:
     """A row of the table. Times are of whole answers; "inter-token" is the time between two pieces."""
     whole = [answer for answer in answers if answer.error is None]
     seconds = max(answer.ended for answer in answers) - began
@@ -229,7 +229,7 @@ def summary(answers: Sequence[Answer], rate: float, began: float, goal: Goal) ->
     }
 
 
-def _prompt(answer: Answer) -> tuple[int, int]:
+def _prompt(answer: ReceivedAnswer) -> tuple[int, int]:
     """Tokens of the prompt, and cached ones."""
     details = answer.usage.get("prompt_tokens_details") or {}
     return answer.usage.get("prompt_tokens") or 0, details.get("cached_tokens") or 0

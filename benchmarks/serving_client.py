@@ -16,7 +16,7 @@ REFUSED = (429, 503)
 
 
 @dataclass
-class Answer:
+class ReceivedAnswer:
     """What came of a request; times are seconds of `time.perf_counter`.
 
     Attributes:
@@ -114,9 +114,9 @@ class Client:
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"the server must name a model, answered {status}: {told[:200]!r}") from error
 
-    async def ask(self, kind: str, body: bytes, due: float) -> Answer:
+    async def ask(self, kind: str, body: bytes, due: float) -> ReceivedAnswer:
         """Streams an answer to a chat. What goes wrong stands in it."""
-        answer = Answer(kind, due)
+        answer = ReceivedAnswer(kind, due)
         try:
             async with asyncio.timeout(self._timeout), self._sent("POST", "/chat/completions", body) as (status, told):
                 answer.status = status
@@ -128,7 +128,7 @@ class Client:
         answer.ended = time.perf_counter()
         return answer
 
-    async def _read(self, answer: Answer, told: AsyncIterator[bytes]) -> None:
+    async def _read(self, answer: ReceivedAnswer, told: AsyncIterator[bytes]) -> None:
         """Takes a stream of events; an answer without text, without an end or without usage is wrong."""
         has_ended, held = False, b""
         async for piece in told:

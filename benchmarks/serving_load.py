@@ -1,28 +1,44 @@
-"""The requests of `vlcache bench serve`: seeded chats whose pictures repeat, move and slide, and when they come."""
+"""The requests of `vlcache bench serve`: seeded chats whose pictures repeat, move and slide, and when they come.
+
+A server for one measurement, in a process of its own: `vlcache bench serve --policies`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import dataclasses
 import functools
 import io
 import json
 import math
+import multiprocessing
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from vlcache_jax.checks import short
+from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.benchmarks import ALLOCATOR, SCHEDULE
+from vlcache_jax.benchmarks.ttft import TtftSetup, falling_schedule
+from vlcache_jax.common.checks import short
+from vlcache_jax.reuse.selection import parse_policy
+from vlcache_jax.server.app import Server
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.lifecycle import listening
 
 KINDS = ("repeat", "move", "slide")
 WORDS = ("amber", "bridge", "cloud", "delta", "ember", "field", "grove", "harbor", "island", "jetty", "kernel", "lamp")
 _CELL = 16  # pixels of a picture's squares, so that its file is small
 
 
-class Requests(Protocol):
+class RequestLoad(Protocol):
     """What a server is asked: `Load`, or other requests that come at a rate."""
 
     @property
@@ -36,7 +52,7 @@ class Requests(Protocol):
 
 
 @dataclass(frozen=True)
-class Load:
+class ServingLoad:
     """What is asked of a server. Equal loads have equal requests.
 
     Three kinds take turns. repeat: a question behind one picture of the pool, which is often one that came before (the
@@ -169,7 +185,7 @@ class Chat:
     kind: str
     messages: list[dict[str, Any]]
 
-    def body(self, model: str, load: Requests, more: dict[str, Any]) -> bytes:
+    def body(self, model: str, load: RequestLoad, more: dict[str, Any]) -> bytes:
         """As it is sent."""
         asked = {"model": model, "messages": self.messages, "max_tokens": load.max_tokens, "temperature": 0}
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
@@ -192,3 +208,68 @@ def _picture(side: int, *name: int) -> str:
     file = io.BytesIO()
     Image.fromarray(noise.repeat(_CELL, 0).repeat(_CELL, 1)[:side, :side]).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+_PATIENCE = 30.0  # seconds that a server may take to end
+
+
+@contextlib.contextmanager
+def own_server(model: str | None, policies: Sequence[str], longest: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """Serves within, everything compiled.
+
+    Args:
+      model: checkpoint or hub id; None: random weights, 12 layers x 768.
+      policies: that requests may ask for, or `SCHEDULE`.
+      longest: tokens of prompt and answer at most.
+
+    Yields:
+      The base URL, and what requests call each policy.
+
+    Raises:
+      ValueError, OSError, MemoryError: the model cannot be opened, or one is no policy.
+    """
+    for name in policies:
+        if name != SCHEDULE:
+            parse_policy(name)  # before a model is opened
+    os.environ.update(ALLOCATOR)  # read when a process starts
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as folder:
+        reuses = {name: f"{folder}/schedule.json" if name == SCHEDULE else name for name in policies}
+        process = context.Process(target=_serve, args=(there, model, reuses, longest))
+        process.start()
+        there.close()
+        try:
+            try:
+                told: str | Exception = here.recv()
+            except EOFError as error:
+                raise OSError("the server ended before it was ready") from error
+            if isinstance(told, Exception):
+                raise told
+            yield told, reuses
+        finally:
+            here.close()
+            process.join(_PATIENCE)
+            process.kill()  # where it compiles, as nobody waits any more
+
+
+def _serve(parent: Connection, model: str | None, reuses: dict[str, str], longest: int) -> None:
+    """Tells the base URL, or what is wrong, and serves until the other end of the pipe is closed."""
+    try:
+        with TtftSetup(model=model).opened() as (path, name):
+            rows = max(1024, longest)  # policies that choose want a prompt in one step
+            engine = AsyncLLM(path, max_model_len=longest, max_rows=rows, use_tqdm=False)
+            if SCHEDULE in reuses:
+                checkpoint = engine.service.checkpoint
+                falling = falling_schedule(checkpoint.config.model_type, checkpoint.config.text.num_layers)
+                dataclasses.replace(falling, fingerprint=checkpoint.source_digest).save(reuses[SCHEDULE])
+            config = ServerConfig(port=0, allow_reuse=tuple(reuses.values()), served_model_name=(name,))
+            with listening(Server(engine, config)) as url:
+                for reuse in reuses.values():
+                    asyncio.run(engine.warmup(reuse=reuse))
+                parent.send(url)
+                with contextlib.suppress(EOFError):
+                    parent.recv()
+            asyncio.run(engine.close())
+    except (ValueError, OSError, MemoryError) as error:
+        parent.send(error)

@@ -99,7 +99,7 @@ def _engine(llm: Any) -> Any:
     return llm.service.engine if hasattr(llm, "service") else getattr(llm, "_engine", None)
 
 
-class Server:
+class EngineServer:
     """One checkout's engine: warm it, then let it serve the load.
 
     Args:
@@ -237,4 +237,4 @@ def serve(make: Callable[[dict[str, Any]], Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve(Server)
+    serve(EngineServer)

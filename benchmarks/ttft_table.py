@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.benchmarks.floor import DeviceRates, Floor
-from vlcache_jax.outputs import Metrics
+from vlcache_jax.outputs import RequestMetrics
 from vlcache_jax.study.report import figures, show, write
 
 TITLE = "Time to the first token"
@@ -58,7 +58,7 @@ class MeasuredCase:
     configuration: str
     place: str
     codec: str
-    metrics: tuple[Metrics, ...]
+    metrics: tuple[RequestMetrics, ...]
     reused: int
     rows: tuple[int, ...]
     pairs: tuple[int, ...]

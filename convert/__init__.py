@@ -13,19 +13,19 @@ This folder knows the models and nothing else of the library.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlcache_jax.convert.check import check_contents as check_contents
     from vlcache_jax.convert.progress import ConvertProgress as ConvertProgress
-    from vlcache_jax.convert.stream import Report as Report
+    from vlcache_jax.convert.stream import ConversionReport as ConversionReport
+    from vlcache_jax.convert.stream import check_contents as check_contents
     from vlcache_jax.convert.stream import convert as convert
     from vlcache_jax.convert.stream import verify_weights as verify_weights
 
-__all__ = ["ConvertProgress", "Report", "check_contents", "convert", "verify_weights"]
+__all__ = ["ConversionReport", "ConvertProgress", "check_contents", "convert", "verify_weights"]
 
 
 def __getattr__(name: str) -> Any:
     # Imported at first use: a command's --help need not wait for JAX.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vlcache_jax.convert import check, stream
+    from vlcache_jax.convert import stream
 
-    return getattr(check if name == "check_contents" else stream, name)
+    return getattr(stream, name)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlcache_jax.convert.memory import gigabytes
-from vlcache_jax.files import check_free
-from vlcache_jax.progress import say
+from vlcache_jax.common.files import check_free
+from vlcache_jax.common.progress import say
+from vlcache_jax.convert.progress import gigabytes
 
 if TYPE_CHECKING:
     from vlcache_jax.convert.progress import ConvertProgress
@@ -92,7 +92,7 @@ def _convert(source: str, destination: pathlib.Path, dtype: Dtype | None, verify
 
 
 def _check(directory: pathlib.Path) -> None:
-    from vlcache_jax.convert.check import check_contents, check_sizes
+    from vlcache_jax.convert.stream import check_contents, check_sizes
     from vlcache_jax.models.registry import load_config
 
     _say_leftovers(directory)

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from vlcache_jax.models.config import SCALE
 from vlcache_jax.models.params import Factors
-from vlcache_jax.models.quantization import SCALE
 
 
-class Stored(Protocol):
+class FileTensor(Protocol):
     """A tensor as it lies in a file."""
 
     @property
@@ -37,7 +37,7 @@ class _Made:
       tensor: the stored one.
     """
 
-    tensor: Stored
+    tensor: FileTensor
 
     @property
     def name(self) -> str:

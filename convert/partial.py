@@ -16,8 +16,8 @@ import shutil
 import time
 from collections.abc import Iterator
 
-from vlcache_jax.convert.memory import gigabytes
-from vlcache_jax.files import check_free
+from vlcache_jax.common.files import check_free
+from vlcache_jax.convert.progress import gigabytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -24,9 +24,8 @@ import ml_dtypes
 import numpy as np
 
 from vlcache_jax.convert.factors import Dequantized, StoredFactors
-from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.config import FLOAT8, ModelConfig
 from vlcache_jax.models.params import Parameter, Part, library_name, parameters
-from vlcache_jax.models.quantization import FLOAT8
 from vlcache_jax.models.registry import load_config
 
 _log = logging.getLogger(__name__)

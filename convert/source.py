@@ -107,7 +107,7 @@ def _check_files(directory: pathlib.Path, weights: bool) -> None:
 
 def _meant(name: str) -> str | None:
     """What is to be written for a model that is known by nearly this name; None: there is none."""
-    from vlcache_jax.models.published import SIZES
+    from vlcache_jax.models.registry import SIZES
 
     known = {shipped: shipped for shipped in SHIPPED} | {size.lower(): f"Qwen/{size}-Instruct" for size in SIZES}
     plain = name.lower().replace("_", "-").removesuffix("-instruct")

@@ -1,4 +1,10 @@
-"""Weights in Orbax's format, few tensors in memory at a time.
+"""Reads single weights back from what Orbax wrote, straight into the memory where they stay.
+
+Orbax writes each parameter as a zarr array in one OCDBT store, under the keys of its path joined by dots. Restoring the
+tree with Orbax works too, but takes a second copy of what it has in hand, and seconds to import. Here chunks go from
+the mapped file into the result, whatever its dtype.
+
+Weights in Orbax's format, few tensors in memory at a time.
 
 Orbax's own handlers take a tree of arrays, so all of it is in memory. Here Orbax gets a tree of leaves that become
 arrays only when it is their turn to be written. What lies on disk is an ordinary checkpoint of numpy arrays, which any
@@ -15,7 +21,7 @@ import logging
 import math
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -23,6 +29,42 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
+
+from vlcache_jax.convert.manifest import expected
+from vlcache_jax.convert.plan import aligned_empty
+
+
+class StoredWeights:
+    """The weights of a converted checkpoint. May be used from several threads."""
+
+    def __init__(self, directory: pathlib.Path):
+        import tensorstore  # it comes with Orbax; who opens a directory of the hub needs neither
+
+        self._tensorstore = tensorstore
+        self._base = f"file://{directory.absolute()}/"
+        self._context = tensorstore.Context({"file_io_mode": {"mode": "memmap"}})
+
+    def read(
+        self, path: Sequence[str | int], dtype: np.dtype | None = None, *, entry: Mapping[str, Any] | None = None
+    ) -> np.ndarray:
+        """One parameter in `dtype`, by default as stored.
+
+        Args:
+          entry: the manifest's, whose shape and dtype it must have.
+
+        Raises:
+          ValueError: it is not there, or damaged.
+        """
+        key = ".".join(map(str, path))
+        spec: dict[str, Any] = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": self._base, "path": key}}
+        stored = self._tensorstore.open(spec, open=True, read=True, context=self._context).result()
+        got = expected(stored.shape, stored.dtype.numpy_dtype)
+        if entry is not None and any(entry[name] != value for name, value in got.items()):
+            raise ValueError(f"{key} must be stored as the manifest says, got {got}")
+        out = aligned_empty(stored.shape, dtype or stored.dtype.numpy_dtype)
+        self._tensorstore.array(out).write(self._tensorstore.cast(stored, out.dtype)).result()
+        return out
+
 
 # Large tensors are stored in chunks of about this size: other readers hold a buffer for each chunk beside the result.
 # Small tensors are written together up to this size: every write makes files.
@@ -47,7 +89,7 @@ def save_weights[L: Leaf](directory: pathlib.Path, leaves: Iterable[L], written:
     tree = _nest((leaf.path, _Slot(leaf)) for leaf in leaves)
     save_args = jax.tree.map(lambda slot: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(slot.leaf)), tree)
     registry = type_handlers.create_type_handler_registry(
-        (_Slot, _Stream(written, stop)),
+        (_Slot, _TensorStream(written, stop)),
         (jax.Array, type_handlers.ArrayHandler()),  # unused; Orbax warns where it is missing
     )
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
@@ -88,7 +130,7 @@ class _Slot:
         self.nbytes = self.size * leaf.dtype.itemsize
 
 
-class _Stream(type_handlers.NumpyHandler):
+class _TensorStream(type_handlers.NumpyHandler):
     """Orbax's handler of numpy arrays, given few at a time."""
 
     def __init__(self, written: Callable[[Any], None], stop: threading.Event):

@@ -12,8 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from vlcache_jax.models.config import matmul_precision
-from vlcache_jax.models.quantization import FLOAT8, SCALE, Quantization
+from vlcache_jax.models.config import FLOAT8, SCALE, Quantization, matmul_precision
 from vlcache_jax.pallas_kernels import adds_partials, float8_matmul, norm_residual, rms_norm, split
 
 CHUNK = 512  # rows that a CPU takes through an MLP at once

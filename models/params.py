@@ -20,10 +20,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.config import FLOAT8, SCALE, ModelConfig, Quantization
 from vlcache_jax.models.family import TensorNames
 from vlcache_jax.models.model import abstract_model
-from vlcache_jax.models.quantization import FLOAT8, SCALE, Quantization
 from vlcache_jax.models.registry import FAMILIES
 
 Path = tuple[str | int, ...]

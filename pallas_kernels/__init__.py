@@ -2,7 +2,7 @@
 
 A kernel is a folder. Its `api.py` has the public function, whose docstring is the specification, and chooses among the
 implementations beside it: `implementation=None` takes the best one for the device, a name takes that one or raises. On
-a GPU the best one is what has been checked there (`checks.py`, `vlcache_jax.first_contact`).
+a GPU the best one is what has been checked there (`checks.py`, `vlcache_jax.kernel_selftest`).
 One attention serves the whole library: a row sees an interval of key slots, which covers prefill, recomputing a few
 rows of a cached image, several requests at once, decoding, and the windows of the vision towers. Where the slots are
 those of requests, they lie in pages, and a work list made on the host says who visits which. Attention trusts that

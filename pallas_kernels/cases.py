@@ -34,7 +34,7 @@ def encode(codec: Codec, x: Any, bias: Any = None, weight: Any = None) -> tuple[
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
     """Shapes by their letters, and intervals as a function of (generator, N, S)."""
 
     name: str
@@ -124,38 +124,38 @@ def decode(rng: np.random.Generator, n: int, s: int) -> Intervals:
 
 # Many intervals share a shape, so that each shape is compiled once.
 CASES = (
-    Case("causal, behind a prefix", 300, 801, 6, 2, 64, causal),
-    Case("scattered", 300, 801, 6, 2, 64, scattered),
-    Case("packed", 300, 801, 6, 2, 64, packed),
-    Case("windows in a larger pool", 300, 801, 6, 2, 64, windows),
-    Case("many requests", 300, 801, 6, 2, 64, decode),
-    Case("some empty", 300, 801, 6, 2, 64, some_empty),
-    Case("all empty", 300, 801, 6, 2, 64, all_empty),
-    Case("beyond the pool", 300, 801, 6, 2, 64, beyond),
-    Case("causal", 90, 90, 8, 1, 24, causal),
-    Case("some empty, small pool", 90, 90, 8, 1, 24, some_empty),
-    Case("scale", 90, 90, 8, 1, 24, causal, scale=0.07),
-    Case("causal, many rows, groups of 9", 1100, 1100, 9, 1, 24, causal),
-    Case("windows", 200, 200, 3, 3, 80, windows),
-    Case("one image", 70, 70, 2, 2, 72, whole),
-    Case("decode, groups of 32", 5, 2600, 32, 1, 64, decode),
-    Case("one row", 1, 1000, 6, 2, 64, whole),
-    Case("packed, groups of 7", 70, 515, 28, 4, 128, packed),
-    Case("one slot", 3, 1, 3, 3, 24, whole),
+    KernelCase("causal, behind a prefix", 300, 801, 6, 2, 64, causal),
+    KernelCase("scattered", 300, 801, 6, 2, 64, scattered),
+    KernelCase("packed", 300, 801, 6, 2, 64, packed),
+    KernelCase("windows in a larger pool", 300, 801, 6, 2, 64, windows),
+    KernelCase("many requests", 300, 801, 6, 2, 64, decode),
+    KernelCase("some empty", 300, 801, 6, 2, 64, some_empty),
+    KernelCase("all empty", 300, 801, 6, 2, 64, all_empty),
+    KernelCase("beyond the pool", 300, 801, 6, 2, 64, beyond),
+    KernelCase("causal", 90, 90, 8, 1, 24, causal),
+    KernelCase("some empty, small pool", 90, 90, 8, 1, 24, some_empty),
+    KernelCase("scale", 90, 90, 8, 1, 24, causal, scale=0.07),
+    KernelCase("causal, many rows, groups of 9", 1100, 1100, 9, 1, 24, causal),
+    KernelCase("windows", 200, 200, 3, 3, 80, windows),
+    KernelCase("one image", 70, 70, 2, 2, 72, whole),
+    KernelCase("decode, groups of 32", 5, 2600, 32, 1, 64, decode),
+    KernelCase("one row", 1, 1000, 6, 2, 64, whole),
+    KernelCase("packed, groups of 7", 70, 515, 28, 4, 128, packed),
+    KernelCase("one slot", 3, 1, 3, 3, 24, whole),
 )
 
 # On a GPU only: ways to cut that no heuristic chooses for cases so small, as fields of the kernel's `Config`.
-WAYS: tuple[tuple[Case, dict[str, Any]], ...] = (
-    (Case("causal", 45, 300, 6, 2, 64, causal), {"block": 128}),
-    (Case("no turns", 45, 300, 4, 1, 64, causal), {"block": 64, "stages": 3, "take_turns": False}),
-    (Case("packed, few programs", 75, 300, 7, 1, 128, packed), {"tile": 8, "stages": 2, "programs": 2}),
-    (Case("scattered, half pages", 33, 500, 9, 1, 32, scattered), {"block": 64, "stages": 4, "programs": 3}),
-    (Case("some empty", 30, 200, 4, 1, 64, some_empty), {"tile": 8, "stages": 3}),
-    (Case("all empty", 9, 100, 2, 1, 64, all_empty), {"tile": 8, "stages": 3}),
-    (Case("beyond the pool", 20, 150, 4, 2, 24, beyond), {"tile": 8, "stages": 3}),
-    (Case("a large group", 5, 300, 32, 1, 64, scattered), {"block": 128}),
-    (Case("one slot", 3, 1, 3, 3, 24, whole), {"tile": 8, "stages": 3}),
-    (Case("scale", 10, 90, 4, 1, 64, causal, scale=0.07), {"tile": 8, "stages": 3}),
+WAYS: tuple[tuple[KernelCase, dict[str, Any]], ...] = (
+    (KernelCase("causal", 45, 300, 6, 2, 64, causal), {"block": 128}),
+    (KernelCase("no turns", 45, 300, 4, 1, 64, causal), {"block": 64, "stages": 3, "take_turns": False}),
+    (KernelCase("packed, few programs", 75, 300, 7, 1, 128, packed), {"tile": 8, "stages": 2, "programs": 2}),
+    (KernelCase("scattered, half pages", 33, 500, 9, 1, 32, scattered), {"block": 64, "stages": 4, "programs": 3}),
+    (KernelCase("some empty", 30, 200, 4, 1, 64, some_empty), {"tile": 8, "stages": 3}),
+    (KernelCase("all empty", 9, 100, 2, 1, 64, all_empty), {"tile": 8, "stages": 3}),
+    (KernelCase("beyond the pool", 20, 150, 4, 2, 24, beyond), {"tile": 8, "stages": 3}),
+    (KernelCase("a large group", 5, 300, 32, 1, 64, scattered), {"block": 128}),
+    (KernelCase("one slot", 3, 1, 3, 3, 24, whole), {"tile": 8, "stages": 3}),
+    (KernelCase("scale", 10, 90, 4, 1, 64, causal, scale=0.07), {"tile": 8, "stages": 3}),
 )
 
 

@@ -1,7 +1,7 @@
 """Checks of the kernels on a chip: every corner case against its reference in numpy, by kernel.
 
 `python -m vlcache_jax.pallas_kernels.checks REPORT LIMIT KERNEL...` is the child process of a first contact
-(`vlcache_jax.first_contact`), which runs some of them; `benchmarks.gpu check` runs all.
+(`vlcache_jax.kernel_selftest`), which runs some of them; `benchmarks.gpu check` runs all.
 """
 
 import concurrent.futures
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vlcache_jax.first_contact import child
+from vlcache_jax.kernel_selftest import child
 from vlcache_jax.pallas_kernels import (
     attention,
     attention_statistics,
@@ -37,7 +37,7 @@ from vlcache_jax.pallas_kernels.cases import (
     LINK_CASES,
     TOLERANCE,
     WAYS,
-    Case,
+    KernelCase,
     LinkCase,
     link_reference,
     reference,
@@ -62,7 +62,9 @@ class Check(NamedTuple):
     first: bool
 
 
-def _attention(case: Case, implementation: str, *, dtype: str = "bfloat16", flaw: bool = False, **fields: Any) -> float:
+def _attention(
+    case: KernelCase, implementation: str, *, dtype: str = "bfloat16", flaw: bool = False, **fields: Any
+) -> float:
     """Slots that no row sees hold anything; with `flaw`, so does one that some rows see."""
     args = case.inputs(dtype, poison=True, flaw=flaw)
     run: Callable[..., jax.Array] = functools.partial(_jitted, scale=case.scale, implementation=implementation)
@@ -188,7 +190,7 @@ def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float
     return error
 
 
-_REAL = Case("scattered, heads of 8B", 200, 1032, 32, 8, 128, scattered)
+_REAL = KernelCase("scattered, heads of 8B", 200, 1032, 32, 8, 128, scattered)
 _FLAWED = [CASES[i] for i in (0, 2, 4)]
 _FLOAT16 = [case for case in CASES if case.name in ("packed", "windows")]
 

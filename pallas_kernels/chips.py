@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
-from vlcache_jax.first_contact.chip import SINCE_AMPERE
+from vlcache_jax.kernel_selftest.gpu import SINCE_AMPERE
 
 KIB = 1024
 # Bytes of shared memory of a multiprocessor, by compute capability (CUDA programming guide, technical specifications).

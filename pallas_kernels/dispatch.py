@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from vlcache_jax.first_contact import verdict_on
-from vlcache_jax.first_contact.toolchain import refusal
+from vlcache_jax.kernel_selftest import verdict_on
+from vlcache_jax.kernel_selftest.gpu import refusal
 from vlcache_jax.pallas_kernels.chips import chip_at_hand, default_device, is_since_ampere
 
 INTERPRETED = "_interpreted"
@@ -65,7 +65,7 @@ def choose(kernel: str, case: str, implementation: str | None, checks: Checks) -
     Args:
       kernel, case: see `Choice`.
       implementation: that the caller asks for; None is the best available. On a chip that is what has been checked
-        there: see `vlcache_jax.first_contact`.
+        there: see `vlcache_jax.kernel_selftest`.
       checks: of each family of Mosaic GPU kernels that has this one, what raises NotImplementedError where it does not
         do the case.
 

@@ -14,7 +14,7 @@ import numpy as np
 from vlcache_jax.pallas_kernels import CODECS, PAGE, Shared, Work, make_work, work_config
 
 
-class Seen(NamedTuple):
+class SeenSlots(NamedTuple):
     """What the rows of a case see.
 
     Attributes:
@@ -67,7 +67,7 @@ class AttentionShape:
     H: int
     K: int
     D: int
-    seen: Callable[[np.random.Generator, int, int], Seen]
+    seen: Callable[[np.random.Generator, int, int], SeenSlots]
     small: tuple[int, int]
     has_pages: bool = True
 
@@ -98,7 +98,7 @@ class AttentionShape:
         )
         return q, k.at[:PAGE].set(0), v.at[:PAGE].set(0)
 
-    def rows(self, seed: int = 0) -> Seen:
+    def rows(self, seed: int = 0) -> SeenSlots:
         """What the rows see."""
         return self.seen(np.random.default_rng(seed), self.N, self.S)
 
@@ -177,43 +177,43 @@ class AttentionShape:
         return places
 
 
-def _one(start: np.ndarray, end: np.ndarray, s: int) -> Seen:
-    return Seen(np.zeros(len(start), int), start, end, np.array([s]))
+def _one(start: np.ndarray, end: np.ndarray, s: int) -> SeenSlots:
+    return SeenSlots(np.zeros(len(start), int), start, end, np.array([s]))
 
 
-def cold(rng: np.random.Generator, n: int, s: int) -> Seen:
+def cold(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
     """A whole prefill, or the last chunk of one."""
     return _one(np.zeros(n, int), np.arange(s - n, s) + 1, s)
 
 
-def stage(rng: np.random.Generator, n: int, s: int) -> Seen:
+def stage(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
     """A stage of a schedule: the text rows at the end of the prompt, then rows scattered over its images."""
     text = n // 8
     image = np.sort(rng.choice(s - text, n - text, replace=False))
     return _one(np.zeros(n, int), np.concatenate([np.arange(s - text, s), image]) + 1, s)
 
 
-def text(rng: np.random.Generator, n: int, s: int) -> Seen:
+def text(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
     """Late layers: the rows of the question only, and padding."""
     end = np.arange(s - n, s) + 1
     end[n - n // 4 :] = 0
     return _one(np.zeros(n, int), end, s)
 
 
-def requests(rng: np.random.Generator, n: int, s: int, *, count: int, used: float = 0.9) -> Seen:
+def requests(rng: np.random.Generator, n: int, s: int, *, count: int, used: float = 0.9) -> SeenSlots:
     """The last rows of several requests; part of each one's slots waits for its answer."""
     slots, rows = s // count, n // count
     table, row = np.divmod(np.arange(n), rows)
     end = np.where(table < count, int(slots * used) - rows + row + 1, 0)
-    return Seen(np.minimum(table, count - 1), np.zeros(n, int), end, np.full(count, slots))
+    return SeenSlots(np.minimum(table, count - 1), np.zeros(n, int), end, np.full(count, slots))
 
 
-def decode(rng: np.random.Generator, n: int, s: int) -> Seen:
+def decode(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
     """One row each of as many requests."""
     return requests(rng, n, s, count=n)
 
 
-def beside(rng: np.random.Generator, n: int, s: int) -> Seen:
+def beside(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
     """An eighth of the rows decode, requests of a fifth of the longest length up to it; the others are the last rows
     of a prefill of that length."""
     decoding = n // 8
@@ -221,20 +221,20 @@ def beside(rng: np.random.Generator, n: int, s: int) -> Seen:
     lengths = np.append(rng.permutation(np.linspace(longest // 5, longest, decoding).astype(int)), longest)
     table = np.minimum(np.arange(n), decoding)
     end = np.append(lengths[:-1], np.arange(longest - (n - decoding), longest) + 1)
-    return Seen(table, np.zeros(n, int), end, lengths)
+    return SeenSlots(table, np.zeros(n, int), end, lengths)
 
 
-def questions(rng: np.random.Generator, n: int, s: int, *, rows: int) -> Seen:
+def questions(rng: np.random.Generator, n: int, s: int, *, rows: int) -> SeenSlots:
     """The last rows of several requests with one long prefix; behind it each has two pages or more of its own."""
     count = n // rows
     slots = s // count
     prefix = (slots // PAGE - 2) * PAGE
     table, row = np.divmod(np.arange(n), rows)
     ends = prefix + rng.integers(rows, slots - prefix, count)
-    return Seen(table, np.zeros(n, int), ends[table] - rows + row + 1, np.full(count, slots), prefix)
+    return SeenSlots(table, np.zeros(n, int), ends[table] - rows + row + 1, np.full(count, slots), prefix)
 
 
-def windows(rng: np.random.Generator, n: int, s: int, *, size: int) -> Seen:
+def windows(rng: np.random.Generator, n: int, s: int, *, size: int) -> SeenSlots:
     """Rows of consecutive windows, or packed images, which see their own."""
     start = np.arange(n) // size * size
     return _one(start, np.minimum(start + size, n), s)

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from research import sass
-from vlcache_jax.files import write_whole
+from vlcache_jax.common.files import write_whole
 from vlcache_jax.pallas_kernels import (
     attention,
     float8_matmul,

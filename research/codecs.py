@@ -22,12 +22,12 @@ import numpy.typing as npt
 from vlcache_jax import LLM, CacheConfig
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.benchmarks.ttft_checks import check_coded
+from vlcache_jax.benchmarks.ttft import check_coded
+from vlcache_jax.common.files import check_writable
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.files import check_writable
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.pallas_kernels import CODECS
-from vlcache_jax.progress import Progress
 from vlcache_jax.study.accuracy import Protocol, answer, answer_cold, batches, fill, name_settings
 from vlcache_jax.study.questions import ARRANGEMENTS, Sample
 from vlcache_jax.study.report import environment, show, write

@@ -21,10 +21,10 @@ import numpy as np
 
 from research.compiled import Compiled, abstract_runner, compile_for, compile_program
 from vlcache_jax.benchmarks.floor import MODELS
-from vlcache_jax.device.packed import unpack
+from vlcache_jax.device.programs.base import unpack
 from vlcache_jax.device.programs.encode import Encode
 from vlcache_jax.device.programs.layers import BLOCK, Block, Layer, layer_step
-from vlcache_jax.device.programs.link import Link
+from vlcache_jax.device.programs.memory import Link
 from vlcache_jax.device.programs.window import Window
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.pallas_kernels import attention, attention_statistics, link, paged_attention

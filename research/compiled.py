@@ -23,10 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.device.mesh import Devices, copies_of, repeats, spec_of, widened
-from vlcache_jax.device.programs.base import Program
-from vlcache_jax.device.programs.shapes import Shapes
+from vlcache_jax.device.programs.base import Program, Shapes
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.models import ModelConfig, abstract_model
 from vlcache_jax.pallas_kernels import PAGE

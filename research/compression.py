@@ -26,14 +26,14 @@ from vlcache_jax.benchmarks.known_images import MARKS
 from vlcache_jax.commands.info import USABLE
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import make_counts
-from vlcache_jax.device.compressed_work import alike_layers
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import MemoryPlan, plan_memory, round_pages
-from vlcache_jax.engine.compressed import CompressedPages
+from vlcache_jax.device.runner import alike_layers
+from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.params import parameters
 from vlcache_jax.pallas_kernels import PAGE
-from vlcache_jax.pallas_kernels.shapes import AttentionShape, Seen
+from vlcache_jax.pallas_kernels.shapes import AttentionShape, SeenSlots
 from vlcache_jax.study import report
 
 MODEL = "Qwen3-VL-8B"
@@ -66,9 +66,9 @@ def attention_us(config: ModelConfig, answers: int, counts: Sequence[int]) -> fl
 
 
 def _layer_us(config: ModelConfig, answers: int, tokens: int) -> float:
-    def seen(rng: np.random.Generator, n: int, s: int) -> Seen:
+    def seen(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
         lengths = np.full(n, tokens)
-        return Seen(np.arange(n), np.zeros(n, int), lengths, lengths)
+        return SeenSlots(np.arange(n), np.zeros(n, int), lengths, lengths)
 
     text = config.text
     slots = answers * -(-tokens // PAGE) * PAGE

@@ -19,7 +19,7 @@ import numpy as np
 
 from research.compiled import abstract_runner, compile_h200, computation, count_operations
 from vlcache_jax.device.programs.layers import Layer
-from vlcache_jax.models.published import published_config
+from vlcache_jax.models.registry import published_config
 from vlcache_jax.pallas_kernels import mix_experts
 from vlcache_jax.pallas_kernels.grouped_matmul.xla import tile_of
 from vlcache_jax.pallas_kernels.shapes import EXPERTS, ExpertsShape

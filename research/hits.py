@@ -20,14 +20,13 @@ from typing import Any
 
 from vlcache_jax.benchmarks.floor import BEFORE, H200, IMAGE, IMAGES, MODELS, floor
 from vlcache_jax.benchmarks.known_images import KnownImages
-from vlcache_jax.benchmarks.ttft import falling_schedule, make_cache
-from vlcache_jax.benchmarks.ttft_checks import check_found
+from vlcache_jax.benchmarks.ttft import check_found, falling_schedule, make_cache
+from vlcache_jax.common.files import check_writable
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.files import check_writable
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import CODECS
-from vlcache_jax.progress import Progress
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.policies import Plan
 from vlcache_jax.study.report import environment, publish
 from vlcache_jax.testing import make_checkpoint
 

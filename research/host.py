@@ -22,18 +22,15 @@ from research.compiled import abstract_runner
 from vlcache_jax.benchmarks.compression import drawn_counts
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.compress.parse import parse_compressor
-from vlcache_jax.device.compressed_work import alike_layers, compressed_work
-from vlcache_jax.device.packed import pack
-from vlcache_jax.device.programs.shapes import PAGE_RUNGS
+from vlcache_jax.device.programs.base import PAGE_RUNGS, pack
+from vlcache_jax.device.runner import alike_layers, compressed_work
 from vlcache_jax.engine.batching import Prefill, prefill_steps
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
-from vlcache_jax.reuse.plan import full_prefill
-from vlcache_jax.reuse.policies import Policy, Scheduled, make_plan
-from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.policies import Policy, Schedule, Scheduled, full_prefill, make_plan
 from vlcache_jax.study import report
 
 MODEL = "Qwen3-VL-8B"

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples
-from vlcache_jax.files import check_writable
+from vlcache_jax.common.files import check_writable
 from vlcache_jax.reuse import shift
 from vlcache_jax.study import accuracy, pairs
 from vlcache_jax.study.questions import Sample
@@ -45,7 +45,7 @@ def free_lengths() -> Iterator[None]:
 
 def answer(
     model: str, samples: Sequence[Sample], protocols: Sequence[accuracy.Protocol], dtype: str
-) -> dict[accuracy.Protocol, dict[str, list[accuracy.Result]]]:
+) -> dict[accuracy.Protocol, dict[str, list[accuracy.AccuracyResult]]]:
     """Answers of an engine that is opened for it."""
     from vlcache_jax import LLM, CacheConfig
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from research.refusals import CHAT, Row, pictures, post, serving
-from vlcache_jax.files import check_writable
+from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, publish
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -27,14 +27,14 @@ import numpy as np
 from blake3 import blake3
 from PIL import Image
 
-from vlcache_jax.calls import Caller
+from vlcache_jax.calls.caller import Caller
+from vlcache_jax.common.files import check_writable
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.prefilling import Prefiller
 from vlcache_jax.engine.uploads import Upload
-from vlcache_jax.files import check_writable
-from vlcache_jax.intake.identification import Arrivals
-from vlcache_jax.intake.planner import Planner
-from vlcache_jax.progress import Progress
+from vlcache_jax.preparation.identification import Arrivals
+from vlcache_jax.preparation.planner import Planner
 from vlcache_jax.study.report import environment, show, write
 
 SIDE = 1024

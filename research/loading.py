@@ -21,9 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from vlcache_jax.common.files import check_writable
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.device.mesh import Devices
-from vlcache_jax.files import check_writable
 from vlcache_jax.models.params import parameters
 from vlcache_jax.study.report import environment, publish
 from vlcache_jax.testing import make_checkpoint

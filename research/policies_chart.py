@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from research.published import RESULTS
-from vlcache_jax.reuse.parse import APPROXIMATE
+from vlcache_jax.reuse.selection import APPROXIMATE
 from vlcache_jax.study.accuracy import COLD
 from vlcache_jax.study.report import figures
 

@@ -23,7 +23,7 @@ from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, zipf_hits
 from vlcache_jax.benchmarks.serving import spread
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
 from vlcache_jax.benchmarks.ttft_table import MODES, mode
-from vlcache_jax.reuse.parse import APPROXIMATE
+from vlcache_jax.reuse.selection import APPROXIMATE
 from vlcache_jax.study.accuracy import COLD
 from vlcache_jax.study.pairs import interval
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from vlcache_jax.files import check_writable
+from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, publish
 
 CHAT = "/v1/chat/completions"

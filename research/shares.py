@@ -22,7 +22,7 @@ import numpy as np
 
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.benchmarks.random_models import drawn_weights, make_random_model
-from vlcache_jax.files import check_writable
+from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, show, write
 
 PIXELS = 32  # a side of what becomes a token

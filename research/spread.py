@@ -20,14 +20,13 @@ import numpy as np
 
 from vlcache_jax.benchmarks import floor
 from vlcache_jax.commands.info import USABLE
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.device.memory_plan import GPU_SHARE, activation_bytes, limit_patches, round_pages, weight_bytes
 from vlcache_jax.device.mesh import fitting, part_of, widened
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
-from vlcache_jax.models.published import SIZES, published_config
-from vlcache_jax.models.registry import FAMILIES
+from vlcache_jax.models.registry import FAMILIES, SIZES, published_config
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.study import report
 

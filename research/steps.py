@@ -38,17 +38,17 @@ from research import chip_model, hlo
 from research.compiled import abstract_runner, compile_for
 from vlcache_jax.benchmarks import floor
 from vlcache_jax.benchmarks.throughput import commit
-from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.common.files import check_writable, write_whole
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.device.programs.base import Program
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.device.programs.window import Window
-from vlcache_jax.files import check_writable, write_whole
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import ExpertsConfig, TextConfig
-from vlcache_jax.models.published import published_config
+from vlcache_jax.models.registry import published_config
 from vlcache_jax.pallas_kernels import PAGE
-from vlcache_jax.pallas_kernels.shapes import AttentionShape, Seen
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.pallas_kernels.shapes import AttentionShape, SeenSlots
+from vlcache_jax.reuse.policies import Plan
 from vlcache_jax.study import report
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -248,10 +248,10 @@ def attention_time(text: TextConfig, case: Case) -> float:
     """Of one launch and of merging its partial results, us, without what else is launched around it."""
     N, H, K, D = case.rows, text.num_heads, text.num_kv_heads, text.head_dim
 
-    def seen(rng: np.random.Generator, n: int, s: int) -> Seen:
+    def seen(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
         if case.kind == "window":
-            return Seen(np.arange(n), np.zeros(n, int), np.full(n, CONTEXT), np.full(n, s // n))
-        return Seen(np.zeros(n, int), np.zeros(n, int), np.arange(n) + 1, np.array([s]))
+            return SeenSlots(np.arange(n), np.zeros(n, int), np.full(n, CONTEXT), np.full(n, s // n))
+        return SeenSlots(np.zeros(n, int), np.zeros(n, int), np.arange(n) + 1, np.array([s]))
 
     slots = N * (CONTEXT + PAGE) if case.kind == "window" else N  # with a page for the answer
     estimate = chip_model.work_list(AttentionShape(str(case), N, slots, H, K, D, seen, (N, slots)))

@@ -41,19 +41,18 @@ from obstore.store import LocalStore
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.record import Meta, Record, blocks
-from vlcache_jax.cache.store import Filling, Store
-from vlcache_jax.cache.tier import Tier, TierError
+from vlcache_jax.cache.record import Meta, Record, Tier, TierError, blocks
+from vlcache_jax.cache.store import PendingWrite, Store
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.object_store import ObjectTier
 from vlcache_jax.cache.tiers.peer import PeerTier
 from vlcache_jax.cache.tiers.peer_server import PeerServer
 from vlcache_jax.cache.tiers.record_file import file_bytes, file_name, make_header
 from vlcache_jax.cache.tiers.redis_store import RedisTier
+from vlcache_jax.common.files import check_writable
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.files import check_writable
 from vlcache_jax.pallas_kernels import CODECS
-from vlcache_jax.progress import Progress
 from vlcache_jax.study.report import environment, publish
 
 LEAST = 70.0  # percent
@@ -170,7 +169,7 @@ def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) 
         if not is_new:
             _clear(place)
         case.prepare(record)
-        times.tier.append(_seconds(Filling(store, case.tier, meta, place).read))
+        times.tier.append(_seconds(PendingWrite(store, case.tier, meta, place).read))
         if not place.is_ready or place.meta.checksums != record.meta.checksums:
             raise ValueError(f"record of {case.name} must come whole, did not")
         _check(f"load from {case.name}", record, _content(place))

@@ -204,11 +204,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def same_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What somebody measured on this machine, and what others leave of its memory, decides nothing in tests."""
     from vlcache_jax.device import memory_plan
-    from vlcache_jax.intake import costs
+    from vlcache_jax.preparation import planner
 
     home = tmp_path_factory.mktemp("cache-home")
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(costs, "cache_home", lambda: home)
+        context.setattr(planner, "cache_home", lambda: home)
         context.setattr(memory_plan, "free_bytes", lambda device: 2**32)
         yield
 
@@ -228,16 +228,15 @@ def programs_made_once() -> Iterator[None]:
 
     What an engine says that it has compiled stays its own, and so does what it launches.
     """
-    from vlcache_jax.device.programs import compress, files, keep, link, table, window
-    from vlcache_jax.device.programs.base import Program
-    from vlcache_jax.device.programs.shapes import Shapes, abstract
+    from vlcache_jax.device.programs import compile_cache, compress, memory, table, window
+    from vlcache_jax.device.programs.base import Program, Shapes, abstract
     from vlcache_jax.reuse import shift
 
     known: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
     of_compressed = (
         compress.EmptyCompressed, compress.Compact, window.CompressedWindow, compress.ReadPages, compress.WritePages,
     )  # fmt: skip
-    of_records = tuple(kind for kind in table.PROGRAMS if kind.__module__ in (keep.__name__, link.__name__))
+    of_records = tuple(kind for kind in table.PROGRAMS if kind.__module__ in (memory.__name__, memory.__name__))
     init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
     def noted(self: Shapes, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:
@@ -291,14 +290,16 @@ def programs_made_once() -> Iterator[None]:
         context.setattr(Shapes, "__init__", noted)
         context.setattr(table.Programs, "_lower", lambda own, program: Once(own, program))
         context.setattr(table, "check_maps", check_maps)
-        context.setattr(files, "_are_kept", lambda devices: False)  # jax keeps them, whatever tests have replaced
+        context.setattr(
+            compile_cache, "_are_kept", lambda devices: False
+        )  # jax keeps them, whatever tests have replaced
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_compiled_ahead() -> Iterator[None]:
     """Most of what requests would call for when they come again no test needs; whoever does, clears `_stopped`."""
-    from vlcache_jax.engine.ahead import Ahead
+    from vlcache_jax.engine.compile_ahead import Ahead
 
     init = Ahead.__init__
 

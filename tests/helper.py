@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from vlcache_jax import Ladder
-from vlcache_jax.engine.passage import Passage
+from vlcache_jax.engine.prefilling import Passage
 from vlcache_jax.pallas_kernels import PAGE
 
 # Programs are compiled for the sizes of an engine, and compiling is most of what tests take: whoever needs no sizes of

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlcache_jax.affinity import Affinity, LeastLoaded, RoundRobin, Seen, look, look_at, rule_of
+from vlcache_jax.router.affinity import Affinity, LeastLoaded, RoundRobin, SeenImages, look, look_at, rule_of
 
 ENGINES = [f"engine-{i}" for i in range(8)]
 IDLE = dict.fromkeys(ENGINES, 0)
 
 
 def shows(*names, size=1, **more):
-    return Seen({look_at(name.encode())[0]: size for name in names}, **more)
+    return SeenImages({look_at(name.encode())[0]: size for name in names}, **more)
 
 
 def chat(*contents):
@@ -87,7 +87,7 @@ def test_who_held_a_picture_is_among_its_holders():
     assert [rule.holders(one, ENGINES) for one in seen] == first
     more = [rule.holders(one, [*ENGINES, "engine-8"]) for one in seen]  # of which some are the new one's now
     assert all(owner in holders for (owner, _), holders in zip(first, more, strict=True))
-    assert rule.holders(Seen(), ENGINES) == []
+    assert rule.holders(SeenImages(), ENGINES) == []
 
 
 def test_the_order_of_pictures_says_nothing():
@@ -126,8 +126,8 @@ def test_of_several_pictures_most_bytes_count():
         small = [shows(f"{i} small {j}", size=10).images for j in range(3)]
         [(large, _)] = shows(f"{i} large").images.items()
         images = {**small[0], **small[1], **small[2], large: 1000}
-        assert rule.order(Seen(images), IDLE)[0] == rule.order(shows(f"{i} large"), IDLE)[0]
-    assert Seen(images).largest == large
+        assert rule.order(SeenImages(images), IDLE)[0] == rule.order(shows(f"{i} large"), IDLE)[0]
+    assert SeenImages(images).largest == large
 
 
 def test_texts_go_to_whom_has_least_to_do_and_conversations_to_whom_answered():
@@ -150,8 +150,8 @@ def test_texts_go_to_whom_has_least_to_do_and_conversations_to_whom_answered():
 def test_what_one_engine_has_goes_there():
     rule = Affinity()
     busy = {**IDLE, "engine-2": 10**6}
-    assert rule.order(Seen(engine="engine-2"), busy)[0] == "engine-2"
-    assert rule.order(Seen(engine="engine-9"), busy)[0] != "engine-2"  # it has gone: whoever is asked says so
+    assert rule.order(SeenImages(engine="engine-2"), busy)[0] == "engine-2"
+    assert rule.order(SeenImages(engine="engine-9"), busy)[0] != "engine-2"  # it has gone: whoever is asked says so
 
 
 def test_the_same_bytes_are_the_same_picture(tmp_path):
@@ -220,12 +220,12 @@ def test_a_router_decodes_nothing(monkeypatch):
 
 
 def test_other_rules():
-    assert LeastLoaded().order(Seen(), {"a": 2, "b": 1, "c": 3}) == ["b", "a", "c"]
+    assert LeastLoaded().order(SeenImages(), {"a": 2, "b": 1, "c": 3}) == ["b", "a", "c"]
     turns = RoundRobin()
     firsts = []
     for _ in range(4):
-        firsts.append(turns.order(Seen(), {"a": 9, "b": 0, "c": 0})[0])
-        turns.sent(Seen(), firsts[-1])
+        firsts.append(turns.order(SeenImages(), {"a": 9, "b": 0, "c": 0})[0])
+        turns.sent(SeenImages(), firsts[-1])
     assert firsts == ["a", "b", "c", "a"]
     assert isinstance(rule_of("least-loaded"), LeastLoaded)
 

@@ -16,13 +16,13 @@ import pytest
 
 from tests.helper import SHORT, WITHIN, assert_nothing_left, give_lanes, give_pages, some_seeds, user
 from vlcache_jax import LLM, AsyncLLM, QueueFullError, RequestError, SamplingParams
-from vlcache_jax.engine.detokenizer import Detokenizer
-from vlcache_jax.engine.loop import Loop
+from vlcache_jax.calls.groups import Job
+from vlcache_jax.calls.in_flight import _Place, _Room
+from vlcache_jax.engine.completions import Detokenizer
+from vlcache_jax.engine.engine import Loop
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
-from vlcache_jax.outputs import Metrics, OutputCollector, RequestDelta
-from vlcache_jax.serving import Job
-from vlcache_jax.under_way import _Place, _Room
+from vlcache_jax.outputs import OutputCollector, RequestDelta, RequestMetrics
 
 LANES = 2  # of every engine here
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -428,7 +428,7 @@ def test_a_delta_costs_what_is_new(engine, slow, monkeypatch):
         characters.append(sum(map(len, detokenizer._parts)))
         return take(detokenizer)
 
-    monkeypatch.setattr("vlcache_jax.intake.sequences.Generation", generation)
+    monkeypatch.setattr("vlcache_jax.preparation.sequences.Generation", generation)
     monkeypatch.setattr(Detokenizer, "take", taken)
     params = SamplingParams(**LETTERS | {"max_tokens": 300}, seed=1, stop=["z" * 9])
     deltas = run(stream_deltas(engine, user("a"), params))
@@ -446,7 +446,7 @@ def test_an_output_is_made_of_deltas():
 
 
 def test_a_collector_is_of_one_request():
-    collector, metrics = OutputCollector(), Metrics()
+    collector, metrics = OutputCollector(), RequestMetrics()
     collector.add(RequestDelta("a", (), metrics, None, False))
     with pytest.raises(ValueError, match=r"^delta must be of request 'a', got one of 'b'$"):
         collector.add(RequestDelta("b", (), metrics, None, False))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import vlcache_jax.progress as progress
+import vlcache_jax.common.progress as progress
 from tests.helper import SHORT, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, RequestError, SamplingParams
 

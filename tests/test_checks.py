@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from vlcache_jax.checks import check_flags, check_whole, exceeds, is_finite, parse_bytes, parse_counts, short
+from vlcache_jax.common.checks import check_flags, check_whole, exceeds, is_finite, parse_bytes, parse_counts, short
 
 
 @pytest.mark.parametrize(

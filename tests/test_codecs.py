@@ -16,7 +16,7 @@ from tests.helper import SIZES, user
 from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache import config
 from vlcache_jax.cache.record import Why
-from vlcache_jax.device.programs.shapes import Shapes
+from vlcache_jax.device.programs.base import Shapes
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.testing import make_checkpoint
 

@@ -31,11 +31,11 @@ from vlcache_jax.cache.record import Why
 from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import PostVision, VLCache, make_counts
-from vlcache_jax.compress.scores import Seen, seeds
+from vlcache_jax.compress.scores import KeyStatistics, seeds
+from vlcache_jax.device.programs.base import MOVED_PAGES
 from vlcache_jax.device.programs.compress import Compact, Observe, ReadPages, WritePages
-from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.device.programs.window import CompressedWindow
-from vlcache_jax.engine.compressed import Compression
+from vlcache_jax.engine.compressed_pages import Compression
 from vlcache_jax.engine.scheduler import order
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
@@ -135,7 +135,9 @@ class Reference:
         counts = make_counts(compressor, n, gamma, text.num_layers)
         for layer, count in enumerate(counts):
             window = np.int32(compressor.window(count))
-            seen = Seen(received[layer].astype(np.float32), np.int32(n), window, seeds(layout, len(counts))[layer])
+            seen = KeyStatistics(
+                received[layer].astype(np.float32), np.int32(n), window, seeds(layout, len(counts))[layer]
+            )
             kept = np.asarray(kept_of(compressor.scores, seen, np.int32(count), most=N))
             for head, mask in enumerate(masks[layer]):
                 mask[n:, :n] = False

@@ -10,7 +10,7 @@ import pytest
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands import serve
 from vlcache_jax.config import EngineConfig
-from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.server.config import ServerConfig
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from tests.helper import LADDER, SIZES, WITHIN, assert_nothing_left, one_device,
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.record import Meta, Record
-from vlcache_jax.engine.compressed import Compression
-from vlcache_jax.engine.passage import Passage
+from vlcache_jax.engine.compressed_pages import Compression
+from vlcache_jax.engine.prefilling import Passage
 from vlcache_jax.library import Library
 
 FORCED = "the quick brown fox"

@@ -18,8 +18,7 @@ import pytest
 from tests.cache.records import verified_read
 from tests.helper import SIZES, assert_nothing_left, some_cases, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
-from vlcache_jax.cache.record import checksum
-from vlcache_jax.cache.tier import DamagedError, Tier, TierError
+from vlcache_jax.cache.record import DamagedError, Tier, TierError, checksum
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.record_file import file_name, make_header, read_header
 from vlcache_jax.inputs.processor import ImageProcessor

@@ -17,7 +17,7 @@ from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.info import NOTHING, describe
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.models.published import SIZES, published_config
+from vlcache_jax.models.registry import SIZES, published_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

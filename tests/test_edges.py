@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vlcache_jax.intake.identification as identification
-import vlcache_jax.intake.recognition as recognition
-import vlcache_jax.serving as serving
+import vlcache_jax.calls.groups as serving
+import vlcache_jax.preparation.identification as identification
+import vlcache_jax.preparation.recognition as recognition
 from tests.helper import SIZES, WITHIN, user
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
 from vlcache_jax.cache.record import Why

@@ -12,7 +12,7 @@ from tests.helper import ALONE, SIZES, Oracle, compilations, user
 from vlcache_jax import LLM, AsyncLLM, RequestError
 from vlcache_jax.convert.stream import convert
 from vlcache_jax.inputs.retrieval import EMBEDDING_INSTRUCTION, punctuated
-from vlcache_jax.models.published import find_name
+from vlcache_jax.models.registry import find_name
 from vlcache_jax.testing import make_checkpoint
 
 SYSTEM = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

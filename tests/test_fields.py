@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vlcache_jax import fields
-from vlcache_jax.fields import parse_json
+from vlcache_jax.common import json_files
+from vlcache_jax.common.json_files import parse_json
 
 
 def made(rng: random.Random, depth: int = 0) -> Any:
@@ -47,8 +47,8 @@ def test_in_pieces_a_text_means_what_it_means_at_once(monkeypatch):
             text = text[:place] + rng.choice(["", *',"\\[]{}0-:. \x01NaN']) + text[place + rng.randrange(2) :]
         at_once = told(parse_json, text)
         with monkeypatch.context() as context:
-            context.setattr(fields, "AT_ONCE", 0)
-            context.setattr(fields, "_SHORT", 2)
+            context.setattr(json_files, "AT_ONCE", 0)
+            context.setattr(json_files, "_SHORT", 2)
             assert told(parse_json, text) == at_once, text
             if "\ud83d" not in text:
                 assert told(parse_json, text.encode()) == at_once, text
@@ -58,18 +58,18 @@ def test_in_pieces_a_text_means_what_it_means_at_once(monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
 def test_large_texts_are_decoded_as_small_ones(encoding, monkeypatch):
-    monkeypatch.setattr(fields, "_PIECE", 3)
-    monkeypatch.setattr(fields, "AT_ONCE", 0)
+    monkeypatch.setattr(json_files, "_PIECE", 3)
+    monkeypatch.setattr(json_files, "AT_ONCE", 0)
     value = {"a": ["\u00e9\u4e2d\U0001f600" * 9, 1]}
     assert parse_json(json.dumps(value, ensure_ascii=False).encode(encoding)) == value
 
 
-@pytest.mark.parametrize("at_once", [0, fields.AT_ONCE])
+@pytest.mark.parametrize("at_once", [0, json_files.AT_ONCE])
 @pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}"), ('[1,{"a":', "}]")])
 def test_texts_of_any_size_are_nested_to_one_depth(begin, end, at_once, monkeypatch):
-    monkeypatch.setattr(fields, "AT_ONCE", at_once)
+    monkeypatch.setattr(json_files, "AT_ONCE", at_once)
     levels = begin.count("[") + begin.count("{")
-    times = fields.MOST_DEPTH // levels
+    times = json_files.MOST_DEPTH // levels
     deepest = begin * times + "1" + end * times
     assert parse_json(deepest) == json.loads(deepest)
     for more in (1, 100_000):
@@ -77,18 +77,18 @@ def test_texts_of_any_size_are_nested_to_one_depth(begin, end, at_once, monkeypa
             parse_json(begin * (times + more) + "1" + end * (times + more))
 
 
-@pytest.mark.parametrize("at_once", [0, fields.AT_ONCE])
+@pytest.mark.parametrize("at_once", [0, json_files.AT_ONCE])
 @pytest.mark.parametrize("number", ["1" * 4301, "1." + "0" * 4300])
 def test_numbers_of_any_text_have_so_many_digits(number, at_once, monkeypatch):
-    monkeypatch.setattr(fields, "AT_ONCE", at_once)
+    monkeypatch.setattr(json_files, "AT_ONCE", at_once)
     with pytest.raises(ValueError, match=r"digits|4300"):
         parse_json(f"[{number}]")
 
 
 LARGE = {
-    "integers": b"[" + b"1," * (fields.MOST_VALUES + 1) + b"1]",
-    "lists": b"[" + b"[]," * (fields.MOST_VALUES // 8) + b"1]",
-    "names": b"{" + b'"a":1,' * (fields.MOST_VALUES // 8) + b'"a":1}',
+    "integers": b"[" + b"1," * (json_files.MOST_VALUES + 1) + b"1]",
+    "lists": b"[" + b"[]," * (json_files.MOST_VALUES // 8) + b"1]",
+    "names": b"{" + b'"a":1,' * (json_files.MOST_VALUES // 8) + b'"a":1}',
     "digits": b"[" + b"1" * 2**20 + b"]",
     "an infinity": b"[" + b"1," * 2**20 + b"1e999]",
 }

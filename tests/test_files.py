@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from vlcache_jax.files import PICTURES, check_all_readable, check_writable, write_whole
+from vlcache_jax.common.files import PICTURES, check_all_readable, check_writable, write_whole
 from vlcache_jax.study.worklog import WorkLog
 
 

@@ -14,11 +14,11 @@ from PIL import Image
 import vlcache_jax
 from tests.helper import SHORT
 from vlcache_jax import LLM, AsyncLLM, EngineConfig, SamplingParams
+from vlcache_jax.common.vllm_compat import CALLS, ENGINE, SAMPLING, VllmOptions, ours
 from vlcache_jax.config import EngineOptions
 from vlcache_jax.device import memory_plan
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.foreign import CALLS, ENGINE, SAMPLING, VllmOptions, ours
-from vlcache_jax.structured_outputs import StructuredOutputs, StructuredOutputsConfig
+from vlcache_jax.sampling import StructuredOutputs, StructuredOutputsConfig
 
 SETTINGS = {
     **SHORT,

@@ -33,7 +33,7 @@ from vlcache_jax.device import checkpoint
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.programs.base import Demand
 from vlcache_jax.device.programs.layers import Layer
-from vlcache_jax.device.programs.state import CopyPages, EmptyEncoderRows, EmptyLanes, EmptyPool
+from vlcache_jax.device.programs.memory import CopyPages, EmptyEncoderRows, EmptyLanes, EmptyPool
 from vlcache_jax.models import load_config
 from vlcache_jax.pallas_kernels import PAGE
 

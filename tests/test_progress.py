@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from vlcache_jax import progress
-from vlcache_jax.progress import Progress, shown_waiting
+from vlcache_jax.common import progress
+from vlcache_jax.common.progress import Progress, shown_waiting
 
 
 class Terminal(io.StringIO):

@@ -13,15 +13,15 @@ import types
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vlcache_jax.cache.meter import Event, Meter, TierStats
+from vlcache_jax.cache.lookups import Event, Meter, TierStats
 from vlcache_jax.cache.record import Why
 from vlcache_jax.cache.records import CacheStats
+from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.engine import EngineStats
-from vlcache_jax.engine.metrics import Metrics
 from vlcache_jax.protocol.answers import Counts
-from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES
 from vlcache_jax.protocol.retrieval import ABSENT_IN_EMBEDDINGS, ABSENT_IN_RERANK, ABSENT_IN_SCORE
+from vlcache_jax.protocol.schema import ABSENT_IN_CHAT, ABSENT_IN_TEXT
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document
 
@@ -56,7 +56,7 @@ def metrics():
     engine = types.SimpleNamespace(stats=lambda: stats, cache=types.SimpleNamespace(registry=meter.registry))
     room = types.SimpleNamespace(coming=0, nbytes=0)
     server = ServerMetrics("m", engine, room, types.SimpleNamespace(counts=lambda: (0, 0)))
-    server.answered(Counts(1, 1, 1, 1, 1), Metrics())
+    server.answered(Counts(1, 1, 1, 1, 1), RequestMetrics())
     server.ended("stop")
     found = {}
     for family in text_string_to_metric_families(server.page().decode()):

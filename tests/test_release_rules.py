@@ -31,7 +31,7 @@ from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import PromptRenderer
 from vlcache_jax.inputs.video_processor import VideoProcessor
 from vlcache_jax.inputs.videos import NO_OPTIONS, read_video
-from vlcache_jax.models.qwen3_vl.vision import VisionTower, encoder_tables
+from vlcache_jax.models.qwen3_vl import VisionTower, encoder_tables
 from vlcache_jax.models.registry import FAMILIES, load_config
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.testing import make_checkpoint

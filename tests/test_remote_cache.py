@@ -12,8 +12,8 @@ from tests.cache.tiers.test_object_store import running_bucket
 from tests.helper import SIZES, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.tiers import peer_server
+from vlcache_jax.cache.tiers.discovered_peers import RecentPeers
 from vlcache_jax.cache.tiers.disk import DiskTier
-from vlcache_jax.cache.tiers.neighbours import Holders
 from vlcache_jax.cache.tiers.peer_server import PeerServer
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.outputs import Why
@@ -81,7 +81,7 @@ def test_another_machine_takes_up_what_one_has_computed(checkpoints, tmp_path, c
             _, url = stack.enter_context(serving(directory, token=token))
             second = {"peers": [url], "peer_token": token}
         if kind == "neighbour":  # of those that are named, one has gone
-            holders, kind = Holders(), "peer"
+            holders, kind = RecentPeers(), "peer"
             holders.note(["http://127.0.0.1:9", url])
             second = {"neighbours": holders, "peer_token": token}
         llm = stack.enter_context(open_llm(checkpoints("qwen3_vl"), disk=tmp_path / "own", **second))

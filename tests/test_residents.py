@@ -17,9 +17,8 @@ from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.cache import keys
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
-from vlcache_jax.reuse.parse import parse_policy
-from vlcache_jax.reuse.policies import Spread
-from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.policies import Schedule, Spread
+from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.testing import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -230,7 +229,7 @@ def test_keys_that_begin_alike_are_told_apart(llm, picture, monkeypatch):
 
 def test_an_entry_of_another_grid_is_not_used(llm, picture, monkeypatch):
     """Even where all of its key is the same."""
-    monkeypatch.setattr("vlcache_jax.intake.recognition.content_key", lambda *_: "0" * 64)
+    monkeypatch.setattr("vlcache_jax.preparation.recognition.content_key", lambda *_: "0" * 64)
     requests = [user(LONG, image, "?") for image in picture]  # of two sizes
     cold = [tokens(chat(llm, request, reuse="off")) for request in requests]
     assert cold[0] != cold[1]

@@ -28,8 +28,7 @@ from tests.helper import SIZES, compilations, one_copy, one_device, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder, rope
 from vlcache_jax.pallas_kernels import PAGE
-from vlcache_jax.reuse.plan import Plan
-from vlcache_jax.reuse.policies import MPIC, Scheduled, Spread, StaticRatio
+from vlcache_jax.reuse.policies import MPIC, Plan, Scheduled, Spread, StaticRatio
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FORCED = "the quick brown fox"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.helper import SIZES, WITHIN, assert_nothing_left, give_pages, user
 from vlcache_jax import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutputs
-from vlcache_jax.device.programs.state import HoldLanes
+from vlcache_jax.device.programs.memory import HoldLanes
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine import scheduler
 from vlcache_jax.engine.grammars import Matcher

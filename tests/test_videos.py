@@ -18,10 +18,10 @@ from tests.inputs.test_videos import encoded
 from tests.test_llm import open_llm as open_plain_llm
 from tests.test_reuse import FORCED, GREEDY, assert_close, chat, falling, kv_records, logits, open_llm, tokens
 from vlcache_jax.cache import keys
-from vlcache_jax.inputs.films import FilmFile
 from vlcache_jax.inputs.images import ImageSource
-from vlcache_jax.intake import planner
+from vlcache_jax.inputs.videos import FilmFile
 from vlcache_jax.models.rope import mrope_positions
+from vlcache_jax.preparation import planner
 from vlcache_jax.reuse.policies import Scheduled
 
 

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vlcache_jax.async_llm import AsyncLLM as AsyncLLM
     from vlcache_jax.cache.config import CacheConfig as CacheConfig
+    from vlcache_jax.calls.groups import RequestError as RequestError
+    from vlcache_jax.calls.in_flight import QueueFullError as QueueFullError
     from vlcache_jax.config import EngineConfig as EngineConfig
-    from vlcache_jax.device.ladder import Ladder as Ladder
+    from vlcache_jax.device.buckets import Ladder as Ladder
     from vlcache_jax.llm import LLM as LLM
     from vlcache_jax.outputs import RequestOutput as RequestOutput
     from vlcache_jax.outputs import Score as Score
     from vlcache_jax.reuse.policies import MPIC as MPIC
-    from vlcache_jax.reuse.schedule import Schedule as Schedule
+    from vlcache_jax.reuse.policies import Schedule as Schedule
     from vlcache_jax.sampling import SamplingParams as SamplingParams
-    from vlcache_jax.serving import RequestError as RequestError
-    from vlcache_jax.structured_outputs import StructuredOutputs as StructuredOutputs
-    from vlcache_jax.under_way import QueueFullError as QueueFullError
+    from vlcache_jax.sampling import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -25,15 +25,15 @@ _HOMES = {
     "CacheConfig": "vlcache_jax.cache.config",
     "EngineConfig": "vlcache_jax.config",
     "LLM": "vlcache_jax.llm",
-    "Ladder": "vlcache_jax.device.ladder",
+    "Ladder": "vlcache_jax.device.buckets",
     "MPIC": "vlcache_jax.reuse.policies",
-    "QueueFullError": "vlcache_jax.under_way",
-    "RequestError": "vlcache_jax.serving",
+    "QueueFullError": "vlcache_jax.calls.in_flight",
+    "RequestError": "vlcache_jax.calls.groups",
     "RequestOutput": "vlcache_jax.outputs",
     "SamplingParams": "vlcache_jax.sampling",
-    "Schedule": "vlcache_jax.reuse.schedule",
+    "Schedule": "vlcache_jax.reuse.policies",
     "Score": "vlcache_jax.outputs",
-    "StructuredOutputs": "vlcache_jax.structured_outputs",
+    "StructuredOutputs": "vlcache_jax.sampling",
 }
 __all__ = [
     "LLM",
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
 
 def _no_such(name: str) -> Exception:
     """The error for a name; of vLLM's names it says what to write. An import would hide an AttributeError."""
-    from vlcache_jax.foreign import NAMES
+    from vlcache_jax.common.vllm_compat import NAMES
 
     told = f"module {__name__!r} has no attribute {name!r}"
     if name not in NAMES:

@@ -13,22 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import TenantSalt
-from vlcache_jax.calls import Conversation, PromptLike, is_token_ids
+from vlcache_jax.calls.caller import Conversation, PromptLike, is_token_ids
+from vlcache_jax.calls.groups import RequestChunk, RequestError
+from vlcache_jax.calls.in_flight import QueueFullError as QueueFullError
+from vlcache_jax.calls.in_flight import UnderWay
+from vlcache_jax.common.vllm_compat import Absent
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
-from vlcache_jax.embedding import EmbedsAsync
+from vlcache_jax.embedding import AsyncEmbedder
 from vlcache_jax.engine.engine import EngineStats
-from vlcache_jax.foreign import Absent
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.outputs import Deltas, OutputCollector, RequestDelta, RequestOutput
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service, template_options
-from vlcache_jax.serving import Chunk, RequestError
-from vlcache_jax.under_way import QueueFullError as QueueFullError
-from vlcache_jax.under_way import UnderWay
 
 
-class AsyncLLM(EmbedsAsync):
+class AsyncLLM(AsyncEmbedder):
     """Serves one model to any number of requests at once::
 
         engine = AsyncLLM("Qwen/Qwen3-VL-8B-Instruct")
@@ -152,7 +152,7 @@ class AsyncLLM(EmbedsAsync):
         params = None if sampling_params is None else sampling_params.clone()  # the caller's may be set meanwhile
         caller, called_at = self.service.caller, time.perf_counter()
 
-        def chunk() -> Chunk[RequestOutput]:
+        def chunk() -> RequestChunk[RequestOutput]:
             """All that is checked, in a thread: how long it takes is the caller's choice."""
             render = self._renders(prompt, mm_processor_kwargs, **template)
             own: dict[str, Any] = {"params": params, "priority": priority, "called_at": called_at}

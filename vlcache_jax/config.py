@@ -12,18 +12,17 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.checks import check_flags, check_whole, is_a, parse_bytes
-from vlcache_jax.device.ladder import Ladder
-from vlcache_jax.foreign import ENGINE, VllmOptions, ours, warn_ignored
+from vlcache_jax.common.checks import check_flags, check_whole, is_a, parse_bytes
+from vlcache_jax.common.vllm_compat import ENGINE, VllmOptions, ours, warn_ignored
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
-from vlcache_jax.inputs.settings import MediaSettings, read_settings
-from vlcache_jax.structured_outputs import StructuredOutputsConfig
+from vlcache_jax.inputs.messages import MediaSettings, read_settings
+from vlcache_jax.sampling import StructuredOutputsConfig
 
 if TYPE_CHECKING:
     from vlcache_jax.compress.policies import Compressor
-    from vlcache_jax.reuse.policies import Policy
-    from vlcache_jax.reuse.schedule import Schedule
+    from vlcache_jax.reuse.policies import Policy, Schedule
 
 type Reuse = str | float | os.PathLike[str] | Schedule | Policy
 type Compress = str | Compressor
@@ -125,7 +124,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         from vlcache_jax.pallas_kernels import dispatch
-        from vlcache_jax.reuse.parse import parse_policy
+        from vlcache_jax.reuse.selection import parse_policy
 
         self._set(policy=parse_policy(self.reuse))
         check_flags(

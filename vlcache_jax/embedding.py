@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import Salt
-from vlcache_jax.calls import in_order
-from vlcache_jax.checks import check_flags, check_whole
+from vlcache_jax.calls.caller import in_order
+from vlcache_jax.calls.groups import Call, RequestError
+from vlcache_jax.calls.in_flight import UnderWay, together
+from vlcache_jax.common.checks import check_flags, check_whole
 from vlcache_jax.config import Reuse
+from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.retrieval import ANSWERS, InputRenderer, PairRenderer, listed_inputs
-from vlcache_jax.inputs.settings import read_settings
-from vlcache_jax.outputs import CacheReport, HiddenState, Metrics, plain
+from vlcache_jax.outputs import CacheReport, HiddenState, RequestMetrics, plain
 from vlcache_jax.service import Service
-from vlcache_jax.serving import Call, RequestError
-from vlcache_jax.under_way import UnderWay, together
 
 Input = str | Mapping[str, Any] | Sequence[Any]
 """A string, a part of a message, a list of parts, a conversation, a dict of `messages` with `TemplateOptions`, or one
@@ -58,7 +58,7 @@ class EmbeddingOutput:
     outputs: Embedding
     prompt_token_ids: npt.NDArray[np.int32] = field(repr=False)
     num_cached_tokens: int
-    metrics: Metrics
+    metrics: RequestMetrics
     cache: CacheReport
     request_id: str = ""
     error: str | None = None
@@ -94,7 +94,7 @@ class RerankOutput:
     score: float
     num_tokens: int
     num_cached_tokens: int
-    metrics: Metrics = field(repr=False)
+    metrics: RequestMetrics = field(repr=False)
     cache: CacheReport = field(repr=False)
     error: str | None = None
 
@@ -144,7 +144,7 @@ class Pooling:
         return yes - no
 
 
-class Embeds:
+class Embedder:
     """Embedding and reranking, of an engine that answers calls."""
 
     service: Service
@@ -227,7 +227,7 @@ class Embeds:
         )
 
 
-class EmbedsAsync:
+class AsyncEmbedder:
     """Embedding and reranking, of an engine that answers requests as they come."""
 
     service: Service

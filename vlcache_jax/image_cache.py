@@ -14,20 +14,19 @@ from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, alias_key, owner_ke
 from vlcache_jax.cache.records import CacheStats, Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.calls import Caller, in_order
-from vlcache_jax.checks import check_flags, check_text, short
-from vlcache_jax.engine.loop import CLOSED
+from vlcache_jax.calls.caller import Caller, in_order
+from vlcache_jax.calls.groups import Call
+from vlcache_jax.common.checks import check_flags, check_text, short
+from vlcache_jax.engine.engine import CLOSED
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.inputs.layout import ImageRef
-from vlcache_jax.inputs.parts import VIDEO_TYPES, typed
+from vlcache_jax.inputs.messages import VIDEO_TYPES, read_settings, typed
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
-from vlcache_jax.inputs.settings import read_settings
-from vlcache_jax.intake.identification import Identifier
 from vlcache_jax.outputs import RequestOutput
-from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.preparation.identification import Identifier
+from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.sampling import SamplingParams
-from vlcache_jax.serving import Call
 
 
 class ImageCache:

@@ -9,20 +9,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, Self, Unpack, cast
 
-from vlcache_jax.calls import Conversation, PromptLike, in_order, is_token_ids
-from vlcache_jax.checks import check_flags, short
+from vlcache_jax.calls.caller import Conversation, PromptLike, in_order, is_token_ids
+from vlcache_jax.calls.groups import Call
+from vlcache_jax.common.checks import check_flags, short
+from vlcache_jax.common.vllm_compat import CALLS, Absent, VllmCallOptions, ours
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
-from vlcache_jax.embedding import Embeds
+from vlcache_jax.embedding import Embedder
 from vlcache_jax.engine.engine import EngineStats
-from vlcache_jax.foreign import CALLS, Absent, VllmCallOptions, ours
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service
-from vlcache_jax.serving import Call
 
 Asked = Conversation | Mapping[str, Any]
 
@@ -41,7 +41,7 @@ class Retrieves(Protocol):
         """The answers to conversations."""
 
 
-class LLM(Embeds):
+class LLM(Embedder):
     """Serves one Qwen vision-language model::
 
         with LLM("Qwen/Qwen3-VL-8B-Instruct") as llm:

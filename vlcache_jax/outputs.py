@@ -17,13 +17,13 @@ from vlcache_jax.cache.record import Lost, Record
 from vlcache_jax.cache.record import Why as Why
 from vlcache_jax.engine.completions import CompletionDelta as CompletionDelta
 from vlcache_jax.engine.completions import Logprob as Logprob
+from vlcache_jax.engine.completions import RequestMetrics as RequestMetrics
 from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
-from vlcache_jax.engine.compressed import Compression as Compression
-from vlcache_jax.engine.detokenizer import spelled
-from vlcache_jax.engine.metrics import Metrics as Metrics
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
+from vlcache_jax.engine.completions import spelled
+from vlcache_jax.engine.compressed_pages import Compression as Compression
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, PooledSequence
 from vlcache_jax.engine.request import Sequence as Running
-from vlcache_jax.reuse.plan import Plan, active_rows
+from vlcache_jax.reuse.policies import Plan, active_rows
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class RequestOutput:
     prompt_token_ids: npt.NDArray[np.int32] = field(repr=False)
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
-    metrics: Metrics
+    metrics: RequestMetrics
     cache: CacheReport
     verification: Verification | None = None
     compression: Compression | None = None
@@ -243,7 +243,7 @@ class RequestDelta:
 
     request_id: str
     outputs: tuple[CompletionDelta, ...]
-    metrics: Metrics
+    metrics: RequestMetrics
     prompt: PromptOutput | None
     finished: bool
 
@@ -334,7 +334,7 @@ class Score:
     token_ids: tuple[int, ...]
     logprobs: npt.NDArray[np.float32]
     greedy: npt.NDArray[np.bool_]
-    metrics: Metrics
+    metrics: RequestMetrics
     cache: CacheReport
     logits: npt.NDArray[np.float32] | None = field(default=None, repr=False)
     error: str | None = None
@@ -362,7 +362,7 @@ class HiddenState:
     values: npt.NDArray[np.float32] = field(repr=False)
     prompt_token_ids: npt.NDArray[np.int32] = field(repr=False)
     num_cached_tokens: int
-    metrics: Metrics
+    metrics: RequestMetrics
     cache: CacheReport
     error: str | None = None
 
@@ -421,7 +421,7 @@ class Reporter:
     def failed_output(self, prompt: str, error: str, request_id: str) -> RequestOutput:
         """Of a request that was wrong, and never ran."""
         ids = np.zeros(0, np.int32)
-        return RequestOutput(prompt, ids, (), 0, Metrics(), _NOTHING, error=error, request_id=request_id)
+        return RequestOutput(prompt, ids, (), 0, RequestMetrics(), _NOTHING, error=error, request_id=request_id)
 
     def score(self, planned: Planned, sequence: Forced) -> Score:
         """Of a request and its scored continuation."""
@@ -437,9 +437,9 @@ class Reporter:
 
     def failed_score(self, error: str) -> Score:
         """Of a request that was wrong, and never ran."""
-        return Score((), np.zeros(0, np.float32), np.zeros(0, np.bool_), Metrics(), _NOTHING, error=error)
+        return Score((), np.zeros(0, np.float32), np.zeros(0, np.bool_), RequestMetrics(), _NOTHING, error=error)
 
-    def hidden_state(self, planned: Planned, sequence: Pooled) -> HiddenState:
+    def hidden_state(self, planned: Planned, sequence: PooledSequence) -> HiddenState:
         """Of a request that was computed."""
         error = self.error(planned, sequence)
         values = np.full(self._hidden_size, np.nan, np.float32) if error is not None else sequence.hidden[0]
@@ -450,7 +450,7 @@ class Reporter:
     def failed_hidden_state(self, error: str) -> HiddenState:
         """Of a request that was wrong, and never ran."""
         values, ids = np.full(self._hidden_size, np.nan, np.float32), np.zeros(0, np.int32)
-        return HiddenState(values, ids, 0, Metrics(), _NOTHING, error)
+        return HiddenState(values, ids, 0, RequestMetrics(), _NOTHING, error)
 
     def error(self, planned: Planned, *sequences: Running) -> str | None:
         """What ended a sequence of the request, under the request's name."""

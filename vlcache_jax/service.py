@@ -18,38 +18,37 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax import first_contact
+from vlcache_jax import kernel_selftest
 from vlcache_jax.cache.config import open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.items import Items
-from vlcache_jax.cache.keys import Salt
-from vlcache_jax.cache.shares import Shares
+from vlcache_jax.cache.keys import Quotas, Salt
+from vlcache_jax.cache.record import Tier
 from vlcache_jax.cache.store import Store
-from vlcache_jax.cache.tier import Tier
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.calls import Caller
-from vlcache_jax.checks import check_flags
+from vlcache_jax.calls.caller import Caller
+from vlcache_jax.calls.groups import Call
+from vlcache_jax.common.checks import check_flags
+from vlcache_jax.common.progress import Progress, interruptible, say, shown_waiting
+from vlcache_jax.common.vllm_compat import CALLS, ours
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse
 from vlcache_jax.convert.source import locate
+from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.checkpoint import Checkpoint, open_checkpoint
-from vlcache_jax.device.exchange import check_exchange
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.memory_plan import MemoryPlan, kept_token_bytes, plan_memory, weight_bytes
-from vlcache_jax.device.mesh import Devices, check_sizes, find_devices, part_of, widened
+from vlcache_jax.device.mesh import Devices, check_exchange, check_sizes, find_devices, part_of, widened
 from vlcache_jax.device.programs.base import Key
-from vlcache_jax.device.programs.files import use_compilation_cache
+from vlcache_jax.device.programs.compile_cache import use_compilation_cache
 from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.device.runner import Runner, check_kernels
-from vlcache_jax.engine.ahead import Ahead
-from vlcache_jax.engine.engine import Engine, EngineStats
-from vlcache_jax.engine.loop import Loop
+from vlcache_jax.engine.compile_ahead import Ahead
+from vlcache_jax.engine.engine import Engine, EngineStats, Loop
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.image_cache import ImageCache
-from vlcache_jax.inputs.films import import_decoders
+from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import (
     OWN_TEMPLATE,
@@ -60,30 +59,25 @@ from vlcache_jax.inputs.prompt import (
     check_tokenizer,
     template_text,
 )
-from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import VideoProcessor
-from vlcache_jax.intake.costs import Identity, Rates, identity_of, time_limit
-from vlcache_jax.intake.forms import Forms
-from vlcache_jax.intake.identification import Identifier
-from vlcache_jax.intake.media import Media
-from vlcache_jax.intake.planner import Planner
-from vlcache_jax.intake.recognition import Recognizer
-from vlcache_jax.intake.sequences import SequenceBuilder, read_generation_config
+from vlcache_jax.inputs.videos import import_decoders
 from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
-from vlcache_jax.progress import Progress, interruptible, say, shown_waiting
-from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.preparation.identification import Identifier
+from vlcache_jax.preparation.planner import Forms, Identity, Planner, Rates, identity_of, time_limit
+from vlcache_jax.preparation.recognition import Media, Recognizer
+from vlcache_jax.preparation.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.reuse.policies import Policy
-from vlcache_jax.serving import Call
-from vlcache_jax.structured_outputs import StructuredOutputsConfig
+from vlcache_jax.reuse.selection import parse_policy
+from vlcache_jax.sampling import StructuredOutputsConfig
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class EntryFormat:
     """How records are kept, and what their keys say of the model.
 
     Attributes:
@@ -178,7 +172,7 @@ class Service:
     ahead: Ahead
     cache: Cache
     items: Items
-    stored: Stored
+    stored: EntryFormat
     caller: Caller
     images: ImageCache
 
@@ -201,7 +195,7 @@ class Service:
             with Progress(f"seeing that {devices.count} devices reach each other", show=config.use_tqdm):
                 check_exchange(devices)
         stored = _how_stored(config, checkpoint)
-        shares = Shares(config.cache.owner_bytes)
+        shares = Quotas(config.cache.owner_bytes)
         tiers = open_tiers(config.cache, shares, fingerprint=stored.fingerprint, codec=stored.kv.stored_as)
         policy = checkpoint.check_policy(config.policy)
         renderer, processor = _open_inputs(config, checkpoint)
@@ -407,7 +401,7 @@ def _find(config: EngineConfig) -> pathlib.Path:
 
 def _meet_devices(config: EngineConfig) -> list[jax.Device]:
     if config.implementation is None:
-        first_contact.meet(CHECKS, PORTABLE, show=config.use_tqdm)  # from here on jax may hold the device's memory
+        kernel_selftest.meet(CHECKS, PORTABLE, show=config.use_tqdm)  # from here on jax may hold the device's memory
     devices = find_devices(config.tensor_parallel_size)
     dispatch.check_device(config.implementation, devices[0])
     use_compilation_cache(devices)
@@ -426,7 +420,7 @@ def _open_checkpoint(config: EngineConfig, directory: pathlib.Path, device: jax.
     return checkpoint
 
 
-def _how_stored(config: EngineConfig, checkpoint: Checkpoint) -> Stored:
+def _how_stored(config: EngineConfig, checkpoint: Checkpoint) -> EntryFormat:
     codec = None if config.cache.codec == "auto" else CODECS[config.cache.codec]
     if codec is not None:
         codec.group(checkpoint.config.text.head_dim)  # checks it
@@ -436,7 +430,7 @@ def _how_stored(config: EngineConfig, checkpoint: Checkpoint) -> Stored:
         with Progress("fingerprinting the weights", show=config.use_tqdm):
             return checkpoint.fingerprint
 
-    return Stored(KVShape.of(checkpoint.config, checkpoint.dtype, codec), fingerprint)
+    return EntryFormat(KVShape.of(checkpoint.config, checkpoint.dtype, codec), fingerprint)
 
 
 def _open_inputs(config: EngineConfig, checkpoint: Checkpoint) -> tuple[PromptRenderer, ImageProcessor]:
@@ -506,7 +500,7 @@ def _open_sequences(
 
 
 def _open_cache(
-    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Shares, rates: Rates | None, forms: Forms
+    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Quotas, rates: Rates | None, forms: Forms
 ) -> Cache:
     runner, memory = device.runner, device.memory
     token_bytes = kept_token_bytes(runner.config, runner.shapes.kv, runner.devices.count)

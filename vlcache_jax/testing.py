@@ -20,12 +20,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.config import FLOAT8, ModelConfig
 from vlcache_jax.models.family import Published, PublishedSize
 from vlcache_jax.models.params import Part, parameters, published_name
-from vlcache_jax.models.published import config_file
-from vlcache_jax.models.quantization import FLOAT8
-from vlcache_jax.models.registry import FAMILIES, load_config
+from vlcache_jax.models.registry import FAMILIES, config_file, load_config
 
 # Ids 0-255 are the bytes themselves, and these follow.
 SPECIAL_TOKENS = (

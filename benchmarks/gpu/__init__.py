@@ -15,6 +15,6 @@ GPUs since Ampere other than Hopper have the kernels' portable form; `--portable
 statistics and nothing to tune.
 """
 
-from vlcache_jax.benchmarks.gpu.plan import Case as Case
-from vlcache_jax.benchmarks.gpu.plan import Plan as Plan
+from vlcache_jax.benchmarks.gpu.plan import GpuCase as GpuCase
+from vlcache_jax.benchmarks.gpu.plan import GpuPlan as GpuPlan
 from vlcache_jax.benchmarks.gpu.running import run as run

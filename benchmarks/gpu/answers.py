@@ -11,9 +11,9 @@ import numpy as np
 
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.benchmarks.gpu.engines import checkpoint, in_process, settings
-from vlcache_jax.benchmarks.gpu.plan import KERNELS, Case, Plan, Row
+from vlcache_jax.benchmarks.gpu.plan import KERNELS, GpuCase, GpuPlan, Row
 from vlcache_jax.benchmarks.random_models import drawn_weights
-from vlcache_jax.first_contact import meet
+from vlcache_jax.kernel_selftest import meet
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.testing import make_checkpoint
 
@@ -21,9 +21,9 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 LOGPROBS = 1e-3  # by which those of float32 may differ between a GPU and a CPU
 
 
-def contact(plan: Plan) -> Iterator[Case]:
+def contact(plan: GpuPlan) -> Iterator[GpuCase]:
     if not plan.rehearse:
-        yield Case("every kernel, as an engine does it", _contact)
+        yield GpuCase("every kernel, as an engine does it", _contact)
 
 
 def _contact() -> Row:
@@ -37,10 +37,10 @@ def _contact() -> Row:
 # Answers beside those of a CPU.
 
 
-def answers(plan: Plan) -> Iterator[Case]:
+def answers(plan: GpuPlan) -> Iterator[GpuCase]:
     for family in FAMILIES[2:3] if plan.rehearse else FAMILIES:
-        yield Case(f"{family}, float32, beside the CPU", functools.partial(_beside_cpu, family))
-    yield Case("bfloat16, kernels beside XLA", functools.partial(_beside_xla, plan), KERNELS)
+        yield GpuCase(f"{family}, float32, beside the CPU", functools.partial(_beside_cpu, family))
+    yield GpuCase("bfloat16, kernels beside XLA", functools.partial(_beside_xla, plan), KERNELS)
 
 
 def _answers(family: str) -> dict[str, list[tuple[int, float]]]:
@@ -80,7 +80,7 @@ def _beside_cpu(family: str) -> Row:
     return worst
 
 
-def _beside_xla(plan: Plan) -> Row:
+def _beside_xla(plan: GpuPlan) -> Row:
     """Log-probabilities of the same tokens, by kernels and by XLA, and of decoded tokens when they are read again."""
     prompt = np.random.default_rng(0).integers(97, 123, 300).tolist()
     options = settings(plan) | {"kv_cache_bytes": "64MiB" if plan.rehearse else "1GiB"}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlcache_jax.benchmarks.gpu.plan import Case, Plan, Row, kernel_of
+from vlcache_jax.benchmarks.gpu.plan import GpuCase, GpuPlan, Row, kernel_of
 from vlcache_jax.pallas_kernels import attention, link, paged_attention
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE, Check
 from vlcache_jax.pallas_kernels.shapes import AttentionShape, LinkShape
@@ -18,21 +18,21 @@ from vlcache_jax.pallas_kernels.shapes import AttentionShape, LinkShape
 TOLERANCE = 0.04  # of the root mean square of a row's results: weights and results are rounded to bfloat16
 
 
-def check(plan: Plan) -> Iterator[Case]:
+def check(plan: GpuPlan) -> Iterator[GpuCase]:
     for shape in plan.shapes():
         run = functools.partial(_check_attention, plan, shape)
-        yield Case(f"attention, {shape.name}, D {shape.D}", run, (kernel_of(shape),))
+        yield GpuCase(f"attention, {shape.name}, D {shape.D}", run, (kernel_of(shape),))
     for case in plan.links():
-        yield Case(f"link {case.T} tokens", functools.partial(_check_link, plan, case), ("link",))
+        yield GpuCase(f"link {case.T} tokens", functools.partial(_check_link, plan, case), ("link",))
     for kernel, corners in CHECKS.items():
         if plan.portable and kernel not in PORTABLE:
             continue
         for corner in corners[-1:] if plan.rehearse else corners:
             run = functools.partial(_check_corner, plan, corner)
-            yield Case(f"{kernel}, corner: {corner.name}", run, (kernel,))
+            yield GpuCase(f"{kernel}, corner: {corner.name}", run, (kernel,))
 
 
-def _check_attention(plan: Plan, shape: AttentionShape) -> Row:
+def _check_attention(plan: GpuPlan, shape: AttentionShape) -> Row:
     plain = shape.arrays()
     args: tuple[Any, ...] = (*shape.paged_arrays(), shape.work(plan.implementation)) if shape.has_pages else plain
     run = jax.jit(functools.partial(contract(shape), implementation=plan.implementation))
@@ -84,7 +84,7 @@ def link_arrays(case: LinkShape) -> tuple[Any, ...]:
     return k, v, [[data]], slot, jnp.cos(angle).astype(specs[4].dtype), jnp.sin(angle).astype(specs[4].dtype)
 
 
-def _check_link(plan: Plan, case: LinkShape) -> Row:
+def _check_link(plan: GpuPlan, case: LinkShape) -> Row:
     args = link_arrays(case)
     got = jax.jit(functools.partial(link, implementation=plan.implementation))(*args)
     wide = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(jnp.float32), args)
@@ -95,5 +95,5 @@ def _check_link(plan: Plan, case: LinkShape) -> Row:
     return {"error": 0.0, "bit-equal": equal}
 
 
-def _check_corner(plan: Plan, corner: Check) -> Row:
+def _check_corner(plan: GpuPlan, corner: Check) -> Row:
     return {"error": corner.error(plan.implementation), "bit-equal": True}  # or it raises

@@ -16,7 +16,7 @@ from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.benchmarks.floor import H200
 from vlcache_jax.benchmarks.floor import decode as decoded
 from vlcache_jax.benchmarks.gpu.engines import checkpoint, settings
-from vlcache_jax.benchmarks.gpu.plan import KERNELS, Case, Plan, Row
+from vlcache_jax.benchmarks.gpu.plan import KERNELS, GpuCase, GpuPlan, Row
 from vlcache_jax.benchmarks.gpu.tracing import dump_folder, graphs, traced
 from vlcache_jax.benchmarks.random_models import drawn_weights
 from vlcache_jax.outputs import RequestOutput
@@ -24,18 +24,18 @@ from vlcache_jax.outputs import RequestOutput
 PROMPT, ANSWER = 2048, 257  # tokens of each sequence: the last of 64 begins before the first ends
 
 
-def decode(plan: Plan) -> Iterator[Case]:
+def decode(plan: GpuPlan) -> Iterator[GpuCase]:
     for sequences in (1, 2) if plan.rehearse else (1, 16, 64):
-        yield Case(f"{sequences} sequences", functools.partial(_decode, plan, sequences), KERNELS)
+        yield GpuCase(f"{sequences} sequences", functools.partial(_decode, plan, sequences), KERNELS)
         traced_decode = functools.partial(_traced_decode, plan, sequences)
-        yield Case(f"{sequences} sequences, traced", traced_decode, KERNELS)
-    yield Case("1 prompt read, traced", functools.partial(_traced_read, plan), KERNELS)
+        yield GpuCase(f"{sequences} sequences, traced", traced_decode, KERNELS)
+    yield GpuCase("1 prompt read, traced", functools.partial(_traced_read, plan), KERNELS)
     if not plan.rehearse:
-        yield Case("graphs", functools.partial(_graphs, plan), KERNELS)
+        yield GpuCase("graphs", functools.partial(_graphs, plan), KERNELS)
 
 
 @functools.cache
-def _decoder(plan: Plan) -> LLM:
+def _decoder(plan: GpuPlan) -> LLM:
     """An engine that the cases of a process share."""
     stack = contextlib.ExitStack()
     folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -45,12 +45,12 @@ def _decoder(plan: Plan) -> LLM:
     return LLM(folder, max_model_len=length + answer + 8, reuse="off", **settings(plan))
 
 
-def _lengths(plan: Plan) -> tuple[int, int]:
+def _lengths(plan: GpuPlan) -> tuple[int, int]:
     """Tokens of each prompt and answer."""
     return (20, 25) if plan.rehearse else (PROMPT, ANSWER)
 
 
-def _generate(plan: Plan, sequences: int, answer: int, length: int) -> list[RequestOutput]:
+def _generate(plan: GpuPlan, sequences: int, answer: int, length: int) -> list[RequestOutput]:
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(97, 123, length).tolist()} for _ in range(sequences)]
     params = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
@@ -60,7 +60,7 @@ def _generate(plan: Plan, sequences: int, answer: int, length: int) -> list[Requ
     return outputs
 
 
-def _decode(plan: Plan, sequences: int) -> Row:
+def _decode(plan: GpuPlan, sequences: int) -> Row:
     """A step while all sequences decode: of the one that began last, from its first windows."""
     length, answer = _lengths(plan)
     start = time.monotonic()
@@ -82,7 +82,7 @@ def _decode(plan: Plan, sequences: int) -> Row:
     }  # fmt: skip
 
 
-def _traced_decode(plan: Plan, sequences: int) -> Row:
+def _traced_decode(plan: GpuPlan, sequences: int) -> Row:
     """Short prompts, which are read in one step, and two windows."""
 
     def run() -> None:
@@ -92,7 +92,7 @@ def _traced_decode(plan: Plan, sequences: int) -> Row:
     return traced(plan, f"decode_{sequences}", run)
 
 
-def _traced_read(plan: Plan) -> Row:
+def _traced_read(plan: GpuPlan) -> Row:
     def run() -> None:
         _generate(plan, 1, 1, 20 if plan.rehearse else PROMPT)
 
@@ -100,7 +100,7 @@ def _traced_read(plan: Plan) -> Row:
     return traced(plan, "read", run)
 
 
-def _graphs(plan: Plan) -> Row:
+def _graphs(plan: GpuPlan) -> Row:
     """Of the windows that this process compiled (not read from a disk), what stands inside CUDA graphs."""
     files = sorted(pathlib.Path(dump_folder(plan)).glob("*thunk_sequence_after_thunk_passes*"))
     if not files:

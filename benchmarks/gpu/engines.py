@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from vlcache_jax import Ladder
-from vlcache_jax.benchmarks.gpu.plan import MODEL, Plan, Row
+from vlcache_jax.benchmarks.gpu.plan import MODEL, GpuPlan, Row
 from vlcache_jax.benchmarks.gpu.workers import changed_environment
 from vlcache_jax.benchmarks.random_models import make_random_model
 from vlcache_jax.testing import make_checkpoint
 
 
-def checkpoint(plan: Plan, directory: str, layers: int | None = None) -> None:
+def checkpoint(plan: GpuPlan, directory: str, layers: int | None = None) -> None:
     """Configuration, tokenizer and processor; weights are drawn on the device."""
     if plan.rehearse:
         make_checkpoint(directory, "qwen3_vl", weights=False)
@@ -21,7 +21,7 @@ def checkpoint(plan: Plan, directory: str, layers: int | None = None) -> None:
         make_random_model(directory, MODEL, layers or plan.layers)
 
 
-def settings(plan: Plan) -> Row:
+def settings(plan: GpuPlan) -> Row:
     if plan.rehearse:
         return {"ladder": Ladder(rows=(64,), patches=(64,), sequences=(1, 2)), "max_rows": 64, "dtype": "float32"}
     return {

@@ -13,7 +13,7 @@ from typing import Any
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.benchmarks import ttft as time_to_first
 from vlcache_jax.benchmarks.gpu.engines import checkpoint, in_process, settings
-from vlcache_jax.benchmarks.gpu.plan import KERNELS, MODEL, Case, Plan, Row
+from vlcache_jax.benchmarks.gpu.plan import KERNELS, MODEL, GpuCase, GpuPlan, Row
 from vlcache_jax.benchmarks.gpu.tracing import traced
 from vlcache_jax.benchmarks.known_images import KnownImages
 from vlcache_jax.benchmarks.random_models import drawn_weights
@@ -22,24 +22,24 @@ from vlcache_jax.testing import make_checkpoint
 SIZES = ((1, 4096), (5, 4096), (1, 1024))  # of prompts: images, tokens of each
 
 
-def ttft(plan: Plan) -> Iterator[Case]:
+def ttft(plan: GpuPlan) -> Iterator[GpuCase]:
     sizes = ((1, 16),) if plan.rehearse else SIZES
     for count, tokens in sizes:
-        yield Case(f"{count} x {tokens} image tokens", functools.partial(_ttft, plan, count, tokens), KERNELS)
-    yield Case(
+        yield GpuCase(f"{count} x {tokens} image tokens", functools.partial(_ttft, plan, count, tokens), KERNELS)
+    yield GpuCase(
         f"{sizes[0][1]} image tokens, traced", functools.partial(_traced_first_tokens, plan, sizes[0][1]), KERNELS
     )
     for count, tokens in sizes:
         library = functools.partial(in_process, _transformers_ttft, plan, count, tokens)
-        yield Case(f"{count} x {tokens} image tokens, transformers", library)
+        yield GpuCase(f"{count} x {tokens} image tokens, transformers", library)
 
 
-def _ttft(plan: Plan, count: int, tokens: int) -> Row:
+def _ttft(plan: GpuPlan, count: int, tokens: int) -> Row:
     options = settings(plan)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         out = plan.out / f"ttft_{count}x{tokens}.json"
-        setup = time_to_first.Setup(
+        setup = time_to_first.TtftSetup(
             model=str(make_checkpoint(directory, "qwen3_vl")) if plan.rehearse else None,
             random_weights=None if plan.rehearse else MODEL,
             layers=plan.layers,
@@ -57,7 +57,7 @@ def _ttft(plan: Plan, count: int, tokens: int) -> Row:
     return measured | floors | {"seconds": time.monotonic() - start}
 
 
-def _traced_first_tokens(plan: Plan, tokens: int) -> Row:
+def _traced_first_tokens(plan: GpuPlan, tokens: int) -> Row:
     """Of a picture that is computed, one that is computed and stored, and one that is found."""
     options = settings(plan)
     row: Row = {}
@@ -82,7 +82,7 @@ def _traced_first_tokens(plan: Plan, tokens: int) -> Row:
     return row
 
 
-def _transformers_ttft(plan: Plan, count: int, tokens: int) -> Row:
+def _transformers_ttft(plan: GpuPlan, count: int, tokens: int) -> Row:
     """From pixels on the device to the logits of the first token; the library's preprocessing is not counted."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText

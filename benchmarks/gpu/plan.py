@@ -17,7 +17,7 @@ MODEL = "qwen3-vl-8b"  # whose shape the models have, with random weights
 KERNELS = ("paged_attention", "attention", "link")  # that a model runs on
 
 
-class Case(NamedTuple):
+class GpuCase(NamedTuple):
     """What is checked or measured.
 
     Attributes:
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     """What is run, and how.
 
     Attributes:

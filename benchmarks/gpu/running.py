@@ -18,10 +18,10 @@ from typing import NamedTuple
 import jax
 
 from vlcache_jax.benchmarks import gpu
-from vlcache_jax.benchmarks.gpu.plan import Case, Plan, Row
-from vlcache_jax.benchmarks.gpu.workers import Worker
-from vlcache_jax.files import write_whole
-from vlcache_jax.first_contact.chip import find_chip
+from vlcache_jax.benchmarks.gpu.plan import GpuCase, GpuPlan, Row
+from vlcache_jax.benchmarks.gpu.workers import GpuWorker
+from vlcache_jax.common.files import write_whole
+from vlcache_jax.kernel_selftest.gpu import find_chip
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.study import report
 
@@ -35,7 +35,7 @@ class Section(NamedTuple):
       together: how many run at a time; 1 where they are timed.
     """
 
-    cases: Callable[[Plan], Iterable[Case]]
+    cases: Callable[[GpuPlan], Iterable[GpuCase]]
     limit: float
     together: int = 1
 
@@ -59,12 +59,12 @@ def sections() -> dict[str, Section]:
 SECTIONS = ("contact", "check", "answers", "ceiling", "decode", "ttft", "speed", "tune")
 
 
-def measures(plan: Plan, section: str) -> dict[str, Callable[[], Row]]:
+def measures(plan: GpuPlan, section: str) -> dict[str, Callable[[], Row]]:
     """What measures each case of a section, by name."""
     return {case.name: case.measure for case in sections()[section].cases(plan)}
 
 
-def device_head(plan: Plan) -> Row:
+def device_head(plan: GpuPlan) -> Row:
     """Chip, driver and versions."""
     head = report.environment("jax", "jaxlib", "flax", "torch", "transformers")
     driver = ""
@@ -74,7 +74,7 @@ def device_head(plan: Plan) -> Row:
     return head | {"chip": chip_name(plan), "driver": driver}
 
 
-def chip_name(plan: Plan) -> str:
+def chip_name(plan: GpuPlan) -> str:
     """Of the GPU, which this process does not touch.
 
     Raises:
@@ -89,7 +89,7 @@ def chip_name(plan: Plan) -> str:
     return chip.name
 
 
-def identity(plan: Plan) -> Row:
+def identity(plan: GpuPlan) -> Row:
     """What results of one folder have in common."""
     kernels = pathlib.Path(dispatch.__file__).parent
     sources = b"".join(path.read_bytes() for path in sorted(kernels.rglob("*.py")))
@@ -103,7 +103,7 @@ def identity(plan: Plan) -> Row:
     }
 
 
-class Results:
+class GpuResults:
     """What stands in `gpu.json`.
 
     Args:
@@ -113,7 +113,7 @@ class Results:
       ValueError: the folder has results of another chip, jax, number of layers or state of the kernels.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: GpuPlan):
         self._plan, self._file, self._lock = plan, plan.out / "gpu.json", threading.Lock()
         self._head, self._identity = device_head(plan), identity(plan)
         self.done: dict[str, Row] = {}
@@ -156,14 +156,14 @@ class Results:
             report.write("Fastest ways to cut attention", entries, self._head, self._plan.out / "tuned.json")
 
 
-def run(plan: Plan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list[Row]:
+def run(plan: GpuPlan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list[Row]:
     """Runs the cases that are not done yet; returns a row for every case.
 
     Raises:
       ValueError: see `Results`.
       RuntimeError: there is no GPU for the kernels.
     """
-    results = Results(plan)
+    results = GpuResults(plan)
     deadline = time.monotonic() + 60 * minutes
     wrong: set[str] = set()  # kernels
     shown = []
@@ -197,17 +197,17 @@ def _shared(items: Iterator[str], lock: threading.Lock) -> Iterator[str]:
 
 
 def _take_turns(
-    plan: Plan,
+    plan: GpuPlan,
     name: str,
-    cases: dict[str, Case],
+    cases: dict[str, GpuCase],
     keys: Iterator[str],
-    results: Results,
+    results: GpuResults,
     deadline: float,
     wrong: set[str],
 ) -> None:
     """Runs cases of a section in a process, until there are none."""
     section = sections()[name]
-    with Worker(functools.partial(measures, plan, name), environment(plan, name)) as worker:
+    with GpuWorker(functools.partial(measures, plan, name), environment(plan, name)) as worker:
         for key in keys:
             case, left = cases[key], deadline - time.monotonic()
             if left < 0:
@@ -229,7 +229,7 @@ def _take_turns(
             results.keep(key, row=row | {"case, s": time.monotonic() - start})
 
 
-def environment(plan: Plan, section: str) -> dict[str, str]:
+def environment(plan: GpuPlan, section: str) -> dict[str, str]:
     """Variables of the processes of a section."""
     changed = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch measures on the same chip
     if section == "decode" and not plan.rehearse:
@@ -253,7 +253,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chip = None if arguments.rehearse else find_chip()
     portable = arguments.portable or (chip is not None and not chip.is_hopper)
-    plan = Plan(arguments.rehearse, arguments.out, arguments.layers, portable)
+    plan = GpuPlan(arguments.rehearse, arguments.out, arguments.layers, portable)
     rows = run(plan, arguments.minutes, tuple(arguments.only))
     report.show(f"{chip_name(plan)}, jax {jax.__version__}", rows)
     if any(row["result"].startswith("failed") for row in rows):

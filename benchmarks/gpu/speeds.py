@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.benchmarks.gpu.checks import contract, link_arrays
-from vlcache_jax.benchmarks.gpu.plan import Case, Plan, Row, kernel_of
+from vlcache_jax.benchmarks.gpu.plan import GpuCase, GpuPlan, Row, kernel_of
 from vlcache_jax.benchmarks.rates import seconds
 from vlcache_jax.pallas_kernels import Work, attention, dispatch, link
 from vlcache_jax.pallas_kernels.shapes import AttentionShape, LinkShape
@@ -29,26 +29,26 @@ def times_for(operations: int, traffic: int) -> int:
     return max(1, min(1000, int(0.05 / max(operations / 5e14, traffic / 3e12, 5e-6))))
 
 
-def ceiling(plan: Plan) -> Iterator[Case]:
-    yield Case("matrix product", functools.partial(_matrix_rate, plan))
-    yield Case("copy", functools.partial(_copy_rate, plan))
-    yield Case("small kernels", functools.partial(_small_kernels, plan))
+def ceiling(plan: GpuPlan) -> Iterator[GpuCase]:
+    yield GpuCase("matrix product", functools.partial(_matrix_rate, plan))
+    yield GpuCase("copy", functools.partial(_copy_rate, plan))
+    yield GpuCase("small kernels", functools.partial(_small_kernels, plan))
 
 
-def _matrix_rate(plan: Plan) -> Row:
+def _matrix_rate(plan: GpuPlan) -> Row:
     size = 256 if plan.rehearse else 8192
     x, w = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
     took = seconds(lambda x, w: (x @ w) * size**-0.5, x, w, times=20, repeats=plan.repeats)
     return {"ms": 1e3 * took, "TFLOP/s": 2 * size**3 / took / 1e12}
 
 
-def _copy_rate(plan: Plan) -> Row:
+def _copy_rate(plan: GpuPlan) -> Row:
     x = jnp.zeros(2**20 if plan.rehearse else 2**29, jnp.float32)
     took = seconds(lambda x: x + 1, x, times=20, repeats=plan.repeats)
     return {"ms": 1e3 * took, "TB/s": 2 * x.nbytes / took / 1e12}
 
 
-def _small_kernels(plan: Plan) -> Row:
+def _small_kernels(plan: GpuPlan) -> Row:
     """A chain of kernels that each wait for the one before and do next to nothing: what a launch costs."""
     x, count = jnp.zeros((8, 4096), jnp.bfloat16), 100
 
@@ -67,28 +67,28 @@ def _small_kernels(plan: Plan) -> Row:
     return {"us a kernel": 1e6 * statistics.median(took)}
 
 
-def speed(plan: Plan) -> Iterator[Case]:
+def speed(plan: GpuPlan) -> Iterator[GpuCase]:
     for n in (64,) if plan.rehearse else (4096, 20480):
         heads = n, 32, 8, 128
-        yield Case(f"causal {n}", functools.partial(_time_causal, plan, heads, plan.implementation), ("attention",))
+        yield GpuCase(f"causal {n}", functools.partial(_time_causal, plan, heads, plan.implementation), ("attention",))
         if not plan.rehearse:
-            yield Case(f"causal {n}, cuDNN", functools.partial(_time_causal, plan, heads, "cudnn"))
+            yield GpuCase(f"causal {n}, cuDNN", functools.partial(_time_causal, plan, heads, "cudnn"))
             if not plan.portable:  # it is written for Hopper
-                yield Case(f"causal {n}, {JAXS}, float16", functools.partial(_time_causal, plan, heads, JAXS))
-        yield Case(f"causal {n}, torch", functools.partial(_time_torch, plan, heads))
+                yield GpuCase(f"causal {n}, {JAXS}, float16", functools.partial(_time_causal, plan, heads, JAXS))
+        yield GpuCase(f"causal {n}, torch", functools.partial(_time_torch, plan, heads))
     for shape in plan.shapes():
         name = f"attention, {shape.name}, D {shape.D}"
         kernels = (kernel_of(shape),)
-        yield Case(name, functools.partial(time_attention, plan, shape, plan.implementation), kernels)
+        yield GpuCase(name, functools.partial(time_attention, plan, shape, plan.implementation), kernels)
         if shape.has_pages and shape.paged().shared:
             time_apart = functools.partial(time_attention, plan, shape, plan.implementation, shared=False)
-            yield Case(f"{name}, each request apart", time_apart, kernels)
+            yield GpuCase(f"{name}, each request apart", time_apart, kernels)
         if shape.name in BESIDE_XLA:
-            yield Case(f"{name}, XLA", functools.partial(time_attention, plan, shape, "xla"))
+            yield GpuCase(f"{name}, XLA", functools.partial(time_attention, plan, shape, "xla"))
     for case in plan.links()[-1:]:  # the largest: smaller ones stay in the L2 cache
         for implementation in (plan.implementation, "xla"):
             name = f"link {case.T} tokens{', XLA' * (implementation == 'xla')}"
-            yield Case(name, functools.partial(_time_link, plan, case, implementation), ("link",))
+            yield GpuCase(name, functools.partial(_time_link, plan, case, implementation), ("link",))
 
 
 def _rates(took: float, operations: int, traffic: int) -> Row:
@@ -96,7 +96,7 @@ def _rates(took: float, operations: int, traffic: int) -> Row:
 
 
 def time_attention(
-    plan: Plan, shape: AttentionShape, implementation: str, config: Any = None, *, shared: bool = True
+    plan: GpuPlan, shape: AttentionShape, implementation: str, config: Any = None, *, shared: bool = True
 ) -> Row:
     options: dict[str, Any] = {"implementation": implementation}
     step = contract(shape)
@@ -136,7 +136,7 @@ def time_attention(
     return _rates(took, shape.operations(), shape.bytes())
 
 
-def _time_link(plan: Plan, case: LinkShape, implementation: str) -> Row:
+def _time_link(plan: GpuPlan, case: LinkShape, implementation: str) -> Row:
     k_pool, v_pool, *rest = link_arrays(case)
     write = functools.partial(link, implementation=implementation)
     times = 1 if plan.rehearse else 200
@@ -151,7 +151,7 @@ def _causal_cost(shape: tuple[int, int, int, int]) -> tuple[int, int]:
     return 2 * n * (n + 1) * heads * width, 2 * 2 * n * (heads + kv_heads) * width
 
 
-def _time_causal(plan: Plan, shape: tuple[int, int, int, int], implementation: str) -> Row:
+def _time_causal(plan: GpuPlan, shape: tuple[int, int, int, int], implementation: str) -> Row:
     n, heads, kv_heads, width = shape
     q, k, v = (
         jax.random.normal(jax.random.key(i), (n, h, width), jnp.bfloat16)
@@ -180,7 +180,7 @@ def _time_causal(plan: Plan, shape: tuple[int, int, int, int], implementation: s
     return _rates(took, operations, traffic)
 
 
-def _time_torch(plan: Plan, shape: tuple[int, int, int, int]) -> Row:
+def _time_torch(plan: GpuPlan, shape: tuple[int, int, int, int]) -> Row:
     import torch
 
     n, heads, kv_heads, width = shape

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-from vlcache_jax.benchmarks.gpu.plan import Plan, Row
+from vlcache_jax.benchmarks.gpu.plan import GpuPlan, Row
 
 _HOST = 60  # names of host events that are kept
 _CONDITION = re.compile(r"^ *condition:\n.*?(?=^ *body:$)", re.DOTALL | re.MULTILINE)
 
 
-def traced(plan: Plan, name: str, run: Callable[[], object]) -> Row:
+def traced(plan: GpuPlan, name: str, run: Callable[[], object]) -> Row:
     """Kernels by their names, the longest first; all of them, and what the host did, stand in `trace_NAME.json`.
 
     Raises:
@@ -109,6 +109,6 @@ def thunks(text: str) -> Iterator[tuple[str, bool]]:
         around.append((len(spaces), kind))
 
 
-def dump_folder(plan: Plan) -> str:
+def dump_folder(plan: GpuPlan) -> str:
     """Where the compiler writes what became of the windows."""
     return str(plan.out.resolve() / "dump")

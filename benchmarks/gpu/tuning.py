@@ -8,12 +8,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from vlcache_jax.benchmarks.gpu.plan import Case, Plan, Row, kernel_of
+from vlcache_jax.benchmarks.gpu.plan import GpuCase, GpuPlan, Row, kernel_of
 from vlcache_jax.benchmarks.gpu.speeds import time_attention
 from vlcache_jax.pallas_kernels.shapes import AttentionShape
 
 
-def tune(plan: Plan) -> Iterator[Case]:
+def tune(plan: GpuPlan) -> Iterator[GpuCase]:
     """Shapes that the kernel's sizes cannot tell apart share one way to cut; the portable form has one for all."""
     if plan.portable:
         return
@@ -21,14 +21,14 @@ def tune(plan: Plan) -> Iterator[Case]:
         n, heads, kv_heads, width, decode = key
         name = f"N {n}, {heads}/{kv_heads} heads of {width}{', decoding' * decode}"
         shapes = list(same)
-        yield Case(name, functools.partial(_tune, plan, shapes), (kernel_of(shapes[0]),))
+        yield GpuCase(name, functools.partial(_tune, plan, shapes), (kernel_of(shapes[0]),))
 
 
 def _static(shape: AttentionShape) -> tuple[int, int, int, int, bool]:
     return shape.N, shape.H, shape.K, shape.D, shape.is_decode
 
 
-def _tune(plan: Plan, shapes: list[AttentionShape]) -> Row:
+def _tune(plan: GpuPlan, shapes: list[AttentionShape]) -> Row:
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
     n, heads, kv_heads, width, decode = _static(shapes[0])

@@ -15,7 +15,7 @@ _STARTING = threading.Lock()
 Measures = Mapping[str, Callable[[], dict[str, Any]]]
 
 
-class Worker:
+class GpuWorker:
     """A process that is started anew where a case took it along (a context manager).
 
     Args:

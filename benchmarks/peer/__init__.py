@@ -34,9 +34,9 @@ from typing import Any
 from vlcache_jax.benchmarks import ALLOCATOR
 from vlcache_jax.benchmarks.peer import table
 from vlcache_jax.benchmarks.peer.harness import load
-from vlcache_jax.benchmarks.peer.jobs import FULL, QUICK, SECTIONS, Scale, Step, first, make_steps
+from vlcache_jax.benchmarks.peer.jobs import FULL, QUICK, SECTIONS, JobStep, Scale, first, make_steps
 from vlcache_jax.benchmarks.throughput import commit
-from vlcache_jax.files import cache_home, check_writable
+from vlcache_jax.common.files import cache_home, check_writable
 from vlcache_jax.study.report import environment, show, write
 
 OURS, AGAINST = "ours", "against"
@@ -94,7 +94,7 @@ def set_up(peers: Sequence[str], against: pathlib.Path | None, work: pathlib.Pat
     return opened, left_out
 
 
-def take_turn(engine: Opened, task: dict[str, Any], steps: Sequence[Step], folder: pathlib.Path) -> dict[str, Any]:
+def take_turn(engine: Opened, task: dict[str, Any], steps: Sequence[JobStep], folder: pathlib.Path) -> dict[str, Any]:
     """Runs an engine through the steps, in a process that ends.
 
     Returns:
@@ -195,14 +195,14 @@ def measure(
             _publish(runs, head | {"seconds": time.monotonic() - begun}, out)
 
 
-def _asked(steps: Sequence[Step], engine: Opened, *, is_first: bool, is_first_dtype: bool) -> list[Step]:
+def _asked(steps: Sequence[JobStep], engine: Opened, *, is_first: bool, is_first_dtype: bool) -> list[JobStep]:
     """An engine's steps in a turn. Answers are compared once, and the reference gives them once for all dtypes."""
     if engine.name == table.REFERENCE:
         return [step for step in steps if step.case == "together"] if is_first and is_first_dtype else []
     return [step for step in steps if is_first or step.section != "agreement"]
 
 
-def _turn(engine: Opened, task: dict[str, Any], steps: Sequence[Step], work: pathlib.Path) -> dict[str, Any]:
+def _turn(engine: Opened, task: dict[str, Any], steps: Sequence[JobStep], work: pathlib.Path) -> dict[str, Any]:
     # What engines keep of compilation lies in the work folder, and so it is known whether there was any.
     kept = work / "kept" / "-".join((engine.name, task["dtype"], pathlib.Path(task["model"]).name))
     kept.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from vlcache_jax.benchmarks.random_models import TEXT, VISION
-from vlcache_jax.benchmarks.throughput_load import IMAGE, Load
+from vlcache_jax.benchmarks.throughput import IMAGE, ThroughputLoad
 
 SECTIONS = ("cold", "hits", "batch", "repeated", "decode", "agreement")
 PATCHES = 32  # pixels a side of what becomes a token
@@ -72,7 +72,7 @@ QUICK = Scale(
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class JobStep:
     """One call, or one for each request.
 
     Attributes:
@@ -126,14 +126,14 @@ def request(before: str, images: Sequence[str], after: str, max_tokens: int = 1)
     return {"prompt": prompt, "images": list(images), "max_tokens": max_tokens}
 
 
-def make_steps(scale: Scale, sections: Sequence[str], folder: pathlib.Path, seed: int = 0) -> list[Step]:
+def make_steps(scale: Scale, sections: Sequence[str], folder: pathlib.Path, seed: int = 0) -> list[JobStep]:
     """All steps of the sections, in the order in which they are taken.
 
     Args:
       folder: where pictures are written; is made.
     """
     words, pictures = Words(seed), Pictures(folder, seed)
-    makers: dict[str, Callable[[], Iterator[Step]]] = {
+    makers: dict[str, Callable[[], Iterator[JobStep]]] = {
         "ttft": lambda: _ttft(scale, sections, words, pictures),
         "batch": lambda: _batch(scale, "batch", folder / "batch", None),
         "repeated": lambda: _batch(scale, "repeated", folder / "repeated", 1.1),
@@ -144,13 +144,13 @@ def make_steps(scale: Scale, sections: Sequence[str], folder: pathlib.Path, seed
     return [step for name, make in makers.items() if name in wanted for step in make()]
 
 
-def first(scale: Scale, folder: pathlib.Path) -> Step:
+def first(scale: Scale, folder: pathlib.Path) -> JobStep:
     """A small request with a picture: what a start waits for."""
     words, pictures = Words(2**32), Pictures(folder, 2**32)
-    return Step("start", "first answer", 1, [request(words(16), [pictures(256, 256)], words(16))])
+    return JobStep("start", "first answer", 1, [request(words(16), [pictures(256, 256)], words(16))])
 
 
-def _ttft(scale: Scale, sections: Sequence[str], words: Words, pictures: Pictures) -> Iterator[Step]:
+def _ttft(scale: Scale, sections: Sequence[str], words: Words, pictures: Pictures) -> Iterator[JobStep]:
     """Prompts of so many images, all of one size: cold, and then as they come again."""
     # What runs first in a process is not timed; the smallest size is asked for twice, as it takes least.
     sizes = [(scale.images[0], False), *((count, True) for count in (scale.images[0], *scale.images))]
@@ -158,46 +158,46 @@ def _ttft(scale: Scale, sections: Sequence[str], words: Words, pictures: Picture
         images = [pictures(scale.side, scale.side) for _ in range(count)]
         before, after = words(16), words(16)
         size = count * scale.image_tokens
-        yield Step("cold", "cold", size, [request(before, images, after)], timed=timed and "cold" in sections)
+        yield JobStep("cold", "cold", size, [request(before, images, after)], timed=timed and "cold" in sections)
         if "hits" in sections:
             for step in _hits(size, before, images, after, words):
                 yield dataclasses.replace(step, timed=timed)
 
 
-def _hits(size: int, before: str, images: Sequence[str], after: str, words: Words) -> Iterator[Step]:
+def _hits(size: int, before: str, images: Sequence[str], after: str, words: Words) -> Iterator[JobStep]:
     """What is short is asked for three times."""
     for _ in range(3):
-        yield Step("hits", "repeat", size, [request(before, images, after)])
-        yield Step("hits", "next question", size, [request(before, images, words(16))])
+        yield JobStep("hits", "repeat", size, [request(before, images, after)])
+        yield JobStep("hits", "next question", size, [request(before, images, words(16))])
         for reuse in ("approximate", "full"):
-            yield Step("hits", "new prefix", size, [request(words(16), images, after)], reuse)
-    yield Step("hits", "new prefix", size, [request(words(16), images, after)])
+            yield JobStep("hits", "new prefix", size, [request(words(16), images, after)], reuse)
+    yield JobStep("hits", "new prefix", size, [request(words(16), images, after)])
     # An order that begins like another would be a hit of a prefix.
     orders: dict[str, tuple[int, ...]] = {"exact": (1, 0)} if len(images) == 2 else {}
     if len(images) == 4:
         orders = {"exact": (1, 0, 3, 2), "approximate": (2, 3, 0, 1), "full": (3, 2, 1, 0)}
     for reuse, order in orders.items():
-        yield Step("hits", "reordered", size, [request(before, [images[i] for i in order], after)], reuse)
+        yield JobStep("hits", "reordered", size, [request(before, [images[i] for i in order], after)], reuse)
 
 
-def _batch(scale: Scale, case: str, folder: pathlib.Path, zipf: float | None) -> Iterator[Step]:
+def _batch(scale: Scale, case: str, folder: pathlib.Path, zipf: float | None) -> Iterator[JobStep]:
     """Answers of uneven lengths, all asked for at once; before them a few others."""
     for name, requests, seed, timed in (("warm", 8, 2**32, False), ("load", scale.requests, 0, True)):
         (folder / name).mkdir(parents=True)
-        load = Load(requests=min(requests, scale.requests), zipf=zipf, seed=seed)
-        yield Step(case, case, load.requests, load.make(folder / name), forget=True, timed=timed)
+        load = ThroughputLoad(requests=min(requests, scale.requests), zipf=zipf, seed=seed)
+        yield JobStep(case, case, load.requests, load.make(folder / name), forget=True, timed=timed)
 
 
-def _decode(scale: Scale, words: Words, pictures: Pictures) -> Iterator[Step]:
+def _decode(scale: Scale, words: Words, pictures: Pictures) -> Iterator[JobStep]:
     """Answers of the same length to prompts that are known."""
     prompts = [request(words(16), [pictures(256, 256)], words(32), scale.tokens) for _ in range(max(scale.decoded))]
-    yield Step("decode", "prompts", len(prompts), [one | {"max_tokens": 1} for one in prompts], timed=False)
+    yield JobStep("decode", "prompts", len(prompts), [one | {"max_tokens": 1} for one in prompts], timed=False)
     for count in scale.decoded:
         for repeat in range(4 if count == 1 else 3):
-            yield Step("decode", "decode", count, prompts[:count], timed=repeat > 0)
+            yield JobStep("decode", "decode", count, prompts[:count], timed=repeat > 0)
 
 
-def _agreement(scale: Scale, words: Words, pictures: Pictures) -> Iterator[Step]:
+def _agreement(scale: Scale, words: Words, pictures: Pictures) -> Iterator[JobStep]:
     """The same prompts in one call, and each alone."""
     sides = itertools.cycle(SIDES)
     requests = [
@@ -205,4 +205,4 @@ def _agreement(scale: Scale, words: Words, pictures: Pictures) -> Iterator[Step]
         for i in range(scale.compared)
     ]
     for case, alone in (("together", False), ("alone", True)):
-        yield Step("agreement", case, len(requests), requests, logprobs=LOGPROBS, alone=alone, forget=True)
+        yield JobStep("agreement", case, len(requests), requests, logprobs=LOGPROBS, alone=alone, forget=True)

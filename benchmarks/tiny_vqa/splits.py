@@ -17,7 +17,7 @@ from PIL import Image
 
 from vlcache_jax.benchmarks.tiny_vqa.pictures import Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.tasks import RELATED, TASKS, ask
-from vlcache_jax.checks import check_whole
+from vlcache_jax.common.checks import check_whole
 from vlcache_jax.study.questions import Sample, first, read_tsv
 
 QUESTIONS = 1000  # of a task

@@ -27,21 +27,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vlcache_jax.pallas_kernels.attention.items import (
-    BOX,
-    EIGHT,
-    Lists,
-    check_cut,
-    part_of_group,
-    seen_by_work,
-    tiles_of_rows,
-)
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import WIDTH, merge
 from vlcache_jax.pallas_kernels.attention.work import (
+    BOX,
     BOX0,
     BOXES,
     COLUMNS,
     DIRECT,
+    EIGHT,
     FROM,
     HEAD,
     INNER_FROM,
@@ -50,8 +43,13 @@ from vlcache_jax.pallas_kernels.attention.work import (
     PARTIAL,
     TABLE,
     TO,
+    Lists,
     Work,
     WorkConfig,
+    check_cut,
+    part_of_group,
+    seen_by_work,
+    tiles_of_rows,
 )
 
 M = BOX * EIGHT

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu import ACC, MULTIPROCESSORS, SHARED_MEMORY, tiled
-from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles, make_tiles, tiles_of_row
+from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, ExpertTiles, make_tiles, tiles_of_row
 from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 
 M = 64  # rows that a warpgroup multiplies
@@ -132,7 +132,7 @@ def mix_experts_in_8_bits(
     E = len(gate_up)
     rows = quantized.rows_of_experts(expert.size, E)
 
-    def run(packed: jax.Array, own: tuple[jax.Array, jax.Array], tiles: Tiles, *, gated: bool) -> jax.Array:
+    def run(packed: jax.Array, own: tuple[jax.Array, jax.Array], tiles: ExpertTiles, *, gated: bool) -> jax.Array:
         outputs = own[0].shape[1] // (2 if gated else 1)
         config = quantized.default_config(rows, outputs, programs, tiles=min(E, expert.size))
         return quantized.multiply(packed, *own, *tiles.table, gated=gated, config=config, interpret=interpret)
@@ -145,7 +145,7 @@ def mix_experts_in_8_bits(
 def _multiply(
     x: jax.Array,
     weights: jax.Array,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     *,
     gated: bool,
     config: Config,

@@ -21,7 +21,7 @@ from vlcache_jax.pallas_kernels.chips import RESERVED, Chip, chip_at_hand
 from vlcache_jax.pallas_kernels.fragments import DEPTH, EIGHT, M, left, multiply, right, store_boxes, sums
 from vlcache_jax.pallas_kernels.grouped_matmul.mosaic_gpu import BLOCK, NARROW, columns_of, mix_packed
 from vlcache_jax.pallas_kernels.grouped_matmul.mosaic_gpu import check as check
-from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles
+from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, ExpertTiles
 from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu_mma as quantized
 from vlcache_jax.pallas_kernels.quantized_matmul.mosaic_gpu import rows_of_experts, silu_times
 from vlcache_jax.pallas_kernels.ring import Ring
@@ -83,7 +83,7 @@ def mix_experts_in_8_bits(
     E = len(gate_up)
     rows = quantized.rows_of_tile(rows_of_experts(expert.size, E), chip_at_hand())
 
-    def run(packed: jax.Array, own: tuple[jax.Array, jax.Array], tiles: Tiles, *, gated: bool) -> jax.Array:
+    def run(packed: jax.Array, own: tuple[jax.Array, jax.Array], tiles: ExpertTiles, *, gated: bool) -> jax.Array:
         _, outputs, inputs = own[0].shape
         outputs //= 2 if gated else 1
         few = min(E, expert.size)
@@ -98,7 +98,7 @@ def mix_experts_in_8_bits(
 def _multiply(
     x: jax.Array,
     weights: jax.Array,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     *,
     gated: bool,
     config: Config,

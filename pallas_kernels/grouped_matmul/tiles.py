@@ -18,7 +18,7 @@ BOX = 8  # rows of an octet
 CHUNK = 512  # choices that are compared with each other
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Where choices lie and who multiplies them, int32.
 
     Attributes:
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
         return self.expert, self.first, self.octets, self.used
 
 
-def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
+def make_tiles(expert: jax.Array, count: int, length: int) -> ExpertTiles:
     """Packs choices and cuts them into tiles.
 
     Args:
@@ -83,10 +83,10 @@ def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
 
     done = (tile - begin) * length
     taken = of_own(jnp.minimum(octets - done, length))
-    return Tiles(of_own(experts), of_own(first + done), taken, tiles.sum(keepdims=True), place, source)
+    return ExpertTiles(of_own(experts), of_own(first + done), taken, tiles.sum(keepdims=True), place, source)
 
 
-def tiles_of_row(expert: jax.Array, count: int, length: int) -> Tiles:
+def tiles_of_row(expert: jax.Array, count: int, length: int) -> ExpertTiles:
     """The same for the choices of one row: each that is somebody's has an octet and a tile, in the order of experts.
     All packed rows are that row, so that any choice will do as their source.
 
@@ -101,4 +101,4 @@ def tiles_of_row(expert: jax.Array, count: int, length: int) -> Tiles:
     place = jnp.where(expert < count, BOX * is_before.sum(1, dtype=jnp.int32), rows + choice)
     own = (expert < count).sum(dtype=jnp.int32, keepdims=True)
     source = jnp.zeros(rows, jnp.int32)
-    return Tiles(jnp.sort(expert), jnp.array(choice), jnp.ones_like(expert), own, place, source)
+    return ExpertTiles(jnp.sort(expert), jnp.array(choice), jnp.ones_like(expert), own, place, source)

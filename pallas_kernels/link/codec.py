@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.codecs import SIZES
+from vlcache_jax.common.checks import SIZES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,13 @@ from PIL import Image
 from tests.helper import SIZES
 from vlcache_jax import LLM
 from vlcache_jax.benchmarks import compression, compression_filled
-from vlcache_jax.benchmarks.compression import Setup, check_request, drawn_counts
-from vlcache_jax.benchmarks.compression_table import first_rows
+from vlcache_jax.benchmarks.compression import CompressionSetup, check_request, drawn_counts, first_rows
 from vlcache_jax.compress.parse import parse_compressor
-from vlcache_jax.device.compressed_work import alike_layers
+from vlcache_jax.device.runner import alike_layers
 from vlcache_jax.pallas_kernels import PAGE
 
 SETTINGS = SIZES | {"compressed_kv_bytes": 2**22, "max_num_seqs": 8, "use_tqdm": False}
-SETUP = Setup(lengths=(64, 144), answers=(1, 3), budget=0.2, steps=9, max_tokens=12, repeats=2)
+SETUP = CompressionSetup(lengths=(64, 144), answers=(1, 3), budget=0.2, steps=9, max_tokens=12, repeats=2)
 WAYS = ["full", "vl-cache-0.2", "postvision-0.2"]
 LAYERS = 3
 
@@ -133,4 +132,4 @@ def test_first_tokens_are_compared_in_pairs():
 )
 def test_what_is_wrong_is_said(wrong, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        Setup(**wrong)
+        CompressionSetup(**wrong)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from vlcache_jax.benchmarks.floor import H200, MODELS, decode, floor, reference
-from vlcache_jax.models.published import published_config
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.models.registry import published_config
+from vlcache_jax.reuse.policies import Plan
 
 
 @pytest.mark.parametrize(

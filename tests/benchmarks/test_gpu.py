@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from research.thunks import sequence
-from vlcache_jax.benchmarks.gpu import Case, Plan, run, running
+from vlcache_jax.benchmarks.gpu import GpuCase, GpuPlan, run, running
 from vlcache_jax.benchmarks.gpu import plan as plans
 from vlcache_jax.benchmarks.gpu.tracing import _occupation, graphs
-from vlcache_jax.benchmarks.gpu.workers import Worker
-from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.benchmarks.gpu.workers import GpuWorker
+from vlcache_jax.kernel_selftest.gpu import Gpu
 from vlcache_jax.pallas_kernels.shapes import ATTENTION
 
 SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
@@ -32,7 +32,7 @@ SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
     ],
 )
 def test_rehearsal(tmp_path, sections, portable, monkeypatch):
-    plan = Plan(rehearse=True, out=tmp_path, portable=portable)
+    plan = GpuPlan(rehearse=True, out=tmp_path, portable=portable)
     rows = run(plan, minutes=9, only=sections)
     assert {row["case"].split(":")[0] for row in rows} == set(sections)
     assert not [row for row in rows if row["result"].startswith(("failed", "not measured"))]
@@ -41,7 +41,7 @@ def test_rehearsal(tmp_path, sections, portable, monkeypatch):
     assert content["head"]["versions"]["jax"]
     assert set(content["cases"]) == {row["case"] for row in rows}
     # A second run has nothing left to do.
-    monkeypatch.setattr(Worker, "run", lambda *_: pytest.fail("it is done"))
+    monkeypatch.setattr(GpuWorker, "run", lambda *_: pytest.fail("it is done"))
     assert run(plan, minutes=0, only=sections) == rows
 
 
@@ -50,7 +50,7 @@ def test_rehearsal(tmp_path, sections, portable, monkeypatch):
     [("9.0", ["mosaic_gpu", "mosaic_gpu_mma"]), ("8.9", ["mosaic_gpu_mma"] * 2), ("7.5", []), (None, [])],
 )
 def test_each_gpu_has_its_form_of_the_kernels(tmp_path, monkeypatch, capability, forms):
-    chip = None if capability is None else Chip("a GPU", capability, "580", "")
+    chip = None if capability is None else Gpu("a GPU", capability, "580", "")
     monkeypatch.setattr(running, "find_chip", lambda: chip)
     found = []
     monkeypatch.setattr(running, "run", lambda plan, *_: found.append(plan) or [{"case": "", "result": ""}])
@@ -81,12 +81,12 @@ def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):
     usual = mosaic_gpu.default_config(2048, 32, 8, 128)
     monkeypatch.setattr(tuning, "time_attention", took)
     monkeypatch.setattr(plans, "SHAPES", tuple(s for s in SHAPES.values() if s.N in (64, 2048)))
-    cases = list(tuning.tune(Plan(rehearse=False, out=tmp_path)))
+    cases = list(tuning.tune(GpuPlan(rehearse=False, out=tmp_path)))
     assert [case.name.split()[:2] for case in cases] == [["N", "64,"], ["N", "64,"], ["N", "2048,"]]
     # Decoding of 64 looks alike, with one prefix or apart; its usual way is three stages here.
     with pytest.raises(ValueError, match="too much shared memory"):
         cases[1].measure()
-    results = running.Results(Plan(rehearse=True, out=tmp_path))
+    results = running.GpuResults(GpuPlan(rehearse=True, out=tmp_path))
     for case in (cases[0], cases[2]):
         results.keep(f"tune: {case.name}", row=case.measure())
     results.write_tuned()
@@ -102,18 +102,18 @@ def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):
 def test_a_wrong_kernel_is_not_timed_and_nothing_stops_the_rest(tmp_path, monkeypatch):
     outcomes = {"a": "attention: error 3", "b": "", "c": ""}
 
-    class Here(Worker):
+    class Here(GpuWorker):
         def run(self, name, limit):
             if outcomes[name]:
                 raise RuntimeError(outcomes[name])
             return {"error": 0.0}
 
-    checks = [Case("a", dict, ("attention",)), Case("b", dict, ("link",))]
-    speeds = [Case("b", dict, ("link",)), Case("a", dict, ("attention",)), Case("c", dict)]
+    checks = [GpuCase("a", dict, ("attention",)), GpuCase("b", dict, ("link",))]
+    speeds = [GpuCase("b", dict, ("link",)), GpuCase("a", dict, ("attention",)), GpuCase("c", dict)]
     cases = {"check": running.Section(lambda _: checks, 9, together=2), "speed": running.Section(lambda _: speeds, 9)}
-    monkeypatch.setattr(running, "Worker", Here)
+    monkeypatch.setattr(running, "GpuWorker", Here)
     monkeypatch.setattr(running, "sections", lambda: cases)
-    plan = Plan(rehearse=True, out=tmp_path)
+    plan = GpuPlan(rehearse=True, out=tmp_path)
 
     def results():
         return [row["result"].split("  case")[0] for row in run(plan, minutes=9, only=("check", "speed"))]
@@ -133,7 +133,7 @@ def test_a_case_that_hangs_or_takes_its_process_along_costs_no_other():
         "dies": functools.partial(os._exit, 3),
         "variable": functools.partial(eval, "{'set': __import__('os').environ['OF_THE_WORKER']}"),
     }
-    with Worker(functools.partial(dict, cases), {"OF_THE_WORKER": "x"}) as worker:
+    with GpuWorker(functools.partial(dict, cases), {"OF_THE_WORKER": "x"}) as worker:
         assert worker.run("well", 60) == {"pid": 1}
         with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
             worker.run("wrong", 60)

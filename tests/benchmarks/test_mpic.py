@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from tests.benchmarks.test_serving import END, USAGE, piece, running
 from vlcache_jax.benchmarks import label, mpic, notes
-from vlcache_jax.benchmarks.dialogues import Turn, draw_turns, read_turns
+from vlcache_jax.benchmarks.dialogues import DialogueTurn, draw_turns, read_turns
 from vlcache_jax.benchmarks.judge import CRITERIA, OVERALL, Judge, parse_scores
-from vlcache_jax.benchmarks.mpic import Result
+from vlcache_jax.benchmarks.mpic import MpicResult
 from vlcache_jax.benchmarks.mpic_online import DialogueLoad, longest_prompt
 from vlcache_jax.benchmarks.serving_client import Client
-from vlcache_jax.benchmarks.ttft import Setup
+from vlcache_jax.benchmarks.ttft import TtftSetup
 from vlcache_jax.commands.cli import app
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -187,7 +187,7 @@ def says(*texts):
 
 
 def test_a_judge_sees_question_answers_and_images():
-    turn = Turn("x", [], (picture(0), picture(1)), "What is it?", "A dog.")
+    turn = DialogueTurn("x", [], (picture(0), picture(1)), "What is it?", "A dog.")
     with running(says(f"Good. {MARKS}", "I cannot.")) as server:
         judge = Judge(Client(server.url), at_once=1).found()
         assert judge.scores([(turn, "A cat."), (turn, "A cow.")]) == [{k: float(v) for k, v in MARKS.items()}, None]
@@ -201,7 +201,7 @@ def test_a_judge_sees_question_answers_and_images():
 
 
 def result(text, ttft, **more):
-    return Result(text, ttft, 100, 50.0, 40, **({"score": None} | more))
+    return MpicResult(text, ttft, 100, 50.0, 40, **({"score": None} | more))
 
 
 def test_a_baseline_is_called_what_it_is():
@@ -217,7 +217,7 @@ def test_a_baseline_is_called_what_it_is():
 
 
 def test_the_table():
-    turns = [Turn(str(i), [], (b"",) * count, "", "") for i, count in enumerate((1, 1, 2))]
+    turns = [DialogueTurn(str(i), [], (b"",) * count, "", "") for i, count in enumerate((1, 1, 2))]
     results = {
         "off": [result("a b c", 0.4), result("x", 0.4), result("y", 0.9)],
         "exact": [result("a b c", 0.2), result("x", 0.2), result("y", 0.8)],
@@ -249,7 +249,7 @@ def test_requests_at_a_rate(mmdu):
     assert load.times(2.0, 0)[0] == 0
     assert json.loads(json.dumps(load.told()))["images"] == [1, 2]
     # A token of the shipped sizes is 32 pixels wide: 56 x 56 pixels are at most 2 x 2.
-    assert longest_prompt(Setup(), turns, 32) >= 2 * 4 + len("Image1: . Image2: .\nCompare them.") + 32
+    assert longest_prompt(TtftSetup(), turns, 32) >= 2 * 4 + len("Image1: . Image2: .\nCompare them.") + 32
 
 
 def test_the_command_says_what_does_not_go_together():
@@ -268,7 +268,7 @@ def test_the_command_says_what_does_not_go_together():
 @pytest.mark.ladder
 def test_requests_are_answered_alone_judged_and_not_twice(checkpoints, mmdu, tmp_path, capsys):
     turns = read_turns([mmdu], (1, 2), None, turns=1)
-    setup = Setup(model=str(checkpoints("qwen3_vl-tied")), dtype="float32")
+    setup = TtftSetup(model=str(checkpoints("qwen3_vl-tied")), dtype="float32")
     files = {"work": tmp_path / "work", "out": tmp_path / "o.json", "picture": tmp_path / "o.png"}
     with running(says(f"{MARKS}", "no marks")) as server:
         options = {"max_tokens": 2, "judge": Judge(Client(server.url), at_once=1), "max_rows": 512, **files}

@@ -13,7 +13,7 @@ import pytest
 from vlcache_jax.benchmarks import peer
 from vlcache_jax.benchmarks.peer import table
 from vlcache_jax.benchmarks.peer.jobs import QUICK, SECTIONS, first, make_steps
-from vlcache_jax.benchmarks.throughput_load import IMAGE
+from vlcache_jax.benchmarks.throughput import IMAGE
 
 CASES = {
     "cold",

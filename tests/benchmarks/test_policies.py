@@ -13,9 +13,8 @@ from vlcache_jax import LLM, CacheConfig
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.policies import find_schedules, groups_of, policies_of, questions_of, table
 from vlcache_jax.commands.cli import app
-from vlcache_jax.reuse.policies import EPIC, Scheduled, Spread
-from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.accuracy import Protocol, Result
+from vlcache_jax.reuse.policies import EPIC, Schedule, Scheduled, Spread
+from vlcache_jax.study.accuracy import AccuracyResult, Protocol
 from vlcache_jax.study.pairs import cases_of
 from vlcache_jax.study.questions import Sample
 
@@ -50,7 +49,7 @@ def test_table_has_a_row_for_the_cold_run_and_for_each_setting_of_each_group():
     samples.append(Sample("3", "hop", (b"x", b"y"), "Q", ("A",)))
     right = dict.fromkeys(names, (1.0, 0.0, 0.0)) | {"off": (1.0, 1.0, 0.0), "shift-0.5": (1.0, 1.0, 1.0)}
     run = {
-        name: [Result(i, "", score, 0.0, 1, 1, 8, [4, 1], 1.0, 10, 0.1) for i, score in enumerate(scores)]
+        name: [AccuracyResult(i, "", score, 0.0, 1, 1, 8, [4, 1], 1.0, 10, 0.1) for i, score in enumerate(scores)]
         for name, scores in right.items()
     }
     [case] = cases_of(samples, {Protocol("text_first"): run, Protocol("text_first", seed=1): run})

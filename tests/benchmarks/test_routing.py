@@ -7,9 +7,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vlcache_jax.affinity import Affinity, look
 from vlcache_jax.benchmarks import routing
-from vlcache_jax.protocol.values import read_object
+from vlcache_jax.protocol.schema import read_object
+from vlcache_jax.router.affinity import Affinity, look
 
 
 def test_a_body_is_one_that_a_client_sends():

@@ -9,15 +9,15 @@ import typer
 from typer.testing import CliRunner
 
 from tests.cache.records import key, make, write
-from vlcache_jax.affinity import RULES, Affinity, rule_of
-from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, Request, draw, main, play, read, zipf_hits
+from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, SimulatedRequest, draw, main, play, read, zipf_hits
 from vlcache_jax.cache.tiers.disk import DiskTier
+from vlcache_jax.router.affinity import RULES, Affinity, rule_of
 
 ONE = Costs(request=1.0, compute=0.01, link=0.001, token_bytes=10, bandwidth=1e4, answer=5.0)
 
 
 def trace(*names, gap=100.0):
-    return [Request(gap * i, tuple((name, 100) for name in shown)) for i, shown in enumerate(names)]
+    return [SimulatedRequest(gap * i, tuple((name, 100) for name in shown)) for i, shown in enumerate(names)]
 
 
 def test_a_picture_is_computed_once_and_linked_then():
@@ -41,7 +41,7 @@ def test_the_oldest_leave_where_there_is_no_room():
 
 def test_who_is_passed_by_gives_its_record():
     """Where that is quicker than computing, and only where the rule knows who holds it."""
-    rush = [Request(0.0, (("a", 100),)) for _ in range(3)]
+    rush = [SimulatedRequest(0.0, (("a", 100),)) for _ in range(3)]
     tight = {"engines": 2, "costs": ONE}
     played = play(rush, Affinity(slack=1), **tight)
     assert sorted(played.requests) == [1, 2]
@@ -76,7 +76,7 @@ def test_drawn_requests():
 def test_a_file_is_played(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"at": 0, "images": {"a": 64}}\n{"at": 0.5, "images": {}}\n')
-    assert read(path) == [Request(0, (("a", 64),)), Request(0.5, ())]
+    assert read(path) == [SimulatedRequest(0, (("a", 64),)), SimulatedRequest(0.5, ())]
     app = typer.Typer()
     app.command()(main)
     out, picture = tmp_path / "out.json", tmp_path / "out.png"

@@ -16,12 +16,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vlcache_jax.benchmarks import SCHEDULE, serving
-from vlcache_jax.benchmarks.serving_client import Answer, Client
-from vlcache_jax.benchmarks.serving_load import KINDS, Load
+from vlcache_jax.benchmarks.serving_client import Client, ReceivedAnswer
+from vlcache_jax.benchmarks.serving_load import KINDS, ServingLoad
 from vlcache_jax.commands.cli import app
-from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.reuse.selection import parse_policy
 
-SMALL = Load(requests=12, pictures=4, window=3, turns=5, side=32, max_tokens=4)
+SMALL = ServingLoad(requests=12, pictures=4, window=3, turns=5, side=32, max_tokens=4)
 
 
 class FakeServer:
@@ -226,8 +226,8 @@ def test_names_of_policies():
 
 
 def test_answers_are_compared_where_both_are_whole():
-    whole, other = Answer("move", 0.0, text="a"), Answer("move", 0.0, text="b")
-    cut = Answer("move", 0.0, text="a", error="cut")
+    whole, other = ReceivedAnswer("move", 0.0, text="a"), ReceivedAnswer("move", 0.0, text="b")
+    cut = ReceivedAnswer("move", 0.0, text="a", error="cut")
     assert serving.equal_share([whole, whole, cut], [whole, other, whole]) == 50
     assert serving.equal_share([cut], [whole]) is None
 
@@ -297,12 +297,12 @@ def pictures(chat):
 
 def test_pictures_repeat_move_and_slide():
     """Equal loads are equal; runs share no picture."""
-    load = Load(requests=90, pictures=6, window=3, turns=5, side=40)
+    load = ServingLoad(requests=90, pictures=6, window=3, turns=5, side=40)
     chats = load.chats(0)
     assert chats == load.chats(0)
     shown = [set(map(str, (url for chat in load.chats(run) for url in pictures(chat)))) for run in (0, 1)]
     assert not shown[0] & shown[1]
-    assert chats != Load(requests=90, pictures=6, window=3, turns=5, side=40, seed=1).chats(0)
+    assert chats != ServingLoad(requests=90, pictures=6, window=3, turns=5, side=40, seed=1).chats(0)
     repeat, move, slide = ([chat for chat in chats if chat.kind == kind] for kind in KINDS)
     drawn = [pictures(chat) for chat in repeat]
     assert {len(one) for one in drawn} == {1}
@@ -326,24 +326,24 @@ def test_pictures_repeat_move_and_slide():
 
 
 def test_known_pictures_are_shown_and_shared():
-    load = Load(requests=30, kinds=("repeat", "move"), pictures=3, known=True, side=40)
+    load = ServingLoad(requests=30, kinds=("repeat", "move"), pictures=3, known=True, side=40)
     pool = {url for chat in load.shown() for url in pictures(chat)}
     assert len(pool) == len(load.shown()) == 3
     for run in (0, 1):
         assert {url for chat in load.chats(run) for url in pictures(chat)} == pool
     assert load.chats(0) != load.chats(1)
     slides = [
-        {url for chat in Load(kinds=("slide",), known=True, side=40).chats(run) for url in pictures(chat)}
+        {url for chat in ServingLoad(kinds=("slide",), known=True, side=40).chats(run) for url in pictures(chat)}
         for run in (0, 1)
     ]
     assert not slides[0] & (slides[1] | pool)
-    assert Load().shown() == []
+    assert ServingLoad().shown() == []
 
 
 def test_when_requests_come():
-    fixed = Load(requests=5, arrivals="fixed").times(4, 0)
+    fixed = ServingLoad(requests=5, arrivals="fixed").times(4, 0)
     assert fixed == pytest.approx([0, 0.25, 0.5, 0.75, 1])
-    random = Load(requests=4000).times(4, 0)
+    random = ServingLoad(requests=4000).times(4, 0)
     assert random[0] == 0
     assert np.diff(random).mean() == pytest.approx(0.25, rel=0.05)
     assert np.diff(random).std() == pytest.approx(0.25, rel=0.1)
@@ -352,9 +352,11 @@ def test_when_requests_come():
 def test_the_figures_of_a_run():
     """Waits count from when a request was due."""
     usage = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 25}}
-    fast = Answer("move", 10.0, [10.1, 10.2, 10.4], 10.5, "abc", usage, 200)
-    slow = Answer("move", 10.0, [12.0, 12.1, 12.2], 12.5, "abc", {"prompt_tokens": 100, "completion_tokens": 3}, 200)
-    full = Answer("move", 11.0, [], 11.1, "", {}, 503, "full")
+    fast = ReceivedAnswer("move", 10.0, [10.1, 10.2, 10.4], 10.5, "abc", usage, 200)
+    slow = ReceivedAnswer(
+        "move", 10.0, [12.0, 12.1, 12.2], 12.5, "abc", {"prompt_tokens": 100, "completion_tokens": 3}, 200
+    )
+    full = ReceivedAnswer("move", 11.0, [], 11.1, "", {}, 503, "full")
     row = serving.summary([fast, slow, full], 2.0, 10.0, serving.Goal(1.0, 0.2))
     assert row == {
         "rate": 2.0, "requests": 3, "whole": 2, "refused": 1, "seconds": 2.5, "requests/s": 0.8, "tokens/s": 2.4,

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 import vlcache_jax
 from vlcache_jax.benchmarks import throughput
 from vlcache_jax.benchmarks.floor import MODELS, decode, prefill
-from vlcache_jax.benchmarks.throughput_load import BEFORE, IMAGE, SHARES, TEXT, Load, longest
+from vlcache_jax.benchmarks.throughput import BEFORE, IMAGE, LOAD_TEXT, SHARES, ThroughputLoad, longest
 from vlcache_jax.commands.cli import app
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.policies import Plan
 
 ROOT = pathlib.Path(vlcache_jax.__file__).parent.parent
-SMALL = Load(requests=6, images=3, mean_answer=5, max_answer=12)
+SMALL = ThroughputLoad(requests=6, images=3, mean_answer=5, max_answer=12)
 
 # A checkout whose engine says letters of the prompt; `{wrong}` spoils what it says.
 ENGINE = """
@@ -99,7 +99,7 @@ def as_this(monkeypatch):
 def test_requests_are_seeded(tmp_path):
     def make(name, **fields):
         (tmp_path / name).mkdir()
-        made = Load(requests=20, rate=2.0, **fields).make(tmp_path / name)
+        made = ThroughputLoad(requests=20, rate=2.0, **fields).make(tmp_path / name)
         return [request | {"images": [pathlib.Path(i).read_bytes() for i in request["images"]]} for request in made]
 
     first = make("first")
@@ -110,7 +110,7 @@ def test_requests_are_seeded(tmp_path):
 
 
 def test_requests_have_the_distributions_that_are_stated(tmp_path):
-    load = Load(requests=2000, images=40, rate=4.0)
+    load = ThroughputLoad(requests=2000, images=40, rate=4.0)
     made = load.make(tmp_path)
     lengths = np.array([request["max_tokens"] for request in made])
     assert lengths.min() == 1
@@ -125,15 +125,15 @@ def test_requests_have_the_distributions_that_are_stated(tmp_path):
     for i, request in enumerate(made):
         before, *between = request["prompt"].split("user\n")[1].split("<|im_end|>")[0].split(IMAGE)
         if between:
-            assert TEXT[0] <= len(between[-1]) <= TEXT[1]
+            assert LOAD_TEXT[0] <= len(between[-1]) <= LOAD_TEXT[1]
             assert BEFORE[0] <= len(before) <= BEFORE[1] if i % 2 else not before
     assert made[-1]["arrival"] == pytest.approx(len(made) / 4, rel=0.1)
-    assert {request["arrival"] for request in Load().make(tmp_path)} == {0.0}
+    assert {request["arrival"] for request in ThroughputLoad().make(tmp_path)} == {0.0}
     assert longest(made) % 128 == 0
 
 
 def test_pictures_are_met_by_zipfs_law(tmp_path):
-    load = Load(requests=2000, images=4, zipf=1.0)
+    load = ThroughputLoad(requests=2000, images=4, zipf=1.0)
     made = load.make(tmp_path)
     used = collections.Counter(path for request in made for path in request["images"])
     shares = [used[str(tmp_path / f"{i}.png")] / used.total() for i in range(4)]
@@ -142,7 +142,7 @@ def test_pictures_are_met_by_zipfs_law(tmp_path):
 
 
 def test_a_small_load_is_one_too(tmp_path):
-    [request] = Load(requests=1, images=1, max_answer=1).make(tmp_path)
+    [request] = ThroughputLoad(requests=1, images=1, max_answer=1).make(tmp_path)
     assert request["max_tokens"] == 1
 
 
@@ -198,7 +198,7 @@ def test_what_an_engine_counts_comes_from_its_stats(checkout, as_this, tmp_path)
 def test_requests_come_at_a_rate(checkout, as_this, tmp_path):
     """With an engine that answers at once: a run takes until the last request has come."""
     as_this(checkout(more=OPEN))
-    load, out = Load(requests=4, images=2, max_answer=5, rate=20.0), tmp_path / "out.json"
+    load, out = ThroughputLoad(requests=4, images=2, max_answer=5, rate=20.0), tmp_path / "out.json"
     throughput.measure("model", load, repeats=1, out=out)
     [row] = json.loads(out.read_text())["rows"]
     (tmp_path / "pictures").mkdir()
@@ -227,7 +227,7 @@ def test_wrong_answers_fail(checkout, as_this, tmp_path, wrong, told):
 def test_a_rate_needs_an_engine_for_it(checkout, as_this):
     as_this(checkout())
     with pytest.raises(ValueError, match="this checkout: ValueError: a rate needs AsyncLLM"):
-        throughput.measure("model", Load(requests=1, rate=1.0), repeats=1)
+        throughput.measure("model", ThroughputLoad(requests=1, rate=1.0), repeats=1)
 
 
 @pytest.mark.parametrize(

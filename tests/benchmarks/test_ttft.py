@@ -16,21 +16,20 @@ from vlcache_jax import Ladder
 from vlcache_jax.benchmarks import random_models, rates, ttft
 from vlcache_jax.benchmarks.floor import DeviceRates, floor, pairs
 from vlcache_jax.benchmarks.known_images import split_images
-from vlcache_jax.benchmarks.ttft_checks import check_found, check_logprobs
+from vlcache_jax.benchmarks.ttft import check_found, check_logprobs
 from vlcache_jax.benchmarks.ttft_table import STEPS
 from vlcache_jax.cache.store import Store
 from vlcache_jax.commands.cli import app
 from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.models.family import PublishedSize
-from vlcache_jax.models.published import SIZES, published_config
-from vlcache_jax.models.registry import load_config
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.models.registry import SIZES, load_config, published_config
+from vlcache_jax.reuse.policies import Plan
 
 CONFIGURATIONS = [
     "cold", "encoder cached", "r = 0.3", "r = 0.2", "r = 0.1", "r = 0", "schedule, mean 0.0333", "shift, r = 0.03",
 ]  # fmt: skip
 ENGINE = {"ladder": Ladder(rows=(64,), patches=(64,), sequences=(4,)), "max_rows": 64, "use_tqdm": False}
-SETUP = ttft.Setup(random_weights="small", layers=3, dtype="float32", sizes=((1, 16),), text_before=7, repeats=1)
+SETUP = ttft.TtftSetup(random_weights="small", layers=3, dtype="float32", sizes=((1, 16),), text_before=7, repeats=1)
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,20 @@ import dataclasses
 import numpy as np
 
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.record import Meta, Record, Why, blocks
-from vlcache_jax.cache.store import Filling
-from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Tier, TierError, verified
+from vlcache_jax.cache.record import (
+    DamagedError,
+    EntryGoneError,
+    Found,
+    Line,
+    Meta,
+    Record,
+    Tier,
+    TierError,
+    Why,
+    blocks,
+    verified,
+)
+from vlcache_jax.cache.store import PendingWrite
 
 GRID = (1, 4, 6)
 
@@ -97,7 +108,7 @@ class DictTier(Tier):
 
     def read(self, meta, parts, place):
         if meta.name not in self.kept:
-            raise GoneError(meta.name)
+            raise EntryGoneError(meta.name)
         for part in parts:
             data = self.kept[meta.name][2][part]
             planes = place(part)
@@ -137,7 +148,7 @@ def load(store, tier, name):
     if record is None:
         return None
     try:
-        Filling(store, tier, meta, record).read()
+        PendingWrite(store, tier, meta, record).read()
     except DamagedError:
         store.withdraw(record, Why.corrupt)
     except TierError:

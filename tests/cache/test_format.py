@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax.cache import keys
-from vlcache_jax.cache.item import COLUMNS
-from vlcache_jax.cache.items import _TABLES, FOLDER
+from vlcache_jax.cache.items import _TABLES, COLUMNS, FOLDER
 from vlcache_jax.cache.keys import FORMAT_VERSION, SHARED, TenantSalt
 from vlcache_jax.cache.record import Meta, Record, blocks
 from vlcache_jax.cache.tiers import disk, object_store, redis_store
@@ -19,7 +18,7 @@ from vlcache_jax.cache.tiers.record_file import file_name, make_header
 from vlcache_jax.convert.manifest import fingerprint
 from vlcache_jax.inputs.layout import Moment
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.intake.planner import Planner
+from vlcache_jax.preparation.planner import Planner
 
 # Lines of other versions stay: a version that was in use once must never stand for something else.
 GOLDEN = {3: "19e68e343ead6518a853e89992eb382ba3ff0181383f8c89107e1eca1a9adc2d"}

@@ -6,15 +6,15 @@ import warnings
 
 import pytest
 
-from vlcache_jax.cache import items, locks
+from vlcache_jax.cache import folders, items
+from vlcache_jax.cache.folders import held
 from vlcache_jax.cache.items import Items
-from vlcache_jax.cache.locks import held
 from vlcache_jax.cache.tiers import disk
 from vlcache_jax.cache.tiers.disk import DiskTier
 
 
 def test_what_waits_says_for_what_and_ends(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(locks, "_TICK", 0.0)
+    monkeypatch.setattr(folders, "_TICK", 0.0)
     path = tmp_path / "lock"
     with held(path) as is_mine:
         assert is_mine

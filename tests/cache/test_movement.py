@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from tests.cache.records import DictTier, key, make
-from vlcache_jax.cache.breaker import Breaker
+from vlcache_jax.cache.channel import Breaker
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.keys import SHARED, owner_key
-from vlcache_jax.cache.looks import any_form
-from vlcache_jax.cache.record import Record, Why
-from vlcache_jax.cache.remembered import Ages
+from vlcache_jax.cache.keys import SHARED, Ages, owner_key
+from vlcache_jax.cache.lookups import any_form
+from vlcache_jax.cache.record import Record, RefusedError, TierError, Why
 from vlcache_jax.cache.store import Store
-from vlcache_jax.cache.tier import RefusedError, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.writer import Captured, Writer
 

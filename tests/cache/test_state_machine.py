@@ -32,12 +32,10 @@ import vlcache_jax.cache.channel
 import vlcache_jax.cache.store
 from tests.cache.records import GRID, DictTier, key
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.keys import NO_TENANTS, entry_key, owner_key
-from vlcache_jax.cache.record import Meta, Record, blocks
+from vlcache_jax.cache.keys import NO_TENANTS, Quotas, entry_key, owner_key
+from vlcache_jax.cache.record import EntryGoneError, Meta, Record, RefusedError, Tier, TierError, blocks
 from vlcache_jax.cache.records import Handle
-from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.store import Store
-from vlcache_jax.cache.tier import GoneError, RefusedError, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.record_file import file_name
 
@@ -45,7 +43,7 @@ SALTS = ("me", "you", None)
 CONTEXTS = (key(7), key(8))
 LARGEST = 320  # bytes of the largest record
 FILE = 2048  # more than the file of any record takes
-ERRORS = (TierError("it failed"), GoneError("it is gone"), RefusedError("no"), MemoryError())
+ERRORS = (TierError("it failed"), EntryGoneError("it is gone"), RefusedError("no"), MemoryError())
 
 
 @dataclass(frozen=True)
@@ -276,7 +274,7 @@ class Machine(RuleBasedStateMachine):
           kept, pinned: what is on the disk, as in `Faulty`.
         """
         capacity, ttl = int(self.config.disk_bytes), self.config.ttl
-        disk = DiskTier(self.folder, capacity, shares=Shares(self.owner_bytes), ttl=ttl, clock=self.clock)
+        disk = DiskTier(self.folder, capacity, shares=Quotas(self.owner_bytes), ttl=ttl, clock=self.clock)
         self.disk = Faulty(disk, self.age)
         self.disk.kept, self.disk.staying = kept, pinned
         self.hands.clear()

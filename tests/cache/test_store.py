@@ -15,10 +15,9 @@ import vlcache_jax.cache.records
 from tests.cache.records import DictTier
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.record import DamagedError, Meta, Record, TierError, verified
 from vlcache_jax.cache.records import MemoryTier
 from vlcache_jax.cache.store import Store
-from vlcache_jax.cache.tier import DamagedError, TierError, verified
 from vlcache_jax.outputs import Why
 
 GRID = (1, 4, 4)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.cache.records import assert_whole, key, make, names, write
 from tests.cache.tiers.test_disk import closing, path_of
-from vlcache_jax.cache.tier import RefusedError
+from vlcache_jax.cache.record import RefusedError
 from vlcache_jax.cache.tiers.peer import PeerTier
 from vlcache_jax.commands.cli import app
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vlcache_jax.commands.demo_page import BASE, MODES, DemoTurn, Run, lesson, make_page, result
-from vlcache_jax.engine.metrics import Metrics
+from vlcache_jax.commands.demo_page import BASE, MODES, DemoRun, DemoTurn, lesson, make_page, result
+from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.outputs import Why
-from vlcache_jax.reuse.parse import APPROXIMATE
+from vlcache_jax.reuse.selection import APPROXIMATE
 
 TURNS = (
     DemoTurn(("picture.png",), "", "What is at C2?", "red triangle"),
@@ -23,7 +23,9 @@ MADE_ON = {"processor": "CPU", "cores": 2, "versions": {"jax": "1"}, "date": "20
 def run(turn, ttft, *, answer=None, match="exact", why=None, tokens=7):
     cache = SimpleNamespace(images=[SimpleNamespace(match=match, why=why)], rows=(20, tokens))
     outputs = [SimpleNamespace(text=answer or turn.answer)]
-    return Run(turn, SimpleNamespace(outputs=outputs, metrics=Metrics(ttft=ttft, prefill=ttft / 2), cache=cache))
+    return DemoRun(
+        turn, SimpleNamespace(outputs=outputs, metrics=RequestMetrics(ttft=ttft, prefill=ttft / 2), cache=cache)
+    )
 
 
 @pytest.fixture

@@ -14,14 +14,13 @@ from typer.testing import CliRunner
 
 from vlcache_jax.commands import doctor
 from vlcache_jax.commands.cli import app
-from vlcache_jax.first_contact import Verdict, contact
-from vlcache_jax.first_contact import verdicts as kept
-from vlcache_jax.first_contact.chip import Chip
-from vlcache_jax.first_contact.toolchain import Ptxas
+from vlcache_jax.kernel_selftest import Verdict, selftest
+from vlcache_jax.kernel_selftest import selftest as kept
+from vlcache_jax.kernel_selftest.gpu import Gpu, Ptxas
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.checks import PORTABLE
 
-CHIP = Chip("NVIDIA H200", "9.0", "580.65.06", "")
+CHIP = Gpu("NVIDIA H200", "9.0", "580.65.06", "")
 PASSED = {
     "attention": Verdict(True, "24 cases"),
     "paged_attention": Verdict(True, "20 cases"),
@@ -40,7 +39,7 @@ PASSED = {
 def run(tmp_path, monkeypatch):
     """(options) -> the result; the found lines are `found`, by name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(contact, "_known", None)
+    monkeypatch.setattr(selftest, "_known", None)
 
     def run(*options):
         result = CliRunner().invoke(app, ["doctor", *options])
@@ -58,8 +57,8 @@ def on_a_chip(monkeypatch):
     def put(verdicts, *, used=True, plugin=True):
         monkeypatch.setattr(doctor, "find_chip", lambda: CHIP)
         monkeypatch.setattr(doctor, "memory", lambda chip: (100 * 2**30, 140 * 2**30))
-        monkeypatch.setattr(contact, "chip_of_jax", lambda: CHIP if plugin else None)
-        monkeypatch.setattr(contact, "_check", lambda kernels, limit: {kernel: verdicts[kernel] for kernel in kernels})
+        monkeypatch.setattr(selftest, "chip_of_jax", lambda: CHIP if plugin else None)
+        monkeypatch.setattr(selftest, "_check", lambda kernels, limit: {kernel: verdicts[kernel] for kernel in kernels})
         packages = {"jax": "0.12"} | ({"jax-cuda13-plugin": "0.12"} if plugin else {})
         monkeypatch.setattr(doctor, "versions", lambda: packages)
         for module in (doctor, kept):
@@ -123,7 +122,7 @@ def test_a_portable_form_in_place_of_what_is_wrong(run, on_a_chip):
 def test_the_portable_forms_on_other_gpus(run, on_a_chip, monkeypatch, capability):
     on_a_chip({PORTABLE[kernel]: verdict for kernel, verdict in PASSED.items() if kernel in PORTABLE})
     chip = dataclasses.replace(CHIP, name="another", capability=capability)
-    for module, name in ((doctor, "find_chip"), (contact, "chip_of_jax")):
+    for module, name in ((doctor, "find_chip"), (selftest, "chip_of_jax")):
         monkeypatch.setattr(module, name, lambda: chip)
     result = run()
     assert result.exit_code == 0, result.output

@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-import vlcache_jax.progress as progress
+import vlcache_jax.common.progress as progress
 from tests.helper import SIZES, WORDS, some_cases
 from vlcache_jax import LLM, StructuredOutputs
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
-from vlcache_jax.commands.rows import Answer, Row
-from vlcache_jax.commands.shipped import warn_of_others
+from vlcache_jax.commands.options import warn_of_others
+from vlcache_jax.commands.rows import LineAnswer, Row
 
 URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -181,17 +181,17 @@ def test_a_wrong_row_is_told_by_its_line(row, message):
     told = json.loads(found.failed(found.error))
     error = told["error"]["message"] if found.is_openai else told["error"]
     assert error == found.error
-    answer = Answer.parse(json.dumps(told))
+    answer = LineAnswer.parse(json.dumps(told))
     assert (answer.number, answer.digest, answer.has_failed) == (7, "0123456789abcdef", True)
 
 
 def test_a_line_tells_its_row_whatever_the_row_is_called():
     for row in (parsed({"question": 1, "id": "batch_req_5_x"}), parsed(openai(tools=[1]) | {"custom_id": "a_b_c"})):
-        answer = Answer.parse(row.failed("wrong").decode())
+        answer = LineAnswer.parse(row.failed("wrong").decode())
         assert (answer.number, answer.digest) == (7, "0123456789abcdef")
     for line in ("", "[]", "{}", '{"line": true, "key": "a"}', '{"line": 3}', '{"id": "batch_req_"}', '{"id": 4}'):
         with pytest.raises(ValueError, match=r"^must be"):
-            Answer.parse(line)
+            LineAnswer.parse(line)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def answers(out):
         text = answer.get("text")
         if answer.get("response"):
             text = answer["response"]["body"]["choices"][0]["message"]["content"]
-        found.append((Answer.parse(line).number, text, answer["error"]))
+        found.append((LineAnswer.parse(line).number, text, answer["error"]))
     return found
 
 

@@ -7,7 +7,7 @@ import functools
 import jax
 import numpy as np
 
-from vlcache_jax.compress.scores import Scores, Seen, kept_tokens
+from vlcache_jax.compress.scores import KeyStatistics, Scores, kept_tokens
 
 ATTENTION = np.array(
     [
@@ -25,6 +25,6 @@ NORMALIZED = [0.4667, 0.212, 0.35, 0.0677, 0.1685, 0.2]
 
 
 @functools.partial(jax.jit, static_argnames=("scores", "most"))
-def kept_of(scores: Scores, seen: Seen, count: int, most: int) -> jax.Array:
+def kept_of(scores: Scores, seen: KeyStatistics, count: int, most: int) -> jax.Array:
     """The tokens that each KV head keeps by these scores, as one program."""
     return kept_tokens(scores(seen), seen.length, count, seen.window, most=most)

@@ -23,7 +23,7 @@ from vlcache_jax.compress.policies import (
     make_observed,
     make_windows,
 )
-from vlcache_jax.compress.scores import Drawn, Pooled, Received, Seen, kept_tokens, seeds
+from vlcache_jax.compress.scores import Drawn, KeyStatistics, PooledScores, Received, kept_tokens, seeds
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 
 ALL = (VLCache, PostVision, SnapKV, PyramidKV, H2O, ZipCache, Streaming, Random)
@@ -34,7 +34,7 @@ def observed(received, window=1, seed=0):
     """Keys as a program sees them: [K, 8 more], with nothing of meaning behind the prompt."""
     received = np.atleast_2d(np.asarray(received, np.float32))
     padded = np.pad(received, ((0, 0), (0, 8)), constant_values=np.nan)
-    return Seen(padded, np.int32(received.shape[1]), np.int32(window), np.uint32(seed))
+    return KeyStatistics(padded, np.int32(received.shape[1]), np.int32(window), np.uint32(seed))
 
 
 def kept(scores, count, seen):
@@ -68,10 +68,10 @@ def test_streaming():
 def test_snapkv():
     received = [0.6, 0.1, 0.1, 0.5, 0.1, 0.2, 9, 9]  # the window's own are no neighbours
     seen = observed(received, window=2)
-    means = Pooled("kv_head", 3)(seen)[0, :6]
+    means = PooledScores("kv_head", 3)(seen)[0, :6]
     np.testing.assert_allclose(means, [0.2333, 0.2667, 0.2333, 0.2333, 0.2667, 0.1], atol=1e-4)
-    assert kept(Pooled("kv_head", 3), 4, seen) == [{1, 4, 6, 7}]
-    assert kept(Received("kv_head"), 4, seen) == kept(Pooled("kv_head", 1), 4, seen) == [{0, 3, 6, 7}]
+    assert kept(PooledScores("kv_head", 3), 4, seen) == [{1, 4, 6, 7}]
+    assert kept(Received("kv_head"), 4, seen) == kept(PooledScores("kv_head", 1), 4, seen) == [{0, 3, 6, 7}]
 
 
 def test_granularity():

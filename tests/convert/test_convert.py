@@ -25,10 +25,10 @@ from tests.convert.sources import TEXT, make_source
 from tests.models.helper import from_tensors
 from vlcache_jax.convert import convert, stream, verify_weights
 from vlcache_jax.convert.command import convert_command
-from vlcache_jax.convert.memory import PeakMemory
 from vlcache_jax.convert.partial import describe_leftovers
 from vlcache_jax.convert.plan import make_plan
-from vlcache_jax.convert.restore import StoredWeights
+from vlcache_jax.convert.progress import PeakMemory
+from vlcache_jax.convert.store import StoredWeights
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint
@@ -329,7 +329,7 @@ def test_memory_is_bounded_by_the_largest_tensor(large, tmp_path):
     program = (
         "import json, sys, transformers, vlcache_jax.convert.store\n"
         "from vlcache_jax.convert import convert\n"
-        "from vlcache_jax.convert.memory import PeakMemory\n"
+        "from vlcache_jax.convert.progress import PeakMemory\n"
         "transformers.AutoConfig\n"
         "with PeakMemory(interval=0.001) as memory:\n"
         "    convert(sys.argv[1], sys.argv[2])\n"

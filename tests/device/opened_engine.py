@@ -13,7 +13,7 @@ import numpy as np
 from tests.helper import FEW
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.device import sampler
-from vlcache_jax.device.programs import files, table
+from vlcache_jax.device.programs import compile_cache, table
 from vlcache_jax.pallas_kernels import PAGE
 
 MODEL = sys.argv[1]
@@ -59,7 +59,7 @@ def told_of_programs(stats):
 
 
 def programs():
-    return sorted(path for path in files.folder().iterdir() if path.suffix != ".json")
+    return sorted(path for path in compile_cache.folder().iterdir() if path.suffix != ".json")
 
 
 def damaged():
@@ -74,7 +74,7 @@ def damaged():
 
 def misled():
     """What says which program is to be read is another program's, or none."""
-    paths = [path for path in files.folder().iterdir() if path.suffix == ".json"]
+    paths = [path for path in compile_cache.folder().iterdir() if path.suffix == ".json"]
     contents = [path.read_bytes() for path in paths]
     for number, path in enumerate(paths):
         path.write_bytes(contents[number - 1] if number % 2 else contents[number][:-1])
@@ -85,7 +85,7 @@ def misled():
 @contextlib.contextmanager
 def counting():
     """What the log says of damaged files."""
-    told, log = [], files._log
+    told, log = [], compile_cache._log
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage()) if "is damaged" in record.getMessage() else None
     log.addHandler(handler)
@@ -96,8 +96,8 @@ def counting():
 
 
 def unwritable():
-    with mock.patch.object(files, "write_whole", side_effect=OSError("no space")):
-        for path in files.folder().iterdir():
+    with mock.patch.object(compile_cache, "write_whole", side_effect=OSError("no space")):
+        for path in compile_cache.folder().iterdir():
             path.unlink()
         return opened()
 
@@ -111,12 +111,12 @@ def replaced():
 
 def full():
     """There is room for nothing: what is there goes when the next engine opens."""
-    with mock.patch.object(files, "MOST_BYTES", 0):
+    with mock.patch.object(compile_cache, "MOST_BYTES", 0):
         return opened() | {"left": len(programs())}
 
 
 def by_jax():
-    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(files.folder()).parent / "jax"))
+    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(compile_cache.folder()).parent / "jax"))
     return opened() | {"left": len(programs())}
 
 

@@ -7,20 +7,20 @@ import pytest
 
 from tests.helper import SIZES
 from vlcache_jax import LLM
-from vlcache_jax.device.programs import alarm
+from vlcache_jax.device.programs import table
 
 
 @pytest.fixture
 def levels(monkeypatch):
     """The levels that XLA's log is given."""
     found = []
-    monkeypatch.setattr(alarm, "_set_level", found.append)
+    monkeypatch.setattr(table, "_set_level", found.append)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
     return found
 
 
 def test_errors_are_hidden_while_any_thread_compiles(levels):
-    own, inside, go = alarm.Alarm(), threading.Event(), threading.Event()
+    own, inside, go = table.Alarm(), threading.Event(), threading.Event()
 
     def compile_long():
         with own.hidden():
@@ -39,7 +39,7 @@ def test_errors_are_hidden_while_any_thread_compiles(levels):
 
 
 def test_the_level_comes_back_after_an_error(levels):
-    own = alarm.Alarm()
+    own = table.Alarm()
     with pytest.raises(ValueError, match="wrong"), own.hidden():
         raise ValueError("wrong")
     assert levels == [3, 1]
@@ -48,7 +48,7 @@ def test_the_level_comes_back_after_an_error(levels):
 @pytest.mark.parametrize("level", ["0", "2", "3"])
 def test_a_level_that_a_user_set_stays(levels, monkeypatch, level):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    with alarm.Alarm().hidden():
+    with table.Alarm().hidden():
         pass
     assert not levels
 
@@ -57,7 +57,7 @@ def test_jax_logging_level_stays(levels):
     before = jax.config.jax_logging_level
     jax.config.update("jax_logging_level", "ERROR")
     try:
-        with alarm.Alarm().hidden():
+        with table.Alarm().hidden():
             pass
     finally:
         jax.config.update("jax_logging_level", before)

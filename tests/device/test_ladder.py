@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from vlcache_jax.device.ladder import Ladder, cover, round_up, split_rows
+from vlcache_jax.device.buckets import Ladder, cover, round_up, split_rows
 
 
 def test_steps_hold_the_rows_with_little_padding():

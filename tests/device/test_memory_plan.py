@@ -16,7 +16,7 @@ from vlcache_jax.device import memory_plan
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import dequantized_bytes, kept_token_bytes, plan_memory, round_pages, weight_bytes
 from vlcache_jax.models import load_config
-from vlcache_jax.models.published import published_config
+from vlcache_jax.models.registry import published_config
 from vlcache_jax.pallas_kernels import PAGE
 
 

@@ -14,7 +14,7 @@ from vlcache_jax.device.memory_plan import kept_token_bytes, weight_bytes
 from vlcache_jax.device.mesh import Devices, check_sizes, copied, copied_rows, fitting, repeats, spec_of, widened
 from vlcache_jax.device.programs.encode import rows_apart
 from vlcache_jax.models.params import parameters
-from vlcache_jax.models.published import SIZES, published_config
+from vlcache_jax.models.registry import SIZES, published_config
 from vlcache_jax.pallas_kernels.split import AXIS, WHOLE
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.helper import SIZES
 from vlcache_jax import LLM
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.device.programs import files, layers, shapes
+from vlcache_jax.device.programs import base, compile_cache, layers
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.pallas_kernels import CODECS
 
@@ -105,16 +105,16 @@ def kept(tmp_path):
     """Two programs' files."""
     paths = [tmp_path / (letter * 64) for letter in "ab"]
     for number, path in enumerate(paths):
-        files._write(path, jax.jit(lambda x, more=number: x + 1 + more).lower(np.float32(1)).compile())
+        compile_cache._write(path, jax.jit(lambda x, more=number: x + 1 + more).lower(np.float32(1)).compile())
     return paths
 
 
 def test_a_program_under_another_name_is_none(kept, caplog):
     one, other = kept
-    assert files._read(one) is not None
+    assert compile_cache._read(one) is not None
     one.write_bytes(other.read_bytes())
-    assert files._read(one) is None
-    assert (one.exists(), files._read(other) is None) == (False, False)
+    assert compile_cache._read(one) is None
+    assert (one.exists(), compile_cache._read(other) is None) == (False, False)
     assert f"the kept program {one} is damaged, and is deleted and compiled again" in caplog.text
 
 
@@ -126,23 +126,23 @@ def test_a_program_under_another_name_is_none(kept, caplog):
 def test_an_index_that_is_none_is_deleted(tmp_path, content):
     place = tmp_path / "a.json"
     place.write_bytes(b'{"index": "a", "program": "%b", "choices": [["k", "c", "xla", "w"]]}'.replace(b"%b", b"0" * 64))
-    assert files._read_index(place) == ("0" * 64, (files.Choice("k", "c", "xla", "w"),))
+    assert compile_cache._read_index(place) == ("0" * 64, (compile_cache.Choice("k", "c", "xla", "w"),))
     place.write_bytes(content.replace(b"%b", b"0" * 64))
-    assert files._read_index(place) is None
+    assert compile_cache._read_index(place) is None
     assert not place.exists()
-    assert files._read_index(place) is None
+    assert compile_cache._read_index(place) is None
 
 
 def test_the_oldest_files_go_first(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    files.folder().mkdir(parents=True)
+    compile_cache.folder().mkdir(parents=True)
     for age, name in enumerate("cabd"):
-        (files.folder() / name).write_bytes(bytes(10))
-        os.utime(files.folder() / name, (1000 + age, 1000 + age))
+        (compile_cache.folder() / name).write_bytes(bytes(10))
+        os.utime(compile_cache.folder() / name, (1000 + age, 1000 + age))
     for most, left in ((40, "abcd"), (39, "bd"), (20, "bd"), (19, "d")):
-        monkeypatch.setattr(files, "MOST_BYTES", most)
-        files._make_room()
-        assert "".join(sorted(path.name for path in files.folder().iterdir())) == left
+        monkeypatch.setattr(compile_cache, "MOST_BYTES", most)
+        compile_cache._make_room()
+        assert "".join(sorted(path.name for path in compile_cache.folder().iterdir())) == left
 
 
 @pytest.fixture(scope="module")
@@ -158,48 +158,48 @@ class Foreign:
 
 def test_everything_that_makes_a_value_is_told():
     layer = Layer(64, 32, True)
-    assert files.told(layer) == (
+    assert compile_cache.told(layer) == (
         "vlcache_jax.device.programs.layers.Layer(size=64, keep=32, has_deepstack=True, shifts=False, like=[0])"
     )
     kinds = [KVShape(2, 2, 8, np.dtype(dtype), codec) for dtype in (jnp.float32, jnp.bfloat16) for codec in
               (None, *CODECS.values())]  # fmt: skip
-    assert len({files.told(kind) for kind in kinds}) == len(kinds)
-    assert files.told(1) != files.told(True) != files.told("True")
+    assert len({compile_cache.told(kind) for kind in kinds}) == len(kinds)
+    assert compile_cache.told(1) != compile_cache.told(True) != compile_cache.told("True")
 
 
 @pytest.mark.parametrize("value", [Foreign(), (1, Foreign()), object(), {1, 2}, lambda: 1])
 def test_what_others_make_is_not_told(value):
-    with pytest.raises(files.UntoldError):
-        files.told(value)
+    with pytest.raises(compile_cache.UntoldError):
+        compile_cache.told(value)
 
 
 def test_all_code_counts():
-    known = {path.resolve() for _, path in files.source_files()}
+    known = {path.resolve() for _, path in compile_cache.source_files()}
     loaded = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "vlcache_jax"]
     assert {pathlib.Path(file).resolve() for file in loaded} <= known
     assert any("attention" in path.parts for path in known)
 
 
 def test_code_that_changes_under_a_process_is_not_told(monkeypatch):
-    newest = max(max(path.stat()[-2:]) for _, path in files.source_files()) + 1
-    monkeypatch.setattr(files, "_BEGUN", newest)
-    assert files._sources.__wrapped__()
-    monkeypatch.setattr(files, "_BEGUN", newest - 2)
-    with pytest.raises(files.UntoldError, match="changed since this process began"):
-        files._sources.__wrapped__()
-    monkeypatch.setattr(files, "_BEGUN", newest)
-    monkeypatch.setattr(files, "source_files", list)  # of a package that lies in an archive
-    with pytest.raises(files.UntoldError, match=r"the code of vlcache_jax\."):
-        files._sources.__wrapped__()
+    newest = max(max(path.stat()[-2:]) for _, path in compile_cache.source_files()) + 1
+    monkeypatch.setattr(compile_cache, "_BEGUN", newest)
+    assert compile_cache._sources.__wrapped__()
+    monkeypatch.setattr(compile_cache, "_BEGUN", newest - 2)
+    with pytest.raises(compile_cache.UntoldError, match="changed since this process began"):
+        compile_cache._sources.__wrapped__()
+    monkeypatch.setattr(compile_cache, "_BEGUN", newest)
+    monkeypatch.setattr(compile_cache, "source_files", list)  # of a package that lies in an archive
+    with pytest.raises(compile_cache.UntoldError, match=r"the code of vlcache_jax\."):
+        compile_cache._sources.__wrapped__()
 
 
 def test_a_constant_that_is_replaced_counts(monkeypatch):
-    before = files.code()
+    before = compile_cache.code()
     monkeypatch.setattr(layers, "BLOCK", 2)
-    assert files.code() != before
+    assert compile_cache.code() != before
     monkeypatch.undo()
-    monkeypatch.setattr(shapes, "LINKED", (1,))
-    assert files.code() != before
+    monkeypatch.setattr(base, "LINKED", (1,))
+    assert compile_cache.code() != before
 
 
 @pytest.mark.parametrize(
@@ -214,13 +214,13 @@ def test_a_constant_that_is_replaced_counts(monkeypatch):
 )
 def test_each_part_of_what_a_program_is_made_of_counts(name, value, monkeypatch):
     """Another place for the same program, so that none of another origin is found there."""
-    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
-    place = files.ProgramFiles(None, {})._index(Layer(64, 32, True))
-    assert place == files.ProgramFiles(None, {})._index(Layer(64, 32, True))
-    assert place != files.ProgramFiles(None, {})._index(Layer(64, 64, True))
-    assert place != files.ProgramFiles(None, {"a": True})._index(Layer(64, 32, True))
-    monkeypatch.setattr(files, name, value)
-    assert place != files.ProgramFiles(None, {})._index(Layer(64, 32, True))
+    monkeypatch.setattr(compile_cache, "_sizes", lambda shapes: "sizes")
+    place = compile_cache.ProgramFiles(None, {})._index(Layer(64, 32, True))
+    assert place == compile_cache.ProgramFiles(None, {})._index(Layer(64, 32, True))
+    assert place != compile_cache.ProgramFiles(None, {})._index(Layer(64, 64, True))
+    assert place != compile_cache.ProgramFiles(None, {"a": True})._index(Layer(64, 32, True))
+    monkeypatch.setattr(compile_cache, name, value)
+    assert place != compile_cache.ProgramFiles(None, {})._index(Layer(64, 32, True))
 
 
 def _other(leaf, **changes):
@@ -260,42 +260,42 @@ SIZES_OF_AN_ENGINE = {
 @pytest.mark.parametrize("name", SIZES_OF_AN_ENGINE)
 def test_each_size_of_an_engine_counts(engine, name):
     shapes = engine.service.device.runner.programs.shapes
-    before = files._sizes(shapes)
+    before = compile_cache._sizes(shapes)
     for change in SIZES_OF_AN_ENGINE[name]:
         changed = copy.copy(shapes)
         setattr(changed, name, change(getattr(shapes, name)))
-        assert files._sizes(changed) != before
+        assert compile_cache._sizes(changed) != before
 
 
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        (files.sys, "version", "3"),
-        (files.metadata, "version", lambda name: "1" if name == "jax" else "2"),
-        (files.metadata, "version", lambda name: "1" if name == "jaxlib" else "2"),
-        (files.metadata, "version", lambda name: "1" if name == "flax" else "2"),
-        (files.metadata, "version", lambda name: "1" if name == "numpy" else "2"),
-        (files, "_processor", lambda: ["another"]),
-        (files.os, "cpu_count", lambda: 7),
-        (files.os, "sched_getaffinity", lambda _: range(7)),
-        (files.jax, "devices", lambda: [Device("cpu", "another")]),
-        (files.jax, "devices", lambda: [Device("another", "cpu")]),
+        (compile_cache.sys, "version", "3"),
+        (compile_cache.metadata, "version", lambda name: "1" if name == "jax" else "2"),
+        (compile_cache.metadata, "version", lambda name: "1" if name == "jaxlib" else "2"),
+        (compile_cache.metadata, "version", lambda name: "1" if name == "flax" else "2"),
+        (compile_cache.metadata, "version", lambda name: "1" if name == "numpy" else "2"),
+        (compile_cache, "_processor", lambda: ["another"]),
+        (compile_cache.os, "cpu_count", lambda: 7),
+        (compile_cache.os, "sched_getaffinity", lambda _: range(7)),
+        (compile_cache.jax, "devices", lambda: [Device("cpu", "another")]),
+        (compile_cache.jax, "devices", lambda: [Device("another", "cpu")]),
     ],
 )
 def test_each_part_of_a_machine_counts(where, name, value, monkeypatch):
-    monkeypatch.setattr(files.metadata, "version", lambda name: "2")
-    monkeypatch.setattr(files.jax, "devices", lambda: [Device("cpu", "cpu")])
-    before = files._machine()
+    monkeypatch.setattr(compile_cache.metadata, "version", lambda name: "2")
+    monkeypatch.setattr(compile_cache.jax, "devices", lambda: [Device("cpu", "cpu")])
+    before = compile_cache._machine()
     monkeypatch.setattr(where, name, value)
-    assert files._machine() != before
+    assert compile_cache._machine() != before
 
 
 @pytest.mark.parametrize("name", ["NPROC", "XLA_CPU_SOMETHING"])
 def test_variables_that_the_compiler_reads_count(name, monkeypatch):
     monkeypatch.delenv(name, raising=False)
-    before = files._machine()
+    before = compile_cache._machine()
     monkeypatch.setenv(name, "3")
-    assert files._machine() != before
+    assert compile_cache._machine() != before
 
 
 class Device:
@@ -311,8 +311,8 @@ LOWERED = {"text": "text", "args_info": "args", "in_tree": "in", "out_tree": "ou
 @pytest.mark.parametrize("name", LOWERED)
 def test_each_part_of_what_is_lowered_counts(name, monkeypatch):
     """The text, what it takes and gives, and which of its arguments it uses."""
-    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
-    own = files.ProgramFiles(None, {})
+    monkeypatch.setattr(compile_cache, "_sizes", lambda shapes: "sizes")
+    own = compile_cache.ProgramFiles(None, {})
 
     def digest(text, args_info, in_tree, out_tree, used):
         lowering = types.SimpleNamespace(compile_args={"kept_var_idx": used})
@@ -324,54 +324,56 @@ def test_each_part_of_what_is_lowered_counts(name, monkeypatch):
 
 
 def test_each_part_of_where_it_is_compiled_counts_for_what_is_lowered(monkeypatch):
-    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
+    monkeypatch.setattr(compile_cache, "_sizes", lambda shapes: "sizes")
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32))
-    digest = files.ProgramFiles(None, {})._digest_of(lowered)
-    assert digest == files.ProgramFiles(None, {})._digest_of(lowered)
-    assert digest != files.ProgramFiles(None, {"a": True})._digest_of(lowered)
+    digest = compile_cache.ProgramFiles(None, {})._digest_of(lowered)
+    assert digest == compile_cache.ProgramFiles(None, {})._digest_of(lowered)
+    assert digest != compile_cache.ProgramFiles(None, {"a": True})._digest_of(lowered)
     with jax.default_matmul_precision("bfloat16"):
-        assert digest != files.ProgramFiles(None, {})._digest_of(lowered)
-    monkeypatch.setattr(files, "_machine", lambda: "another")
-    assert digest != files.ProgramFiles(None, {})._digest_of(lowered)
+        assert digest != compile_cache.ProgramFiles(None, {})._digest_of(lowered)
+    monkeypatch.setattr(compile_cache, "_machine", lambda: "another")
+    assert digest != compile_cache.ProgramFiles(None, {})._digest_of(lowered)
 
 
 def test_parts_do_not_run_into_each_other():
     """Whatever stands in them: not even those that hold what stands between two."""
     given = [("a", "b"), ("b", "a"), ("ab", ""), ("a", "b", ""), ("a\nb",), ("a\n1 b",), ("ab",)]
-    assert len({files._digest(*parts) for parts in given}) == len(given)
+    assert len({compile_cache._digest(*parts) for parts in given}) == len(given)
 
 
 def test_a_file_of_other_bytes_is_no_program(tmp_path, monkeypatch):
     """What is not what its digest says is not unpacked."""
-    monkeypatch.setattr(files.serialize_executable, "serialize", lambda compiled: (compiled, "takes", "gives"))
-    monkeypatch.setattr(files.serialize_executable, "deserialize_and_load", lambda *given, **_: given)
+    monkeypatch.setattr(compile_cache.serialize_executable, "serialize", lambda compiled: (compiled, "takes", "gives"))
+    monkeypatch.setattr(compile_cache.serialize_executable, "deserialize_and_load", lambda *given, **_: given)
     path = tmp_path / "program"
-    files._write(path, "executable")
-    assert files._read(path) == ("executable", "takes", "gives")
-    unpacked, content, loads = [], path.read_bytes(), files.pickle.loads
-    monkeypatch.setattr(files.pickle, "loads", lambda content: unpacked.append(content) or loads(content))
-    other = files.zlib.compress(files.pickle.dumps(("other", "takes", "gives")))  # which could be unpacked
-    damaged = [bytes([content[0] ^ 1]) + content[1:], content[:-1], content[: files._CHECKSUM] + other]
+    compile_cache._write(path, "executable")
+    assert compile_cache._read(path) == ("executable", "takes", "gives")
+    unpacked, content, loads = [], path.read_bytes(), compile_cache.pickle.loads
+    monkeypatch.setattr(compile_cache.pickle, "loads", lambda content: unpacked.append(content) or loads(content))
+    other = compile_cache.zlib.compress(
+        compile_cache.pickle.dumps(("other", "takes", "gives"))
+    )  # which could be unpacked
+    damaged = [bytes([content[0] ^ 1]) + content[1:], content[:-1], content[: compile_cache._CHECKSUM] + other]
     for one in damaged:
         path.write_bytes(one)
-        assert files._read(path) is None
+        assert compile_cache._read(path) is None
         assert not path.exists()
     assert not unpacked
 
 
 def test_flags_of_the_compiler_count(monkeypatch):
-    before = files._machine()
+    before = compile_cache._machine()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_onednn=false")
-    assert files._machine() != before
+    assert compile_cache._machine() != before
     monkeypatch.setenv("XLA_FLAGS", "/tmp/flags")
-    with pytest.raises(files.UntoldError, match="XLA_FLAGS names a file"):
-        files._machine()
+    with pytest.raises(compile_cache.UntoldError, match="XLA_FLAGS names a file"):
+        compile_cache._machine()
 
 
 def test_settings_of_a_thread_count():
-    before = files._settings()
+    before = compile_cache._settings()
     with jax.default_matmul_precision("bfloat16"):
-        assert files._settings() != before
+        assert compile_cache._settings() != before
 
 
 def made_by(factor):
@@ -427,7 +429,7 @@ class Other:
     ],
 )
 def test_what_stands_in_a_module_is_told_apart(one, other):
-    assert files._stands(one) == files._stands(one) != files._stands(other)
+    assert compile_cache._stands(one) == compile_cache._stands(one) != compile_cache._stands(other)
 
 
 @pytest.mark.parametrize(
@@ -440,8 +442,8 @@ def test_what_stands_in_a_module_is_told_apart(one, other):
     ],
 )
 def test_what_is_lowered_is_told_apart(one, other, monkeypatch):
-    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
-    own = files.ProgramFiles(None, {})
+    monkeypatch.setattr(compile_cache, "_sizes", lambda shapes: "sizes")
+    own = compile_cache.ProgramFiles(None, {})
 
     def digest(function, sizes):
         function.__name__ = "f"
@@ -453,9 +455,9 @@ def test_what_is_lowered_is_told_apart(one, other, monkeypatch):
 def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
     """A program that calls the host, as interpreted kernels do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(files, "_sizes", lambda shapes: "sizes")
-    monkeypatch.setattr(files, "is_kept_by_jax", lambda: False)
-    own, seen, layer = files.ProgramFiles(None, {}), [], Layer(64, 32, True)
+    monkeypatch.setattr(compile_cache, "_sizes", lambda shapes: "sizes")
+    monkeypatch.setattr(compile_cache, "is_kept_by_jax", lambda: False)
+    own, seen, layer = compile_cache.ProgramFiles(None, {}), [], Layer(64, 32, True)
 
     def calls(x):
         jax.debug.callback(seen.append, x)
@@ -480,9 +482,9 @@ def test_only_a_folder_of_ones_own_is_read(wrong, tmp_path):
     else:
         place.touch()
     with pytest.raises(PermissionError, match="a directory of yours to which nobody else can write"):
-        files.check_owner(place)
+        compile_cache.check_owner(place)
     (tmp_path / "own").mkdir(mode=0o700)
-    files.check_owner(tmp_path / "own")
+    compile_cache.check_owner(tmp_path / "own")
 
 
 def test_every_program_can_be_told(engine):
@@ -490,8 +492,8 @@ def test_every_program_can_be_told(engine):
     programs, found = engine.service.device.runner.programs, {}
     for reuse in ("off", "exact", "approximate", "full", "shift-0.1", "mpic-4", "cacheblend-0.15", "0.1"):
         for program in programs.family_of(engine.service.policy_of(reuse)):
-            found[program] = files.told(program)
-            assert found[program] == files.told(copy.deepcopy(program))
+            found[program] = compile_cache.told(program)
+            assert found[program] == compile_cache.told(copy.deepcopy(program))
     assert {"window", "compressed_window", "score_rows", "choose"} <= {program.name for program in found}
     assert len(set(found.values())) == len(found)
 
@@ -505,6 +507,6 @@ def test_each_size_of_a_program_counts(engine):
                 changed = dataclasses.replace(
                     program, **{field.name: type(value)(value + 1 if type(value) is int else not value)}
                 )
-                assert files.told(changed) != files.told(program)
+                assert compile_cache.told(changed) != compile_cache.told(program)
                 seen.add(program.name)
     assert {"layer", "window", "compressed_window", "link"} <= seen

@@ -25,7 +25,7 @@ from vlcache_jax.device.sampler import (
     sample,
     score,
 )
-from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, marks_row, recent_tokens, words_array
+from vlcache_jax.engine.decode_slots import bad_word_tokens, bias_row, marks_row, recent_tokens, words_array
 from vlcache_jax.sampling import SamplingParams
 
 pytestmark = pytest.mark.ladder  # every parameter; tests of the engine show that they are at work

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from vlcache_jax.device.programs.state import CopyPages
+from vlcache_jax.device.programs.memory import CopyPages
 from vlcache_jax.pallas_kernels import PAGE
 
 PAGES = 40

@@ -10,8 +10,7 @@ import pytest
 from tests.helper import LADDER, SIZES
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.device.programs import table
-from vlcache_jax.device.programs.link import Link
-from vlcache_jax.device.programs.state import EmptyLanes
+from vlcache_jax.device.programs.memory import EmptyLanes, Link
 
 LINK = Link(16, 1, 1)  # of the images here
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -139,7 +138,7 @@ def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog)
         return lower(key)
 
     monkeypatch.setattr(programs, "_lower", failing)
-    with caplog.at_level(logging.DEBUG, "vlcache_jax.engine.ahead"):
+    with caplog.at_level(logging.DEBUG, "vlcache_jax.engine.compile_ahead"):
         ask(llm, 1)
         llm.service.ahead.wait()
     assert f"compiling {LINK} ahead failed" in caplog.text

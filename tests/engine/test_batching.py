@@ -4,7 +4,7 @@ import functools
 import numpy as np
 import pytest
 
-from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.engine.batching import Prefill, encoder_calls, prefill_steps
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Sequence
@@ -12,8 +12,7 @@ from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.pallas_kernels import PAGE, WorkConfig, shared_prefixes
-from vlcache_jax.reuse.plan import Plan, full_prefill
-from vlcache_jax.reuse.policies import first_tokens
+from vlcache_jax.reuse.policies import Plan, first_tokens, full_prefill
 
 LAYERS, SLOTS = 3, 6 * PAGE  # of the pool
 CONFIG = functools.partial(WorkConfig, requests=4, pages=5)

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlcache_jax.device.compressed_work import alike_layers, compressed_work
 from vlcache_jax.device.programs.window import LISTS
-from vlcache_jax.engine.compressed import CompressedPages
+from vlcache_jax.device.runner import alike_layers, compressed_work
+from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.pallas_kernels.attention.work import FROM, TO, WorkConfig
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from vlcache_jax import assets
-from vlcache_jax.engine import detokenizer as detokenizers
+from vlcache_jax.engine import completions as detokenizers
 from vlcache_jax.testing import make_checkpoint
 
 TEXT = "the cat sat on the mat: Grüße, naïve 世界 👋🏽 — ok"

@@ -15,9 +15,9 @@ import pytest
 from tests.helper import SHORT
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.device.runner import check_kernels
-from vlcache_jax.first_contact import contact
-from vlcache_jax.first_contact.chip import Chip
-from vlcache_jax.models.published import published_config
+from vlcache_jax.kernel_selftest import selftest
+from vlcache_jax.kernel_selftest.gpu import Gpu
+from vlcache_jax.models.registry import published_config
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
 from vlcache_jax.testing import make_checkpoint
@@ -148,9 +148,9 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
         return [sys.executable, "-c", code, str(report), str(limit), *kernels]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(contact, "_known", None)
-    monkeypatch.setattr(contact, "chip_of_jax", lambda: Chip("NVIDIA H200", "9.0", "580.65.06", ""))
-    monkeypatch.setattr(contact, "command", command)
+    monkeypatch.setattr(selftest, "_known", None)
+    monkeypatch.setattr(selftest, "chip_of_jax", lambda: Gpu("NVIDIA H200", "9.0", "580.65.06", ""))
+    monkeypatch.setattr(selftest, "command", command)
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
     checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
@@ -170,9 +170,9 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     assert "attention runs on XLA; check on NVIDIA H200 failed: windows: error " in capsys.readouterr().err
 
     # The next process knows, but for what had no device.
-    monkeypatch.setattr(contact, "_known", None)
+    monkeypatch.setattr(selftest, "_known", None)
     with open_llm(directory):
-        assert contact.verdict_on("attention").passed is False
+        assert selftest.verdict_on("attention").passed is False
     assert processes[len(checked) :] == [portable, portable]
 
 

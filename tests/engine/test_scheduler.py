@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import ImageUse, Sequence
-from vlcache_jax.engine.scheduler import Scheduler
-from vlcache_jax.engine.turns import order
+from vlcache_jax.engine.scheduler import Scheduler, order
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
-from vlcache_jax.reuse.plan import full_prefill
+from vlcache_jax.reuse.policies import full_prefill
 from vlcache_jax.reuse.selection import CacheBlend, make_choice
 
 LAYERS, SIZE = 3, 8  # tokens of a page

@@ -12,7 +12,7 @@ import pytest
 from tests.cache.records import load
 from tests.helper import SIZES, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, AsyncLLM, CacheConfig, SamplingParams
-from vlcache_jax.cache.tier import Found, Tier, TierError
+from vlcache_jax.cache.record import Found, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.device.programs.layers import BLOCK
 from vlcache_jax.testing import make_checkpoint
@@ -261,7 +261,7 @@ def test_images_are_linked_together_and_layers_launched_together(deep, textured_
     vision = deep.service.checkpoint.config.vision
     assert names["layers"] == (9 - 1 - vision.num_deepstack) // BLOCK
     assert names["layers"] * BLOCK + names["layer"] == 9
-    monkeypatch.setattr("vlcache_jax.engine.passage.BLOCK_ROWS", 0)
+    monkeypatch.setattr("vlcache_jax.engine.prefilling.BLOCK_ROWS", 0)
     apart, names = counted(deep, monkeypatch, before, *pictures, " what?", reuse=reuse)
     assert (names["layers"], names["layer"]) == (0, 9)
     np.testing.assert_allclose(logits, apart, atol=1e-4, rtol=0)

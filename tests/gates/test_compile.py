@@ -15,17 +15,16 @@ from research.compile_report import compile_prefill, prefill_bounds
 from research.compiled import SLOTS, abstract_runner, compile_for, compile_program
 from research.thunks import first_layers
 from vlcache_jax.benchmarks.floor import MODELS
+from vlcache_jax.device.programs.base import MOVED_PAGES
 from vlcache_jax.device.programs.compress import Compact, Observe, ReadPages, WritePages
 from vlcache_jax.device.programs.encode import Encode
-from vlcache_jax.device.programs.keep import KeepLayer, KeepRows
 from vlcache_jax.device.programs.layers import BLOCK, Block, Layer
-from vlcache_jax.device.programs.link import Link, Recall
-from vlcache_jax.device.programs.shapes import MOVED_PAGES
+from vlcache_jax.device.programs.memory import KeepLayer, KeepRows, Link, Recall
 from vlcache_jax.device.programs.window import CompressedWindow, Window
 from vlcache_jax.device.sampler import Choice
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.layers import FEW, SPLIT_K
-from vlcache_jax.models.published import published_config
+from vlcache_jax.models.registry import published_config
 from vlcache_jax.pallas_kernels import (
     CODECS,
     PAGE,

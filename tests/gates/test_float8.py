@@ -16,7 +16,7 @@ from research.compiled import SLOTS, abstract_runner, compile_for, compile_progr
 from vlcache_jax.device.memory_plan import dequantized_bytes
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.device.programs.window import Window
-from vlcache_jax.models.published import published_config
+from vlcache_jax.models.registry import published_config
 from vlcache_jax.pallas_kernels import float8_matmul, mix_experts
 from vlcache_jax.pallas_kernels.quantized_matmul import TILE
 

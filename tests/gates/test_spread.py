@@ -11,9 +11,9 @@ import pytest
 
 from research.compiled import exchanged, spread_shapes
 from vlcache_jax.device.programs.layers import Layer
-from vlcache_jax.device.programs.link import Link
+from vlcache_jax.device.programs.memory import Link
 from vlcache_jax.device.programs.window import Window
-from vlcache_jax.models.published import published_config
+from vlcache_jax.models.registry import published_config
 from vlcache_jax.pallas_kernels.split import AXIS
 
 pytestmark = pytest.mark.cuda_gate

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from vlcache_jax.inputs import fetch
+from vlcache_jax.inputs import access
 from vlcache_jax.inputs.access import Access
 
 PUBLIC = "93.184.216.34"
@@ -105,15 +105,15 @@ def dialled(monkeypatch, names):
     class Dialled(list):
         server = None
 
-    dialled, connect = Dialled(), fetch._connect
+    dialled, connect = Dialled(), access._connect
 
     def dial(address, port, seconds):
         dialled.append(str(address))
         if dialled.server is None:
             raise ConnectionRefusedError(111, "Connection refused")
-        return connect(fetch.ipaddress.ip_address("127.0.0.1"), dialled.server.server_address[1], seconds)
+        return connect(access.ipaddress.ip_address("127.0.0.1"), dialled.server.server_address[1], seconds)
 
-    monkeypatch.setattr(fetch, "_connect", dial)
+    monkeypatch.setattr(access, "_connect", dial)
     return dialled
 
 
@@ -188,7 +188,7 @@ def test_a_private_address_is_not_dialled(names, dialled, address):
 @pytest.mark.parametrize("host", ["8.8.8.8", "[2606:4700::1111]", "[::ffff:8.8.8.8]", "[64:ff9b::8.8.8.8]"])
 def test_a_public_address_is_dialled(dialled, host):
     assert refused(f"http://{host}/a", None) == "Connection refused"
-    assert dialled == [str(fetch.ipaddress.ip_address(host.strip("[]")))]
+    assert dialled == [str(access.ipaddress.ip_address(host.strip("[]")))]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ DRIPS = {
 
 @pytest.mark.parametrize("part", DRIPS)
 def test_a_slow_answer_ends_at_the_deadline(monkeypatch, part):
-    monkeypatch.setattr(fetch, "FETCH_SECONDS", 0.3)
+    monkeypatch.setattr(access, "FETCH_SECONDS", 0.3)
     with serving(lambda path: drip(*DRIPS[part])) as server:
         assert refused(f"{server.url}/a") == "not complete after 0.3 s"
     assert len(server.requests) == 1
@@ -392,7 +392,7 @@ def test_slow_tls_ends_at_the_deadline(monkeypatch):
             return connection
 
     slow = []
-    monkeypatch.setattr(fetch, "FETCH_SECONDS", 0.3)
+    monkeypatch.setattr(access, "FETCH_SECONDS", 0.3)
     with serving(None, Slow()) as server:
         assert refused(server.url.replace("http", "https") + "/a") == "not complete after 0.3 s"
     assert len(slow) < 100
@@ -403,7 +403,7 @@ def test_redirects_share_the_deadline(monkeypatch):
         time.sleep(0.2)
         yield moved(path + "a")
 
-    monkeypatch.setattr(fetch, "FETCH_SECONDS", 0.3)
+    monkeypatch.setattr(access, "FETCH_SECONDS", 0.3)
     with serving(answer) as server:
         assert refused(f"{server.url}/a").startswith("not complete after 0.3 s (redirect ")
     assert len(server.requests) < 4
@@ -412,7 +412,7 @@ def test_redirects_share_the_deadline(monkeypatch):
 def test_a_slow_resolver_ends_at_the_deadline(monkeypatch, dialled):
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(10) and [])
-    monkeypatch.setattr(fetch, "FETCH_SECONDS", 0.1)
+    monkeypatch.setattr(access, "FETCH_SECONDS", 0.1)
     assert refused("http://pictures.example/a", None) == "not complete after 0.1 s"
     assert not released.is_set()
     released.set()
@@ -426,7 +426,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(names, monkeyp
         given.append(seconds)
         raise TimeoutError
 
-    monkeypatch.setattr(fetch, "_connect", dial)
+    monkeypatch.setattr(access, "_connect", dial)
     names.addresses = [f"8.8.8.{i}" for i in range(4)]
     assert refused("http://pictures.example/a", None) == "not complete after 20.0 s"
     assert all(seconds <= share for seconds, share in zip(given, (5, 20 / 3, 10, 20), strict=True))
@@ -503,7 +503,7 @@ def secure(dialled):
 
 def test_tls_asks_for_the_name_of_the_url(secure, monkeypatch):
     trusting = ssl.create_default_context(cafile=PEM)
-    monkeypatch.setattr(fetch, "_tls_context", lambda: trusting)
+    monkeypatch.setattr(access, "_tls_context", lambda: trusting)
     assert get("https://pictures.example/a", ["pictures.example"]) == b"x"
     assert secure.names == ["pictures.example"]
     assert refused("https://other.example/a", None) == "its certificate is not valid"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlcache_jax.inputs.heads import MOST, end_of
+from vlcache_jax.inputs.image_headers import MOST, end_of
 from vlcache_jax.inputs.images import read_image, trimmed
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))

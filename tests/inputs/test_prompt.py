@@ -17,9 +17,9 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from vlcache_jax.inputs.access import Access
+from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer, Template, template_text
-from vlcache_jax.inputs.settings import read_settings
 
 # In the manner of the published template: a system turn of its own where none is given.
 QWEN2_5_TEMPLATE = """\

@@ -22,12 +22,11 @@ from tests.inputs.test_images import fetched
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.inputs import images
 from vlcache_jax.inputs.access import Access
-from vlcache_jax.inputs.films import FilmFile, Head
+from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer
-from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import KINDS, VideoProcessor
-from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, read_video
+from vlcache_jax.inputs.videos import NO_OPTIONS, FilmFile, VideoHeader, VideoOptions, read_video
 from vlcache_jax.models import load_config
 
 FPS = {"fps": 2.0}
@@ -78,7 +77,7 @@ def theirs(library, processor):
 
 
 def head(frames, fps=24.0, height=40, width=60):
-    return Head(frames, height, width, fps, None, frames)
+    return VideoHeader(frames, height, width, fps, None, frames)
 
 
 @pytest.mark.parametrize("asked", [{"fps": 2}, {"fps": 0.7}, {"num_frames": 6}, {"fps": 5, "min_frames": 6}])
@@ -119,7 +118,7 @@ def test_times_are_the_librarys(processor):
     for frames, fps in ((7, 3.0), (10, 23.976)):
         cut = processor.cut(head(frames, fps), VideoOptions(), is_file=False)
         assert list(cut.seconds) == Qwen3VLProcessor._calculate_timestamps(None, list(range(frames)), fps)
-    numbered = Head(3, 40, 60, 10.0, (0, 15, 31), 60)
+    numbered = VideoHeader(3, 40, 60, 10.0, (0, 15, 31), 60)
     cut = processor.cut(numbered, VideoOptions(), is_file=False)
     assert (cut.chunks, cut.seconds) == (((0, 1), (2, 2)), (0.75, 3.1))
     assert cut.step == pytest.approx(2 / (3 / 60 * 10))
@@ -183,7 +182,7 @@ def test_pairs_with_metadata(checkpoints):
         text = count * f"<|vision_start|>{VIDEO_TOKEN}"
         prompt = renderer.from_prompt({"prompt": text, "multi_modal_data": {"video": data}})
         heads = [source.film.head() for source in prompt.videos]
-        assert heads == [Head(4, 40, 60, 2.0, (0, 15, 30, 45), 60)] * count
+        assert heads == [VideoHeader(4, 40, 60, 2.0, (0, 15, 30, 45), 60)] * count
         assert [source.options for source in prompt.videos] == [VideoOptions(do_sample_frames=False)] * count
     asked = {"mm_processor_kwargs": {"do_sample_frames": True}}  # comes before what the metadata say, as in vLLM
     prompt = renderer.from_prompt({"prompt": VIDEO_TOKEN, "multi_modal_data": {"video": pair}, **asked})
@@ -388,7 +387,7 @@ def test_files(container, tmp_path):
     data = encoded(np.repeat(noise(2), 5, axis=0), container)
     (tmp_path / "a.bin").write_bytes(data)
     film = read_video(tmp_path / "a.bin").film
-    assert film.head() == Head(10, 40, 60, 5.0, None, 10)
+    assert film.head() == VideoHeader(10, 40, 60, 5.0, None, 10)
     every, some = list(film.decode(range(10))), list(film.decode([0, 7, 7]))
     assert [frame.shape for frame in every] == [(40, 60, 3)] * 10
     np.testing.assert_array_equal(some, [every[0], every[7], every[7]])
@@ -576,7 +575,7 @@ def test_decoders_are_imported_ahead(tmp_path, textured_image):
         Image.fromarray(textured_image(30, 40)).save(tmp_path / name)
     program = (
         "import pathlib, sys\n"
-        "from vlcache_jax.inputs.films import import_decoders\n"
+        "from vlcache_jax.inputs.videos import import_decoders\n"
         "from vlcache_jax.inputs.images import read_image\n"
         "import_decoders()\n"
         "before = set(sys.modules)\n"

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, experts, load_config
+from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder, load_config
 from vlcache_jax.models.decoder import embed
 from vlcache_jax.models.model import LayerGraphs, layer_graphs
 from vlcache_jax.models.params import Parameter, Part, library_name, parameters
@@ -216,7 +216,7 @@ def pinned(model: Model, params: Any, route: np.ndarray) -> Any:
         return (probability / probability.sum(1, keepdims=True)).astype(logits.dtype), jnp.asarray(route)
 
     def run(*args: Any, keep: int) -> Any:
-        with mock.patch.object(experts, "route", pin):
+        with mock.patch.object(decoder, "route", pin):
             graph = model.layer_graphs[jax.tree.structure(params)]
             return jax.jit(functools.partial(bind(graph, params), keep=keep, capture=True))(*args)
 

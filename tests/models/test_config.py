@@ -14,8 +14,7 @@ import pytest
 
 from vlcache_jax.models import load_config
 from vlcache_jax.models.params import library_name, parameters, published_name
-from vlcache_jax.models.published import published_config
-from vlcache_jax.models.registry import FAMILIES
+from vlcache_jax.models.registry import FAMILIES, published_config
 from vlcache_jax.testing import make_checkpoint
 
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 from tests.helper import drawn
 from tests.models import helper, parity
-from vlcache_jax.models import experts
+from vlcache_jax.models import decoder
 from vlcache_jax.models.config import ExpertsConfig
-from vlcache_jax.models.experts import SparseMLP, route
+from vlcache_jax.models.decoder import SparseMLP, route
 
 NAMES = ["qwen3_vl_moe-tied", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded"]
 
@@ -28,7 +28,7 @@ def routes_of(model, reference, monkeypatch):
         jax.debug.callback(lambda value: found.append(np.asarray(value)), expert, ordered=True)
         return weight, expert
 
-    monkeypatch.setattr(experts, "route", noted)
+    monkeypatch.setattr(decoder, "route", noted)
     monkeypatch.setattr(helper, "layer", uncached_layer)
     pool = helper.empty_pool(model, len(reference.logits))
     helper.forward(model, helper.rows_of(reference.prompt), reference.encoder_rows, pool)

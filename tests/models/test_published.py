@@ -8,8 +8,7 @@ import pytest
 
 from vlcache_jax.models.config import ExpertsConfig
 from vlcache_jax.models.params import parameters
-from vlcache_jax.models.published import SIZES, config_file, find_name, published_config
-from vlcache_jax.models.registry import FAMILIES
+from vlcache_jax.models.registry import FAMILIES, SIZES, config_file, find_name, published_config
 
 # Width, layers, heads, heads of K, V, MLP width, vocabulary, tied, base of RoPE, longest context, KiB of K, V a token
 # (bfloat16); vision: layers, width, head width, MLP width, patch; and the parameters, as the library counts them.

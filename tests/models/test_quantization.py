@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from vlcache_jax.models.quantization import PRODUCTS, Quantization, read_quantization
+from vlcache_jax.models.config import PRODUCTS, Quantization, read_quantization
 
 QWEN = {
     "quant_method": "fp8",

@@ -11,7 +11,7 @@ from tests.helper import drawn, each_family
 from tests.models import helper, parity
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.models import rope, vision
-from vlcache_jax.models.qwen2_5_vl.vision import encoder_tables as window_tables
+from vlcache_jax.models.qwen2_5_vl import encoder_tables as window_tables
 from vlcache_jax.models.registry import load_config
 
 # Sum order and the library's convolution for the patch embedding.
@@ -108,7 +108,7 @@ def test_tables_are_padded_and_in_range(checkpoints, name, grids):
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 6), (8, 8), (14, 4), (50, 6)])
 def test_learned_positions(height, width):
     """Bilinear taps, corner to corner: equal to interpolating a plane exactly, and inside the table at the edges."""
-    from vlcache_jax.models.qwen3_vl.vision import _position_taps
+    from vlcache_jax.models.qwen3_vl import _position_taps
 
     side = 8
     tap, weight = _position_taps(2 * height, 2 * width, 2, side)

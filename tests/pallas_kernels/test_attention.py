@@ -9,7 +9,7 @@ import pytest
 
 from tests.helper import ATOL
 from vlcache_jax.pallas_kernels import attention, carry_flaws
-from vlcache_jax.pallas_kernels.cases import CASES, Case, causal, reference, scattered, whole
+from vlcache_jax.pallas_kernels.cases import CASES, KernelCase, causal, reference, scattered, whole
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 jitted = jax.jit(attention, static_argnames=("scale", "implementation"))
@@ -21,7 +21,7 @@ def zeros(*shape, dtype=np.float32):
 
 @each_case
 @pytest.mark.parametrize("dtype", ATOL)
-def test_agrees_with_the_reference(case: Case, dtype: str) -> None:
+def test_agrees_with_the_reference(case: KernelCase, dtype: str) -> None:
     args = case.inputs(dtype)
     out = jitted(*args, scale=case.scale)
     assert out.shape == args[0].shape
@@ -30,13 +30,13 @@ def test_agrees_with_the_reference(case: Case, dtype: str) -> None:
 
 
 @each_case
-def test_the_rest_of_the_pool_may_hold_anything(case: Case) -> None:
+def test_the_rest_of_the_pool_may_hold_anything(case: KernelCase) -> None:
     clean, poisoned = (jitted(*case.inputs(poison=poison), scale=case.scale) for poison in (False, True))
     np.testing.assert_array_equal(clean, poisoned)
 
 
 def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
-    q, k, v, start, end = map(np.array, Case("", 90, 90, 8, 1, 24, causal).inputs())
+    q, k, v, start, end = map(np.array, KernelCase("", 90, 90, 8, 1, 24, causal).inputs())
     want = np.asarray(jitted(q, k, v, start, end))
     of_k, of_v, of_one = k.copy(), v.copy(), v.copy()
     of_k[50], of_v[50], of_one[50, 0, 3] = np.nan, np.nan, np.inf
@@ -48,7 +48,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
 
 
 def test_empty_rows_are_zero_beside_nan() -> None:
-    q, k, v, start, end = map(np.array, Case("", 90, 90, 8, 1, 24, whole).inputs())
+    q, k, v, start, end = map(np.array, KernelCase("", 90, 90, 8, 1, 24, whole).inputs())
     end[::3] = 0
     out = np.asarray(jitted(q, *jax.jit(carry_flaws)(k, np.full_like(v, np.inf)), start, end))
     assert (out[::3] == 0).all()
@@ -56,7 +56,7 @@ def test_empty_rows_are_zero_beside_nan() -> None:
 
 
 def test_rows_do_not_depend_on_the_size_of_the_pool() -> None:
-    q, k, v, start, end = map(np.asarray, Case("", 90, 90, 8, 1, 24, causal).inputs())
+    q, k, v, start, end = map(np.asarray, KernelCase("", 90, 90, 8, 1, 24, causal).inputs())
     shift = 301
     big = [np.full((8 * 90, 1, 24), fill, np.float32) for fill in (np.nan, np.finfo(np.float32).max)]
     for pool, x in zip(big, (k, v), strict=True):
@@ -66,7 +66,7 @@ def test_rows_do_not_depend_on_the_size_of_the_pool() -> None:
 
 
 def test_rows_do_not_depend_on_other_rows() -> None:
-    q, k, v, start, end = map(np.asarray, Case("", 300, 801, 6, 2, 64, scattered).inputs())
+    q, k, v, start, end = map(np.asarray, KernelCase("", 300, 801, 6, 2, 64, scattered).inputs())
     want = np.asarray(jitted(q, k, v, start, end))
     order = np.random.default_rng(1).permutation(300)
     for rows in (order, order[:11], order[:1]):
@@ -75,13 +75,13 @@ def test_rows_do_not_depend_on_other_rows() -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    q, k, v, start, end = Case("", 90, 90, 8, 1, 24, whole).inputs()
+    q, k, v, start, end = KernelCase("", 90, 90, 8, 1, 24, whole).inputs()
     args = np.asarray(q) * np.float32(1e4), k, v, start, end
     np.testing.assert_allclose(jitted(*args), reference(*args), atol=1e-3, rtol=0)
 
 
 def test_twice_is_bit_equal_and_eager_works() -> None:
-    args = Case("", 90, 90, 8, 1, 24, causal).inputs()
+    args = KernelCase("", 90, 90, 8, 1, 24, causal).inputs()
     np.testing.assert_array_equal(jitted(*args), jitted(*args))
     np.testing.assert_array_equal(attention(*args), jitted(*args))
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from vlcache_jax.pallas_kernels import attention, checks
-from vlcache_jax.pallas_kernels.cases import Case, packed, relative_error
+from vlcache_jax.pallas_kernels.cases import KernelCase, packed, relative_error
 from vlcache_jax.pallas_kernels.checks import CHECKS
 
 
 @pytest.fixture
 def flawed():
     """A small check of attention with NaN in what some rows see, and empty rows."""
-    return functools.partial(checks._attention, Case("packed", 30, 120, 4, 2, 24, packed), flaw=True)
+    return functools.partial(checks._attention, KernelCase("packed", 30, 120, 4, 2, 24, packed), flaw=True)
 
 
 def test_names_are_unique():

@@ -20,7 +20,7 @@ from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.pallas_kernels.experts_cases import CASES, GROUPS, REAL, ExpertsCase, groups, reference, routed
 from vlcache_jax.pallas_kernels.float8_cases import EXPERTS
 from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
-from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles, make_tiles, tiles_of_row
+from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, ExpertTiles, make_tiles, tiles_of_row
 
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
 SLOW = "many rows"  # half a minute
@@ -62,7 +62,9 @@ def test_cases_compute_what_they_say(case: ExpertsCase) -> None:
     ],
 )
 @pytest.mark.parametrize("needed", ["all", "some", "none"])
-def test_the_table_of_tiles(make: Callable[..., Tiles], choices: int, count: int, length: int, needed: str) -> None:
+def test_the_table_of_tiles(
+    make: Callable[..., ExpertTiles], choices: int, count: int, length: int, needed: str
+) -> None:
     rng = np.random.default_rng(0)
     expert = rng.permutation(np.repeat(np.arange(6), GROUPS)) if count == 6 else rng.integers(0, count, choices)
     if make is tiles_of_row:  # which chooses an expert once

@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests import emulation
 from tests.helper import ATOL
-from vlcache_jax.first_contact import Verdict
-from vlcache_jax.first_contact.chip import SINCE_AMPERE
+from vlcache_jax.kernel_selftest import Verdict
+from vlcache_jax.kernel_selftest.gpu import SINCE_AMPERE
 from vlcache_jax.pallas_kernels import (
     PAGE,
     attention,
@@ -36,7 +36,7 @@ from vlcache_jax.pallas_kernels import (
 )
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu_mma
 from vlcache_jax.pallas_kernels.cases import (
-    Case,
+    KernelCase,
     all_empty,
     array,
     beyond,
@@ -84,7 +84,7 @@ def test_interpreted(check: Check) -> None:
 @pytest.mark.parametrize(("places", "width"), [(2, 128), (3, 80)])
 def test_rings_of_any_size(places: int, width: int) -> None:
     """Two places, where shared memory has no more, to four; windows, as towers see them."""
-    case = Case("", 70, 300, 2, 1, width, windows)
+    case = KernelCase("", 70, 300, 2, 1, width, windows)
     args = case.inputs("bfloat16", poison=True)
     config = mosaic_gpu_mma.Config(places, 32, True, 3)
     races = dispatch.interpreter(dispatch.Choice("attention", "", INTERPRETED, ""))
@@ -117,7 +117,7 @@ def test_emulated_in_float32(emulated, case: Any) -> None:
 @pytest.mark.ladder
 @pytest.mark.parametrize("intervals", [causal, scattered, packed, windows, some_empty, all_empty, beyond])
 def test_emulated_intervals_in_float32(emulated, intervals: Any) -> None:
-    args = Case("", 90, 300, 6, 2, 24, intervals).inputs(poison=True)
+    args = KernelCase("", 90, 300, 6, 2, 24, intervals).inputs(poison=True)
     out = attention(*args, implementation=INTERPRETED)
     np.testing.assert_allclose(out, reference(*args), atol=2 * ATOL["float32"], rtol=0)
 
@@ -138,7 +138,7 @@ def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring.plgpu, "barrier_wait", lambda barrier: None)
     try:
         with pytest.raises(Exception, match="RACE DETECTED"):
-            attention(*Case("", 8, 70, 2, 1, 64, causal).inputs("bfloat16"), implementation=INTERPRETED)
+            attention(*KernelCase("", 8, 70, 2, 1, 64, causal).inputs("bfloat16"), implementation=INTERPRETED)
     finally:
         reset_gpu_interpret_mode_state()  # its documentation asks for this after an exception
 
@@ -448,6 +448,6 @@ def test_a_device_that_is_none_stands_for_hopper() -> None:
 
 def test_packed_rows(monkeypatch) -> None:
     """Rows whose intervals begin anywhere, which towers have where images are packed."""
-    args = Case("", 40, 300, 4, 2, 72, packed).inputs("float16")
+    args = KernelCase("", 40, 300, 4, 2, 72, packed).inputs("float16")
     out = attention(*args, implementation=INTERPRETED)
     assert relative_error(np.asarray(out, np.float64), reference(*args, None)) < 0.01

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 
-from vlcache_jax.first_contact import Verdict, contact
+from vlcache_jax.kernel_selftest import Verdict, selftest
 from vlcache_jax.pallas_kernels import (
     PAGE,
     attention,
@@ -28,15 +28,24 @@ from vlcache_jax.pallas_kernels import (
     rotate_write,
 )
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu, mosaic_gpu_merge
-from vlcache_jax.pallas_kernels.attention.items import items_of_tiles
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import merge
-from vlcache_jax.pallas_kernels.attention.work import BOX0, BOXES, FROM, HEAD, INNER_FROM, INNER_TO, PARTIAL, TO
+from vlcache_jax.pallas_kernels.attention.work import (
+    BOX0,
+    BOXES,
+    FROM,
+    HEAD,
+    INNER_FROM,
+    INNER_TO,
+    PARTIAL,
+    TO,
+    items_of_tiles,
+)
 from vlcache_jax.pallas_kernels.cases import (
     CODED_LINK_CASES,
     LINK_CASES,
     WAYS,
-    Case,
+    KernelCase,
     LinkCase,
     all_empty,
     array,
@@ -83,15 +92,17 @@ def test_real_shapes_in_small(shape: AttentionShape) -> None:
     assert_close(np.asarray(attention(*args, implementation="mosaic_gpu_interpreted"), np.float32), args)
 
 
-@pytest.mark.parametrize(("case", "fields"), first_quick(WAYS), ids=lambda x: x.name if isinstance(x, Case) else None)
-def test_ways_to_cut(case: Case, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("case", "fields"), first_quick(WAYS), ids=lambda x: x.name if isinstance(x, KernelCase) else None
+)
+def test_ways_to_cut(case: KernelCase, fields: dict[str, Any]) -> None:
     args = case.inputs("bfloat16")
     assert_close(plain(args, scale=case.scale, config=Config(**fields)), args, case.scale)
 
 
 @not_a_number
 def test_keys_that_nobody_sees_may_be_anything() -> None:
-    clean, poisoned = (Case("", 20, 400, 4, 1, 64, packed).inputs("bfloat16", poison=poison) for poison in (0, 1))
+    clean, poisoned = (KernelCase("", 20, 400, 4, 1, 64, packed).inputs("bfloat16", poison=poison) for poison in (0, 1))
     out = plain(clean, config=SMALL)
     assert np.isfinite(out).all()
     q, k, _, start, end = poisoned
@@ -100,7 +111,7 @@ def test_keys_that_nobody_sees_may_be_anything() -> None:
 
 @not_a_number
 def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
-    q, k, v, start, end = Case("", 32, 160, 2, 1, 64, whole).inputs("bfloat16")
+    q, k, v, start, end = KernelCase("", 32, 160, 2, 1, 64, whole).inputs("bfloat16")
     start, end = np.array(start), np.arange(128, 160, dtype=np.int32)
     start[3] = end[3] = 0  # row 3 is empty
     want = plain((q, k, v, start, end), config=SMALL)
@@ -127,7 +138,7 @@ def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic_gpu.plgpu, "barrier_wait", forgetful)
     try:
         with pytest.raises(Exception, match="RACE DETECTED"):
-            plain(Case("", 8, 70, 2, 1, 64, causal).inputs("bfloat16"))
+            plain(KernelCase("", 8, 70, 2, 1, 64, causal).inputs("bfloat16"))
     finally:
         reset_gpu_interpret_mode_state()  # its documentation asks for this after an exception
 
@@ -425,10 +436,10 @@ def test_the_choice_is_recorded_with_its_reason(monkeypatch: pytest.MonkeyPatch)
         (False, "xla", "check on NVIDIA H200 failed: 3 cases"),
         (None, "xla", "check on NVIDIA H200 unknown: 3 cases; run `vlcache doctor`"),
     ):
-        monkeypatch.setattr(contact, "_known", {"attention": Verdict(passed, "3 cases")})
+        monkeypatch.setattr(selftest, "_known", {"attention": Verdict(passed, "3 cases")})
         assert choices(x, None) == [(chosen, why)]
         assert choices(x, "mosaic_gpu") == [("mosaic_gpu", "asked for")]
-    monkeypatch.setattr(contact, "_known", {})
+    monkeypatch.setattr(selftest, "_known", {})
     assert choices(x, None) == [("xla", "check on NVIDIA H200 unknown: never checked; run `vlcache doctor`")]
     assert choices(wide, None) == [("xla", "mosaic_gpu multiplies bfloat16 and float16, got q in float32")]
     assert dispatch.is_hopper(Hopper())
@@ -444,7 +455,7 @@ def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: boo
     versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
     monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
-    monkeypatch.setattr(contact, "_known", dict.fromkeys(("attention", "link"), Verdict(True, "3 cases")))
+    monkeypatch.setattr(selftest, "_known", dict.fromkeys(("attention", "link"), Verdict(True, "3 cases")))
 
     def choice(kernel, arguments, implementation):
         with dispatch.recorded() as made:  # a new function: what was traced before is not traced again

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax.pallas_kernels import PAGE, Shared, WorkConfig, make_work
-from vlcache_jax.pallas_kernels.attention.shares import ITEM, MASK, Pieces, Tiles, share_out
+from vlcache_jax.pallas_kernels.attention.packing import ITEM, MASK, ItemTiles, Pieces, share_out
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
     BOXES,
@@ -152,7 +152,7 @@ def test_tiles_are_cut_only_where_that_costs_less():
     """With partials and masked pages counted, as `loads` does."""
     rng = np.random.default_rng(0)
 
-    def most(tiles: Tiles, pieces: Pieces) -> float:
+    def most(tiles: ItemTiles, pieces: Pieces) -> float:
         tile, first, last = pieces.tile, pieces.first, pieces.last
         masked = (
             np.clip(tiles.inner_from[tile], first, last) - first + last - np.clip(tiles.inner_to[tile], first, last)
@@ -167,7 +167,7 @@ def test_tiles_are_cut_only_where_that_costs_less():
         last = first + rng.integers(1, 12, count)
         inner = np.sort(rng.integers(first, last + 1, (2, count)), axis=0)
         one = np.ones(count, int)
-        tiles = Tiles(np.arange(count), one, 0 * one, first, last, *inner, rng.random(count) < 0.2)
+        tiles = ItemTiles(np.arange(count), one, 0 * one, first, last, *inner, rng.random(count) < 0.2)
         ways = WorkConfig(64, 1, 16, shared=True, programs=programs, pieces=programs + 3)
         dealt, whole = (share_out(tiles, ways, limit) for limit in (programs, 0))
         assert not whole.is_cut.any()

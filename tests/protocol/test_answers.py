@@ -11,20 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlcache_jax.engine.detokenizer import spelled
+from vlcache_jax.engine.completions import spelled
 from vlcache_jax.inputs.prompt import PromptRenderer, Template
 from vlcache_jax.outputs import (
     CacheReport,
     CompletionDelta,
     Logprob,
-    Metrics,
     OutputCollector,
     PromptOutput,
     RequestDelta,
+    RequestMetrics,
 )
-from vlcache_jax.protocol.answers import ChatAnswer, CompletionAnswer
-from vlcache_jax.protocol.chats import ChatFormat
-from vlcache_jax.protocol.requests import Options, Parts
+from vlcache_jax.protocol.answers import ChatAnswer, ChatFormat, CompletionAnswer
+from vlcache_jax.protocol.requests import Options, OutputParts
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.responses import ResponseRequest
 
@@ -51,12 +50,12 @@ def deltas(texts, prompt):
         tokens = tuple(text.encode())
         logprobs = tuple(Logprob(-1.0, {}, token, 1, {token: chr(token)}, {token: bytes([token])}) for token in tokens)
         one = CompletionDelta(0, text, tokens, "stop" if is_last else None, None, logprobs)
-        yield RequestDelta("a", (one,), Metrics(), told if i == 0 or is_last else None, is_last)
+        yield RequestDelta("a", (one,), RequestMetrics(), told if i == 0 or is_last else None, is_last)
 
 
 def answer(tokenizer, **parts):
     options = Options(stream=True, returns_token_ids=True)
-    given = {"parts": Parts(thoughts=True, **parts), "chat_template": THINKING, "tokenizer": tokenizer}
+    given = {"parts": OutputParts(thoughts=True, **parts), "chat_template": THINKING, "tokenizer": tokenizer}
     return ChatAnswer("a", "m", options, **given)
 
 
@@ -201,7 +200,7 @@ def in_parts(cuts):
         reason = "stop" if is_last else None
         new = tuple(found[begin:end])
         one = CompletionDelta(0, text.decode(data[begin:end]), tuple(data[begin:end]), reason, None, new)
-        yield RequestDelta("a", (one,), Metrics(), told if begin == 0 or is_last else None, is_last)
+        yield RequestDelta("a", (one,), RequestMetrics(), told if begin == 0 or is_last else None, is_last)
 
 
 def collected(found):

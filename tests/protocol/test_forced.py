@@ -10,8 +10,8 @@ import pytest
 
 from vlcache_jax.inputs.prompt import PromptRenderer
 from vlcache_jax.protocol.deltas import Joined
-from vlcache_jax.protocol.forced import forced_call
 from vlcache_jax.protocol.parsing import AnswerParser
+from vlcache_jax.protocol.tools import forced_call
 
 SCHEMA = {
     "type": "object",

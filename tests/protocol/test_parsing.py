@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlcache_jax.inputs.thinking import is_opened, thinks
+from vlcache_jax.inputs.prompt import is_opened, thinks
 from vlcache_jax.protocol.deltas import CallDelta, Delta, Joined, joined_pieces
-from vlcache_jax.protocol.parsing import AnswerParser
-from vlcache_jax.protocol.reasoning import ReasoningParser
+from vlcache_jax.protocol.parsing import AnswerParser, ReasoningParser
 from vlcache_jax.protocol.tools import ToolParser
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, {"a": 2}]}}\n</tool_call>'

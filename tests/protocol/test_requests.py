@@ -8,13 +8,11 @@ import jsonschema
 import pytest
 
 from vlcache_jax import SamplingParams
-from vlcache_jax.inputs.parts import ROLES, read_message
-from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, CHAT
-from vlcache_jax.protocol.messages import MESSAGE
+from vlcache_jax.inputs.messages import ROLES, read_message
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.retrieval import ScoreRequest
-from vlcache_jax.protocol.values import ApiError, check, read_object, write
+from vlcache_jax.protocol.schema import ABSENT_IN_CHAT, CHAT, MESSAGE, ApiError, check, read_object, write
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 
 from tests.server.helper import Running
 from vlcache_jax import LLM, CacheConfig, EngineConfig, SamplingParams
-from vlcache_jax.affinity import Affinity, look
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.benchmarks.scale import draw, play
 from vlcache_jax.commands.cli import app as command
+from vlcache_jax.router.affinity import Affinity, look
 from vlcache_jax.server.config import ServerConfig
 
 ray = pytest.importorskip("ray")
@@ -158,10 +158,10 @@ def test_rows_are_told_their_engines():
 
 
 def test_each_picture_is_encoded_once_over_both_and_an_engine_may_end(cluster, alone):
-    from vlcache_jax.ray.batch import Answers
+    from vlcache_jax.ray.batch import DatasetWorker
     from vlcache_jax.ray.engines import EngineOrder, Engines, Packed
 
-    make = Packed(functools.partial(Answers, EngineConfig("tiny-vqa", **SIZES), GREEDY, None))
+    make = Packed(functools.partial(DatasetWorker, EngineConfig("tiny-vqa", **SIZES), GREEDY, None))
     engines = Engines(make, EngineOrder(engines=2, num_gpus=0, window=16))
 
     async def answer_all(kill):

@@ -8,7 +8,7 @@ import pytest
 
 from research import chip_model, hlo, steps
 from research.steps import Case
-from vlcache_jax.models.published import published_config
+from vlcache_jax.models.registry import published_config
 
 COUNTED = {
     "launches": 60.0, "predicates": 3.0, "attention": 2.0, "weights": 2e9, "temporaries": 1e6, "us": 900.0,

@@ -55,7 +55,7 @@ def read_and_flip(descriptor, buffers, offset, read=disk._read_all):
     flip(buffers)
 
 
-def fill_and_flip(filling, *given, read=stores.Filling.read):
+def fill_and_flip(filling, *given, read=stores.PendingWrite.read):
     read(filling, *given)
     filling.record.data.reshape(-1).view("uint8")[-1] ^= 1
 
@@ -70,8 +70,8 @@ def read_file_and_flip(path, first, record, read=stores._read_file):
     ("module", "name", "wrong", "message"),
     [
         (disk, "_read_all", read_and_flip, "is damaged"),
-        (stores.Filling, "read", fill_and_flip, "load from disk must give what was written"),
-        (stores.Filling, "read", lambda *_: None, "must come whole"),
+        (stores.PendingWrite, "read", fill_and_flip, "load from disk must give what was written"),
+        (stores.PendingWrite, "read", lambda *_: None, "must come whole"),
         (stores, "_read_file", read_file_and_flip, "plain read of disk must give what was written"),
         (stores, "_read_file", lambda *_: [], "plain read of disk must give .* are missing"),
         (disk.DiskTier, "write", lambda *_: "refused", "disk must store .*, got 'refused'"),

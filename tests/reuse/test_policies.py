@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from vlcache_jax.inputs.layout import ImageRef, make_layout
-from vlcache_jax.reuse.parse import APPROXIMATE, parse_policy
-from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import (
     EPIC,
     MPIC,
     Ends,
     Exact,
     Off,
+    Plan,
+    Schedule,
     Scheduled,
     Spread,
     StaticRatio,
@@ -25,8 +25,7 @@ from vlcache_jax.reuse.policies import (
     make_plan,
     spread_ranks,
 )
-from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.reuse.selection import computing, decide
+from vlcache_jax.reuse.selection import APPROXIMATE, computing, decide, parse_policy
 
 
 def layout(*states):

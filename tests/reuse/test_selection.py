@@ -15,9 +15,8 @@ from tests.helper import SHORT, SIZES, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.models import Rows, rope
-from vlcache_jax.reuse.parse import parse_policy
-from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.reuse.selection import Asked, CacheBlend, KVShare, Projected, choose, narrow
+from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.selection import CacheBlend, KVShare, Projected, QuestionScores, choose, narrow, parse_policy
 from vlcache_jax.study.probe import Placed, Probe
 from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.sensitivity import ProfileCase, prepare
@@ -84,7 +83,7 @@ def scores_by_hand(policy, probe, runs):
                 received = full_attention(q, k, placed.prompt_length).sum(1)  # [H, n]
                 received = received.reshape(k.shape[1], -1, n).sum(1).T
                 total += (received * np.abs(v - old_v).sum(2)).sum(1)
-            case Asked():
+            case QuestionScores():
                 question = placed.images[-1].start + placed.images[-1].length
                 received = full_attention(q, k, placed.prompt_length)[:, question:].sum((0, 1))
                 distance = ((v - old_v) ** 2).sum((1, 2)) + ((raw_k - old_raw) ** 2).sum((1, 2))
@@ -133,7 +132,7 @@ def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, probe, runs
 
 def test_sizes_of_a_schedule_with_chosen_members(llm, case, probe, runs):
     schedule = Schedule((400, 400, 250, 60), "any", "", allow_other_model=True)
-    policy = Asked(schedule=schedule)
+    policy = QuestionScores(schedule=schedule)
     ranked = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")
     total = runs.placed.is_image.sum()
     counts = [total * level // 500 for level in (250, 60)]
@@ -217,7 +216,7 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
     checkpoints, case, size, monkeypatch
 ):
     schedule = Schedule((400, 400, 250, 60), "any", "", allow_other_model=True)
-    policy = {"ratio": "kvshare-0.2", "schedule": Asked(schedule=schedule)}[size]
+    policy = {"ratio": "kvshare-0.2", "schedule": QuestionScores(schedule=schedule)}[size]
     ladder = Ladder(rows=(96, 128), patches=(512,), sequences=(1,))
     with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
         engine.warmup(reuse=policy, verbose=False)

@@ -14,10 +14,10 @@ import pytest
 from tests.helper import assert_nothing_left, give_compressed_pages
 from tests.server.helper import data_url, running, shows
 from vlcache_jax import SamplingParams
-from vlcache_jax.calls import Caller
+from vlcache_jax.calls.caller import Caller
 from vlcache_jax.inputs import access
 from vlcache_jax.inputs.images import ImageSource
-from vlcache_jax.protocol.fields import CHAT
+from vlcache_jax.protocol.schema import CHAT
 from vlcache_jax.server.openapi import document
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -23,10 +23,9 @@ from vlcache_jax.outputs import SearchBegun, Searched, SearchRound
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.protocol.answers import ChatAnswer
 from vlcache_jax.protocol.response_answers import ResponseAnswer
-from vlcache_jax.protocol.responses import ResponseRequest
-from vlcache_jax.protocol.searching import FileSearch
+from vlcache_jax.protocol.responses import FileSearch, ResponseRequest
+from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.protocol.tools import SEARCH
-from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.app import Server
 
 PATH, ADMIN = "/v1/responses", "root"

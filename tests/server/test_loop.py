@@ -13,10 +13,10 @@ import pytest
 
 from tests.server.test_retrieval import upload
 from vlcache_jax import AsyncLLM, SamplingParams
-from vlcache_jax.fields import parse_json
-from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
+from vlcache_jax.common.json_files import parse_json
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES, RESPONSES
 from vlcache_jax.protocol.retrieval import ABSENT_IN_EMBEDDINGS, ABSENT_IN_RERANK, EMBEDDINGS, RERANK
+from vlcache_jax.protocol.schema import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
 from vlcache_jax.server.admin import VERBS
 from vlcache_jax.server.app import Server
 

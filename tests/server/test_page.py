@@ -16,7 +16,7 @@ import vlcache_jax
 from tests.server.browser import Browser, ask_twice
 from tests.server.helper import serving
 from vlcache_jax.assets import PICTURES
-from vlcache_jax.reuse.parse import APPROXIMATE
+from vlcache_jax.reuse.selection import APPROXIMATE
 
 PAGE = pathlib.Path(vlcache_jax.__file__).parent / "server" / "page.html"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlcache_jax.protocol.values import ApiError
-from vlcache_jax.server.room import Place, Room
+from vlcache_jax.protocol.schema import ApiError
+from vlcache_jax.server.room import ReservedPlace, Room
 from vlcache_jax.server.tenants import Tenant
 
 ALICE, BOB, CARL = map(Tenant, ("alice", "bob", "carl"))
@@ -32,7 +32,7 @@ class Requests:
     def __init__(self, most=4, most_bytes=LARGE, tenants=0, most_body=0):
         self.clock = Clock()
         self.room = Room(most, most_bytes, most_body, lambda: tenants, self.clock)
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, ReservedPlace] = {}
         self.closed: list[str] = []  # in the order in which they were
         self._open: dict[str, contextlib.ExitStack] = {}
 

@@ -12,7 +12,7 @@ import pytest
 from tests.helper import WITHIN, eventually
 from tests.server.helper import data_url, shows
 from tests.server.test_entrance import answered_to, coming
-from vlcache_jax.cache.shares import payer
+from vlcache_jax.cache.keys import payer
 
 CHAT, ADMIN = "/v1/chat/completions", "root"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "temperature": 0}

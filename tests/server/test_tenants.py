@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from vlcache_jax.cache.keys import OWNER_DIGITS, owner_key
-from vlcache_jax.cache.shares import payer
+from vlcache_jax.cache.keys import OWNER_DIGITS, owner_key, payer
 from vlcache_jax.server import tenants
 from vlcache_jax.server.tenants import Salts, Tenant, Tenants, server_secret
 

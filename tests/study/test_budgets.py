@@ -16,7 +16,7 @@ from vlcache_jax.benchmarks.budgets import interpolated, table
 from vlcache_jax.commands.cli import app
 from vlcache_jax.compress.policies import Random, VLCache
 from vlcache_jax.study.baselines import FastV, goes_on
-from vlcache_jax.study.budgets import POLICIES, Answers, Result, Setting, layer_sparsity, run, settings_of
+from vlcache_jax.study.budgets import POLICIES, BudgetResult, BudgetResults, Setting, layer_sparsity, run, settings_of
 from vlcache_jax.study.masked import MaskedAnswers
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import Sample, read_tsv
@@ -49,7 +49,7 @@ def test_other_memory_lies_between_budgets():
 
 def result(sample, score, memory, **more):
     told = {"same": score == 1, "agree": 1, "tokens": 2, "squared_error": 0.5, "hit_rate": 0.25}
-    return Result(sample, "", score, memory, **told | more)
+    return BudgetResult(sample, "", score, memory, **told | more)
 
 
 def test_table():
@@ -60,7 +60,7 @@ def test_table():
     settings = settings_of(["vl-cache", "random"], [0.5], seeds=2)
     vl_cache = [result(0, 1.0, 0.75), result(1, 1.0, 0.75), result(2, 1.0, 0.75), result(3, 0.0, 0.75)]
     draws = [[result(i, score, 0.5) for i in range(4)] for score in (0.0, 1.0)]
-    rows = table(samples, Answers(whole, dict(zip(settings, ([vl_cache], draws), strict=True)), []), "random")
+    rows = table(samples, BudgetResults(whole, dict(zip(settings, ([vl_cache], draws), strict=True)), []), "random")
     assert [(row["method"], row["budget %"], row["memory %"]) for row in rows] == [
         ("whole", 100, 100), ("vl-cache", 50, 75), ("random", 50, 50)
     ]  # fmt: skip

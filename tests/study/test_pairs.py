@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vlcache_jax.study.accuracy import Protocol, Result
+from vlcache_jax.study.accuracy import AccuracyResult, Protocol
 from vlcache_jax.study.pairs import cases_of, interval, mean_of, paired, printed, summarize
 from vlcache_jax.study.questions import Sample
 
@@ -73,7 +73,7 @@ def sample(index, task, images=1, **fields):
 
 
 def result(number, score, agree=2):
-    return Result(number, "", score, 0.5, agree, 2, 10, [2, 0], 5.0, 3_000_000, 0.25)
+    return AccuracyResult(number, "", score, 0.5, agree, 2, 10, [2, 0], 5.0, 3_000_000, 0.25)
 
 
 def test_a_question_of_several_rows_counts_once():

@@ -18,11 +18,11 @@ from research.compiled import exchanged
 from tests.helper import some_seeds, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.commands.doctor import _together
-from vlcache_jax.device import exchange
+from vlcache_jax.device import mesh
 from vlcache_jax.device.mesh import Devices, find_devices
-from vlcache_jax.device.programs import answer, compress, encode, keep, layers, link, state, window
+from vlcache_jax.device.programs import answer, compress, encode, layers, memory, window
 from vlcache_jax.pallas_kernels.split import AXIS
-from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.testing import make_checkpoint
 
 pytestmark = pytest.mark.devices
@@ -203,13 +203,13 @@ def test_what_programs_exchange(opened, kind, count):
         layers.Embed: {"all-reduce": 1}, layers.Layer: sums, layers.Block: {"all-reduce": 8},
         answer.OutputHead: {"all-gather": 1}, answer.SampleFirst: {}, answer.ScoreTokens: {},
         window.Window: {"all-reduce": 2 * L + 1, "all-gather": 1},
-        compress.Observe: {"all-reduce": 2 * (L - 1) + 1}, state.CopyPages: {}, encode.Encode: {},
-        encode.EncodeApart: {"all-gather": 1}, encode.Stage: {}, keep.KeepLayer: {}, link.Recall: {},
+        compress.Observe: {"all-reduce": 2 * (L - 1) + 1}, memory.CopyPages: {}, encode.Encode: {},
+        encode.EncodeApart: {"all-gather": 1}, encode.Stage: {}, memory.KeepLayer: {}, memory.Recall: {},
     }  # fmt: skip
     for kind_of, collectives in expected.items():
         for program in of.get(kind_of, []):
             assert exchanged(compiled(llm, program).as_text()) == collectives, program
-    for program in of[link.Link]:
+    for program in of[memory.Link]:
         assert exchanged(compiled(llm, program).as_text()) == {"all-to-all": program.count}, program
     for program in of[compress.Compact]:  # scores of tokens, and which each head keeps, but no K, V
         lines = re.findall(r"^.* = (.*) all-\w+\(", compiled(llm, program).as_text(), re.MULTILINE)
@@ -242,7 +242,7 @@ def test_what_each_device_holds(opened):
 
 def test_what_the_device_tier_takes(opened):
     llm = opened("qwen3_vl_moe", 4, compressed_kv_bytes=2**20, cache=CacheConfig(device_bytes=2**22))
-    held = jax.tree.leaves(llm.service.device.runner.run(keep.EmptyTier()))
+    held = jax.tree.leaves(llm.service.device.runner.run(memory.EmptyTier()))
     assert sum(part.data.nbytes for array in held for part in array.addressable_shards) <= 2**22
 
 
@@ -268,14 +268,14 @@ def test_ladders_whose_records_do_not_divide(directory):
 
 def test_devices_that_do_not_reach_each_other(directory, monkeypatch):
     """It is told before anything is loaded, and nothing waits for ever."""
-    assert 0 < exchange.check_exchange(Devices.over(jax.devices())) < 60
+    assert 0 < mesh.check_exchange(Devices.over(jax.devices())) < 60
     for happens, told in (
         (lambda *_: threading.Event().wait(60), "did not end within 0.1 s"),
         (lambda *_: (_ for _ in ()).throw(RuntimeError("NCCL: unhandled")), "failed: NCCL: unhandled"),
     ):
-        monkeypatch.setattr(exchange, "_measure", happens)
+        monkeypatch.setattr(mesh, "_measure", happens)
         with pytest.raises(RuntimeError, match=f"4 devices like .* must reach each other, but .* {told}.*NCCL_DEBUG"):
-            exchange.check_exchange(Devices.over(jax.devices()), limit=0.1)
+            mesh.check_exchange(Devices.over(jax.devices()), limit=0.1)
     problems = []
     assert _together(jax.devices(), problems) == [("devices", "4, which do not reach each other")]
     assert len(problems) == 1

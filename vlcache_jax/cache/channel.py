@@ -1,4 +1,7 @@
-"""A tier as the store uses it: with threads of its own, counted, and left alone for a while when it fails."""
+"""Whether something that may fail is worth a try.
+
+A tier as the store uses it: with threads of its own, counted, and left alone for a while when it fails.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,50 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
-from vlcache_jax.cache.breaker import FAULTS, Breaker
-from vlcache_jax.cache.looks import Form, Looks, serves_as
-from vlcache_jax.cache.meter import Event, Meter, TierStats
-from vlcache_jax.cache.record import Meta, Record
-from vlcache_jax.cache.remembered import REMEMBERED, Ages, Bounded
-from vlcache_jax.cache.tier import DamagedError, Found, GoneError, RefusedError, Tier
+from vlcache_jax.cache.keys import REMEMBERED, Ages, Bounded
+from vlcache_jax.cache.lookups import Event, Form, Meter, TierLookups, TierStats, serves_as
+from vlcache_jax.cache.record import DamagedError, EntryGoneError, Found, Meta, Record, RefusedError, Tier
+
+FAULTS = 3  # one after the other, and a tier is left alone
+_REST = (1.0, 60.0)  # seconds that it is, at first and at most
+
+
+class Breaker:
+    """Says whether something that may fail is worth a try: after some faults, one at a time, ever more rarely.
+
+    Args:
+      clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._faults = 0
+        self._until = 0.0
+        self._rest = _REST[0]
+
+    def allows(self) -> bool:
+        """Whether to try; who does says how it went."""
+        with self._lock:
+            if self._faults < FAULTS:
+                return True
+            if self._clock() < self._until:
+                return False
+            self._until = self._clock() + self._rest  # others wait for how this one goes
+            return True
+
+    def worked(self) -> None:
+        with self._lock:
+            self._faults, self._rest = 0, _REST[0]
+
+    def failed(self, times: int = 1) -> None:
+        with self._lock:
+            was_open = self._faults >= FAULTS
+            self._faults += times
+            if self._faults >= FAULTS:
+                self._rest = min(2 * self._rest, _REST[1]) if was_open else _REST[0]
+                self._until = self._clock() + self._rest
+
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +106,7 @@ class Channel:
         self._queued = 0  # that are to read
         self.is_closing = False
         self.progressed = 0.0  # when a record came last
-        self.looks = Looks(self, self._readers, patience, form, clock)
+        self.looks = TierLookups(self, self._readers, patience, form, clock)
         tier.report = self.fault
         self.count("damaged", tier.damaged)
 
@@ -261,7 +302,7 @@ class Channel:
         match error:
             case DamagedError():
                 self.count("damaged")
-            case GoneError():
+            case EntryGoneError():
                 self.count("gone")
             case RefusedError():
                 self.count("refused")

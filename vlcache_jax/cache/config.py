@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from vlcache_jax.cache.shares import Shares
-from vlcache_jax.cache.tier import Tier
+from vlcache_jax.cache.keys import Quotas
+from vlcache_jax.cache.record import Tier
+from vlcache_jax.cache.tiers.discovered_peers import NeighbourTier
 from vlcache_jax.cache.tiers.disk import DiskTier
-from vlcache_jax.cache.tiers.neighbours import NeighbourTier
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
 from vlcache_jax.cache.tiers.remote import check_remote, masked, open_remote
-from vlcache_jax.checks import check_flags, check_whole, is_a, parse_bytes
-from vlcache_jax.codecs import SIZES
+from vlcache_jax.common.checks import SIZES, check_flags, check_whole, is_a, parse_bytes
 
 CODECS = tuple(SIZES)
 LOADS = ("auto", "link", "encoder", "compute")
@@ -137,7 +136,7 @@ class CacheConfig:
         return None if self.salt_bytes is None else int(self.salt_bytes)
 
 
-def open_tiers(config: CacheConfig, shares: Shares, *, fingerprint: Callable[[], str], codec: str) -> list[Tier]:
+def open_tiers(config: CacheConfig, shares: Quotas, *, fingerprint: Callable[[], str], codec: str) -> list[Tier]:
     """The tiers outside host memory that a configuration names, the fastest first: disk, peers, remote store.
 
     Args:

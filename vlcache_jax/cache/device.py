@@ -19,7 +19,7 @@ Index = npt.NDArray[np.int32]
 
 
 @dataclass(eq=False)
-class _Copy:
+class _DeviceCopy:
     """Of a record.
 
     Attributes:
@@ -45,7 +45,9 @@ class DeviceTier:
 
     def __init__(self, num_pages: int, page_bytes: int):
         self.num_pages, self.page_bytes = num_pages, page_bytes
-        self._copies: weakref.WeakKeyDictionary[Record, _Copy] = weakref.WeakKeyDictionary()  # the oldest use first
+        self._copies: weakref.WeakKeyDictionary[Record, _DeviceCopy] = (
+            weakref.WeakKeyDictionary()
+        )  # the oldest use first
         self._begun: weakref.WeakSet[Record] = weakref.WeakSet()
         self._needed: weakref.WeakSet[Record] = weakref.WeakSet()
         self._kept: weakref.WeakSet[Record] = weakref.WeakSet()
@@ -160,7 +162,7 @@ class DeviceTier:
         pages = np.array(free[:wanted], np.int32)
         tokens = np.arange(-(-record.meta.tokens // ALIGNMENT) * ALIGNMENT, dtype=np.int32)
         place = pages[tokens // PAGE_TOKENS] * PAGE_TOKENS + tokens % PAGE_TOKENS
-        self._copies[record] = _Copy(place, record.meta.tokens, record.meta.tokens)
+        self._copies[record] = _DeviceCopy(place, record.meta.tokens, record.meta.tokens)
         return place
 
 

@@ -1,4 +1,8 @@
-"""Pictures that libraries keep under names: an index of them (SQLite), and the bytes of those whose bytes are kept.
+"""Items of libraries, as rows of their index. Any row that no library would write is damaged.
+
+Files with the bytes of images that libraries keep.
+
+Pictures that libraries keep under names: an index of them (SQLite), and the bytes of those whose bytes are kept.
 
 An item is a picture, its records and what is said of it. It changes as a whole: whoever has found one goes on with the
 picture that it was then. What belongs to no item, not yet or not any more, is noted, so that it is cleaned up even
@@ -10,28 +14,207 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import pathlib
+import re
 import sqlite3
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.item import COLUMNS, Item, Loose, read_item, read_loose
-from vlcache_jax.cache.item_files import ItemFiles
+from vlcache_jax.cache.folders import LIBRARIES_FOLDER, MOST, held, log_older
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, owner_key
-from vlcache_jax.cache.locks import MOST, held
-from vlcache_jax.cache.older import LIBRARIES_FOLDER, log_older
-from vlcache_jax.checks import short
-from vlcache_jax.files import make_folder
+from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.common.checks import is_a, short
+from vlcache_jax.common.files import make_folder
+
+COLUMNS = "library, id, version, content, height, width, limits, entry, file, metadata, added, expires"
+_KEY, _NAME = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{32}")
+_LIMITS = {"min_pixels", "max_pixels"}
+_MOST_SIDE = 2**31  # pixels
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A picture of a library, as it is at one time.
+
+    Attributes:
+      library, id: its name.
+      picture: what it shows.
+      limits: of its pixels.
+      entry: entry key of its records.
+      file: name of the file of its bytes; None: they are not kept.
+      metadata: what else is said of it.
+      added: seconds since the epoch.
+      expires: when it ends; None: it does not.
+      version: no two are alike, and none comes again.
+      salt: under which its records are kept.
+    """
+
+    library: str
+    id: str
+    picture: PictureKey
+    limits: Mapping[str, int]
+    entry: str
+    file: str | None
+    metadata: Mapping[str, Any]
+    added: float
+    expires: float | None
+    version: str = field(default_factory=lambda: uuid.uuid4().hex)
+    salt: Salt = field(default=None, repr=False)
+
+
+class Loose(NamedTuple):
+    """Records, and maybe a file, that belong to no item."""
+
+    number: int
+    entry: str
+    file: str | None
+
+
+def read_item(salt: Salt, row: Sequence[Any]) -> Item:
+    """Return the item of a row with `COLUMNS`.
+
+    Raises:
+      ValueError: a library would not have written such a row.
+    """
+    library, name, version, content, height, width, limits, entry, file, metadata, added, expires = row
+    read = {"limits": _object(limits), "metadata": _object(metadata)}
+    checks = {
+        "library": isinstance(library, str),
+        "id": isinstance(name, str),
+        "version": _is(_NAME, version),
+        "content": _is(_KEY, content),
+        "height": is_a(height, int) and 0 < height < _MOST_SIDE,
+        "width": is_a(width, int) and 0 < width < _MOST_SIDE,
+        "limits": set(read["limits"]) <= _LIMITS and all(is_a(one, int) for one in read["limits"].values()),
+        "entry": _is(_KEY, entry),
+        "file": file is None or _is(_NAME, file),
+        "added": _is_time(added),
+        "expires": expires is None or _is_time(expires),
+    }
+    for column, is_right in checks.items():
+        if not is_right:
+            got = dict(zip(COLUMNS.split(", "), row, strict=True))[column]
+            raise ValueError(f"{column} must be what a library writes, got {got!r:.80}")
+    picture = PictureKey(content, height, width)
+    return Item(library, name, picture, read["limits"], entry, file, read["metadata"], added, expires, version, salt)
+
+
+def read_loose(row: Sequence[Any]) -> Loose:
+    """Return what belongs to no item, of a row with number, entry and file.
+
+    Raises:
+      ValueError: a library would not have written such a row.
+    """
+    number, entry, file = row
+    if not (_is(_KEY, entry) and (file is None or _is(_NAME, file))):
+        raise ValueError(f"entry and file must be what a library writes, got {entry!r:.80} and {file!r:.80}")
+    return Loose(number, entry, file)
+
+
+def _is(pattern: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_time(value: Any) -> bool:
+    return is_a(value, (int, float)) and math.isfinite(value)
+
+
+def _object(text: Any) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"limits and metadata must be JSON, got {text!r:.80}: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"limits and metadata must be objects, got {text!r:.80}")
+    return value
+
 
 _log = logging.getLogger(__name__)
+
+_PART = ".part"
+
+
+class ItemFiles:
+    """Files of items.
+
+    Args:
+      folder: that has them; None: no bytes can be kept.
+
+    Attributes:
+      damaged: rows and files of items that were found damaged since the process began.
+    """
+
+    def __init__(self, folder: pathlib.Path | None):
+        self._folder = folder
+        self.damaged = 0
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether bytes of pictures can be kept."""
+        return self._folder is not None
+
+    def read(self, item: Item, *, called: str) -> bytes:
+        """The encoded file of a picture.
+
+        Raises:
+          ValueError: it was not kept, or is gone.
+        """
+        told = f"{called} is {item.id!r} of library {item.library!r}, whose records are gone or not to be used"
+        if item.file is None or self._folder is None:
+            raise ValueError(f"{told}, and its bytes were not kept (keep_bytes): add it again")
+        try:
+            return (self._folder / item.file).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{told}, and its bytes cannot be read ({error.strerror}): add it again") from error
+
+    def lose(self, item: Item, *, called: str) -> ValueError:
+        """Delete the file of an item, which shows another image; return the error to raise."""
+        self.damaged += 1
+        _log.warning("the bytes of item %r of library %r are damaged, and are deleted", item.id, item.library)
+        if item.file is not None and self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / item.file).unlink(missing_ok=True)
+        return ValueError(f"{called} is {item.id!r} of library {item.library!r}, whose bytes are damaged: add it again")
+
+    def keep(self, file: str, encoded: bytes) -> None:
+        """Keeps the bytes of a picture: they are there whole, or not at all.
+
+        Raises:
+          ValueError: they cannot be kept.
+        """
+        assert self._folder is not None
+        part = self._folder / f"{file}{_PART}"
+        try:
+            with open(part, "wb") as opened:
+                opened.write(encoded)
+                opened.flush()
+                os.fsync(opened.fileno())
+            part.rename(self._folder / file)
+        except OSError as error:
+            raise ValueError(f"image must be kept as a file, but {self._folder}: {error.strerror}") from error
+
+    def file_bytes(self, file: str) -> int:
+        """Of a file that is kept; 0: it is gone."""
+        try:
+            return 0 if self._folder is None else (self._folder / file).stat().st_size
+        except OSError:
+            return 0
+
+    def _unlink(self, file: str) -> None:
+        if self._folder is not None:
+            for name in (file, f"{file}{_PART}"):
+                (self._folder / name).unlink(missing_ok=True)
+
 
 _FILE, _LOCK, _OPENING = "index.sqlite", "lock", "opening"
 FOLDER = LIBRARIES_FOLDER

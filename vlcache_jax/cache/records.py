@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.meter import TierStats
+from vlcache_jax.cache.keys import REMEMBERED, Ages, Losses, Quotas, payer
+from vlcache_jax.cache.lookups import TierStats
 from vlcache_jax.cache.record import Lost, Meta, Record, State, Why
-from vlcache_jax.cache.remembered import REMEMBERED, Ages, Losses
-from vlcache_jax.cache.shares import Shares, payer
 from vlcache_jax.inputs.processor import Grid
 
 
@@ -161,8 +160,8 @@ class MemoryTier:
       shares: of it, of those who pay for records; None: they have no limits.
     """
 
-    def __init__(self, capacity: int, *, shares: Shares | None = None):
-        self.capacity, self._shares = capacity, shares or Shares()
+    def __init__(self, capacity: int, *, shares: Quotas | None = None):
+        self.capacity, self._shares = capacity, shares or Quotas()
         self.used = 0
         self.clashes = 0
         self._records: OrderedDict[str, Record] = OrderedDict()  # the least recently used first
@@ -292,7 +291,7 @@ class Records:
     def __init__(
         self,
         config: CacheConfig,
-        shares: Shares,
+        shares: Quotas,
         clock: Callable[[], float],
         forgotten: Callable[[Record], object],
     ):

@@ -19,13 +19,22 @@ from typing import NamedTuple
 
 from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.looks import Form, any_form
-from vlcache_jax.cache.meter import Meter
-from vlcache_jax.cache.record import Lost, Meta, Part, Planes, Record, Why
+from vlcache_jax.cache.keys import REMEMBERED, Bounded, Quotas, RememberedRequests
+from vlcache_jax.cache.lookups import Form, Meter, any_form
+from vlcache_jax.cache.record import (
+    DamagedError,
+    Found,
+    Lost,
+    Meta,
+    Part,
+    Planes,
+    Record,
+    Tier,
+    TierError,
+    Why,
+    verified,
+)
 from vlcache_jax.cache.records import CacheStats, Handle, Records
-from vlcache_jax.cache.remembered import REMEMBERED, Bounded, Requests
-from vlcache_jax.cache.shares import Shares
-from vlcache_jax.cache.tier import DamagedError, Found, Tier, TierError, verified
 from vlcache_jax.inputs.processor import Grid
 
 _log = logging.getLogger(__name__)
@@ -98,7 +107,7 @@ class Store(Records):
         config: CacheConfig,
         tiers: Sequence[Tier] = (),
         *,
-        shares: Shares | None = None,
+        shares: Quotas | None = None,
         room: Callable[[int], int] = int,
         limit: Callable[[Meta], float] = lambda meta: 30.0,
         forgotten: Callable[[Record], object] = lambda record: None,
@@ -109,10 +118,10 @@ class Store(Records):
         steady: Callable[[], float] = time.monotonic,
     ):
         self._together = together
-        super().__init__(config, shares or Shares(config.owner_bytes), clock, forgotten)
+        super().__init__(config, shares or Quotas(config.owner_bytes), clock, forgotten)
         self.pictures = Bounded[PictureKey](REMEMBERED)
         self.refusals = Bounded[str](_REFUSED)
-        self.requests = Requests()
+        self.requests = RememberedRequests()
         self.shared = Bounded[str](REMEMBERED)
         self._room, self._limit, self._expired, self._steady = room, limit, expired, steady
         self._patience = _LOOK if config.timeout is None else min(_LOOK, config.timeout)
@@ -314,7 +323,7 @@ class Store(Records):
     def _start(self, channel: Channel, meta: Meta, record: Record) -> None:
         """Begins to load a record."""
         together = self._together if meta.context is not None else None
-        filling = Filling(self, channel.tier, meta, record, together)
+        filling = PendingWrite(self, channel.tier, meta, record, together)
         with self._moving:
             try:
                 future = channel.load(functools.partial(self._load, channel, filling))
@@ -342,7 +351,7 @@ class Store(Records):
                     self._ticking = None
                     return
 
-    def _load(self, channel: Channel, filling: Filling) -> bool:
+    def _load(self, channel: Channel, filling: PendingWrite) -> bool:
         """Goes on loading a record; whether it is to go on behind others."""
         record, meta, has_more = filling.record, filling.meta, False
         try:
@@ -420,7 +429,7 @@ def _outside(
     return there
 
 
-class Filling:
+class PendingWrite:
     """Fills a record that has its place, until nobody wants it any more, and publishes it. One that is not finite is
     deleted, or what is computed in its place would not be written.
 

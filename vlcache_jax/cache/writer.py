@@ -27,7 +27,7 @@ class Captured(NamedTuple):
     rows: npt.NDArray[np.int64]
 
 
-class _Copy(NamedTuple):
+class _PendingCopy(NamedTuple):
     """What the thread is to do.
 
     Attributes:
@@ -59,7 +59,7 @@ class Writer:
         self._store, self._copies = store, copies
         self._thread = ThreadPoolExecutor(1, "vlcache-writer")
         self.asked = 0
-        self._waiting: deque[_Copy] = deque()
+        self._waiting: deque[_PendingCopy] = deque()
         self._running: deque[tuple[Future[None], Mapping[int, int]]] = deque()
         self._lock = threading.Lock()
 
@@ -133,7 +133,7 @@ class Writer:
             # Behind what fills them: one that is not finite is to be counted as that.
             self.begin()
             with self._lock:
-                self._submit(_Copy(drop, filling, {}))
+                self._submit(_PendingCopy(drop, filling, {}))
 
     def throttle(self, most: int) -> None:
         """Waits until what copies read occupies at most so many bytes of the device. It lets copies begin for that."""
@@ -166,13 +166,13 @@ class Writer:
         for record in records:
             record.begin()
         with self._lock:
-            self._waiting.append(_Copy(fill, records, {id(array): array.nbytes for array in arrays}))
+            self._waiting.append(_PendingCopy(fill, records, {id(array): array.nbytes for array in arrays}))
             self.asked += 1
 
     def _begin_next(self) -> None:
         self._submit(self._waiting.popleft())
 
-    def _submit(self, copy: _Copy) -> None:
+    def _submit(self, copy: _PendingCopy) -> None:
         """The lock is held, so that they run in their order."""
         work, records, sizes = copy
 

@@ -13,15 +13,15 @@ import typer
 
 from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.schedule import open_model, profile_samples
-from vlcache_jax.files import PICTURES, check_writable, write_whole
-from vlcache_jax.progress import Progress, say_errors
-from vlcache_jax.reuse.schedule import FORMAT
+from vlcache_jax.common.files import PICTURES, check_writable, write_whole
+from vlcache_jax.common.progress import Progress, say_errors
+from vlcache_jax.reuse.policies import FORMAT
 
 if TYPE_CHECKING:
     import numpy as np
 
     from vlcache_jax.llm import LLM
-    from vlcache_jax.study.analysis import Decomposition, Looks
+    from vlcache_jax.study.analysis import AttentionFindings, Decomposition
     from vlcache_jax.study.sensitivity import ProfileCase
 
 app = typer.Typer(name="analyze", no_args_is_help=True, help="Draw the effect of reuse inside a model.")
@@ -213,7 +213,7 @@ def attention_command(
         _save(figure, report, out)
 
 
-def _attention_report(looks: Looks, curves: _Curves, counts: Sequence[np.ndarray]) -> dict[str, Any]:
+def _attention_report(looks: AttentionFindings, curves: _Curves, counts: Sequence[np.ndarray]) -> dict[str, Any]:
     """The data of `vlcache analyze attention`; `counts` are of `distant_layers`."""
     import numpy as np
 
@@ -244,7 +244,7 @@ def _attention_report(looks: Looks, curves: _Curves, counts: Sequence[np.ndarray
     }
 
 
-def _draw_attention(axes: Any, looks: Looks, curves: _Curves, counts: Sequence[np.ndarray]) -> None:
+def _draw_attention(axes: Any, looks: AttentionFindings, curves: _Curves, counts: Sequence[np.ndarray]) -> None:
     """The picture of `vlcache analyze attention`."""
     import numpy as np
 
@@ -267,7 +267,7 @@ def _draw_attention(axes: Any, looks: Looks, curves: _Curves, counts: Sequence[n
     _name_panels(axes)
 
 
-def _curves(looks: Looks) -> _Curves:
+def _curves(looks: AttentionFindings) -> _Curves:
     """Attention and distances on the first tokens by layer, over the share of an image, as images differ in length; and
     the rank of the first token, mean and deviation over heads."""
     import numpy as np

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vlcache_jax.commands.rehearsal import rehearse
-from vlcache_jax.commands.shipped import SHIPPED, warn_of_others
+from vlcache_jax.commands.options import SHIPPED, rehearse, warn_of_others
+from vlcache_jax.common.progress import Progress, say
 from vlcache_jax.inputs.images import read_image
 from vlcache_jax.inputs.videos import is_video, read_video
-from vlcache_jax.progress import Progress, say
 
 if TYPE_CHECKING:
     from vlcache_jax.config import EngineOptions

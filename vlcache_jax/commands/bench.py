@@ -9,12 +9,12 @@ import typer
 
 from vlcache_jax.benchmarks import POLICIES, run_apart
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.checks import parse_bytes, parse_counts, parse_rates
 from vlcache_jax.commands import bench_studies
 from vlcache_jax.commands import options as opt
-from vlcache_jax.files import PICTURES, check_writable
-from vlcache_jax.progress import say, say_errors
-from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.common.checks import parse_bytes, parse_counts, parse_rates
+from vlcache_jax.common.files import PICTURES, check_writable
+from vlcache_jax.common.progress import say, say_errors
+from vlcache_jax.reuse.policies import Schedule
 
 _ALL = f"{','.join(POLICIES)}."
 
@@ -86,7 +86,7 @@ def ttft_command(
         from vlcache_jax.benchmarks import ttft
         from vlcache_jax.benchmarks.known_images import split_images
 
-        setup = ttft.Setup(
+        setup = ttft.TtftSetup(
             model=opt.one_model(model, same_model),
             random_weights=random_weights,
             layers=layers,
@@ -152,7 +152,7 @@ def batch_command(
 
         throughput.measure(
             opt.one_model(model, same_model),
-            throughput.Load(requests, images, mean_answer, max_answer, rate, seed),
+            throughput.ThroughputLoad(requests, images, mean_answer, max_answer, rate, seed),
             reuse=reuse or ["exact"],
             dtype=dtype,
             kv_cache_bytes=pool,
@@ -242,10 +242,10 @@ def serve_command(
         check_writable("picture", picture, PICTURES)
         from vlcache_jax.benchmarks import serving
         from vlcache_jax.benchmarks.serving_client import Client
-        from vlcache_jax.benchmarks.serving_load import Load
+        from vlcache_jax.benchmarks.serving_load import ServingLoad
 
         more: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
-        load = Load(
+        load = ServingLoad(
             requests=requests, kinds=tuple(one.strip() for one in kinds.split(",")), pictures=pictures, known=known,
             zipf=zipf, window=window, turns=turns, side=side, max_tokens=max_tokens, arrivals=arrivals, seed=seed,
         )  # fmt: skip
@@ -255,7 +255,7 @@ def serve_command(
         names = serving.policy_names(policies)
         if base_url is None and names:
             from vlcache_jax.benchmarks.random_models import LETTERS
-            from vlcache_jax.benchmarks.serving_own import own_server
+            from vlcache_jax.benchmarks.serving_load import own_server
 
             more |= {"allowed_token_ids": LETTERS} if model is None else {}
             with own_server(model, names, load.longest) as (url, reuses):
@@ -305,7 +305,7 @@ def compression_command(
         say("importing JAX")
         from vlcache_jax.benchmarks import compression
 
-        setup = compression.Setup(
+        setup = compression.CompressionSetup(
             model=opt.one_model(model, same_model),
             random_weights=random_weights,
             layers=layers,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlcache_jax.benchmarks import run_apart
-from vlcache_jax.checks import parse_counts, parse_rates
 from vlcache_jax.commands import options as opt
-from vlcache_jax.files import PICTURES, check_writable
-from vlcache_jax.progress import say, say_errors
+from vlcache_jax.common.checks import parse_counts, parse_rates
+from vlcache_jax.common.files import PICTURES, check_writable
+from vlcache_jax.common.progress import say, say_errors
 
 if TYPE_CHECKING:
     from vlcache_jax.study.accuracy import Protocol
@@ -312,7 +312,7 @@ _Rates = Annotated[
 
 def _check_mpic(policies: str, unused: Mapping[str, Any], work: pathlib.Path | None) -> None:
     """Raises a ValueError for what is wrong before the work."""
-    from vlcache_jax.reuse.parse import parse_policy
+    from vlcache_jax.reuse.selection import parse_policy
     from vlcache_jax.study.worklog import WorkLog
 
     for name, value in unused.items():
@@ -389,7 +389,7 @@ def mpic_command(
         from vlcache_jax.benchmarks.serving_client import Client
 
         named = tuple(name.strip() for name in policies.split(",")) if policies else mpic.POLICIES
-        setup = ttft.Setup(model=None if preset else str(chosen or TINY_VQA), dtype=dtype)
+        setup = ttft.TtftSetup(model=None if preset else str(chosen or TINY_VQA), dtype=dtype)
         if at:
             mpic.measure_online(
                 setup, asked, named, rates=at, requests=requests, max_tokens=max_tokens, out=out, picture=picture

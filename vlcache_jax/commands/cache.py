@@ -15,14 +15,13 @@ from typing import Annotated, cast
 import numpy as np
 import typer
 
-from vlcache_jax.cache.older import older_folders
-from vlcache_jax.cache.record import Meta, Part, Planes, Record, blocks
-from vlcache_jax.cache.tier import DamagedError, Line, Tier, TierError, verified
+from vlcache_jax.cache.folders import older_folders
+from vlcache_jax.cache.record import DamagedError, Line, Meta, Part, Planes, Record, Tier, TierError, blocks, verified
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
 from vlcache_jax.cache.tiers.record_file import file_name, make_header, name_of, read_header, take_header
-from vlcache_jax.checks import parse_bytes
-from vlcache_jax.files import check_writable
-from vlcache_jax.progress import Progress, say_errors
+from vlcache_jax.common.checks import parse_bytes
+from vlcache_jax.common.files import check_writable
+from vlcache_jax.common.progress import Progress, say_errors
 from vlcache_jax.study.report import show
 
 app = typer.Typer(name="cache", no_args_is_help=True, help="List, check, move and serve stored cache entries.")

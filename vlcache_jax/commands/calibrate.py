@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vlcache_jax.files import check_writable
-from vlcache_jax.intake import costs
+from vlcache_jax.common.files import check_writable
+from vlcache_jax.preparation import planner
 from vlcache_jax.study.calibration import calibrate
 from vlcache_jax.study.report import show
 
@@ -16,7 +16,7 @@ def run(model: str, dtype: str, codec: str, tensor_parallel_size: int = 1) -> No
     Raises:
       ValueError: see `calibrate`, or it cannot be written.
     """
-    check_writable("rates", costs.folder() / "new")
+    check_writable("rates", planner.folder() / "new")
     found = calibrate(model, dtype=dtype, codec=codec, tensor_parallel_size=tensor_parallel_size)
     rates, image = found.rates, found.image
     units = {

@@ -17,11 +17,11 @@ from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.analyze import app as analyze_app
 from vlcache_jax.commands.bench import app as bench_app
 from vlcache_jax.commands.cache import app as cache_app
+from vlcache_jax.commands.options import SHIPPED
 from vlcache_jax.commands.schedule import app as schedule_app
-from vlcache_jax.commands.shipped import SHIPPED
+from vlcache_jax.common.files import check_writable
+from vlcache_jax.common.progress import say, say_errors
 from vlcache_jax.convert.command import convert_command
-from vlcache_jax.files import check_writable
-from vlcache_jax.progress import say, say_errors
 
 if TYPE_CHECKING:
     from vlcache_jax.config import EngineOptions
@@ -141,7 +141,7 @@ def info_command(
         if size is None:
             raise ValueError(f"image must be height x width in pixels, such as 1080x1920, got {image!r}")
         if (chosen := opt.one_model(model, same_model)) is None:
-            from vlcache_jax.models.published import FP8, SIZES
+            from vlcache_jax.models.registry import FP8, SIZES
 
             typer.echo(
                 f"MODEL is a checkpoint directory, a Hub ID, {SHIPPED}, or a published size:\n"

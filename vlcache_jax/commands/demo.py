@@ -14,20 +14,19 @@ from rich.table import Table
 
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.commands.demo_page import BASE, MODES, DemoTurn, Run, lesson, make_page, result, speed, total
-from vlcache_jax.commands.rehearsal import rehearse
-from vlcache_jax.commands.shipped import SHIPPED
-from vlcache_jax.files import write_whole
+from vlcache_jax.commands.demo_page import BASE, MODES, DemoRun, DemoTurn, lesson, make_page, result, speed, total
+from vlcache_jax.commands.options import SHIPPED, rehearse
+from vlcache_jax.common.files import write_whole
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.llm import LLM
 from vlcache_jax.outputs import RequestOutput
-from vlcache_jax.progress import Progress
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.report import environment
 
 REPEATS = 5
 
-Runs = Mapping[str, Sequence[Run]]  # by mode, one for each turn
+Runs = Mapping[str, Sequence[DemoRun]]  # by mode, one for each turn
 
 _PAIR = ("left.png", "right.png")
 TURNS = (
@@ -78,7 +77,7 @@ def run_demo(report: pathlib.Path) -> None:
                 repeats.append(_answer(llm))
                 bar.update()
     runs = {
-        mode: [Run(turn, _median([outputs[mode][i] for outputs in repeats])) for i, turn in enumerate(TURNS)]
+        mode: [DemoRun(turn, _median([outputs[mode][i] for outputs in repeats])) for i, turn in enumerate(TURNS)]
         for mode in MODES
     }
     console.print(_answers(runs))

@@ -121,7 +121,7 @@ class DemoTurn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class DemoRun:
     """A turn that was answered in one mode: of its repeats the one with the median TTFT."""
 
     turn: DemoTurn
@@ -152,7 +152,7 @@ class Run:
         return " and ".join(sorted({"same" if image.match == "exact" else "new" for image in images})) or "-"
 
 
-def total(runs: Sequence[Run]) -> float:
+def total(runs: Sequence[DemoRun]) -> float:
     """Return the sum of the TTFT, in milliseconds."""
     return sum(run.milliseconds for run in runs)
 
@@ -162,7 +162,7 @@ def speed(ratio: float) -> str:
     return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
 
 
-def result(runs: Mapping[str, Sequence[Run]]) -> str:
+def result(runs: Mapping[str, Sequence[DemoRun]]) -> str:
     """Return the result of the demo in one sentence."""
     own, base = runs["approximate"], runs[BASE]
     right, before = (sum(run.is_right for run in of) for of in (own, base))
@@ -172,7 +172,7 @@ def result(runs: Mapping[str, Sequence[Run]]) -> str:
     )
 
 
-def lesson(runs: Mapping[str, Sequence[Run]]) -> str:
+def lesson(runs: Mapping[str, Sequence[DemoRun]]) -> str:
     """Return what the questions have in common that `full` answers wrongly, if there are any."""
     wrong = [i for i, run in enumerate(runs["full"]) if not run.is_right]
     if not wrong:
@@ -187,7 +187,7 @@ def lesson(runs: Mapping[str, Sequence[Run]]) -> str:
     return text + (". Recomputing a few tokens fixes it." if is_fixed else ".")
 
 
-def make_page(runs: Mapping[str, Sequence[Run]], model: str, repeats: int, made_on: Mapping[str, Any]) -> str:
+def make_page(runs: Mapping[str, Sequence[DemoRun]], model: str, repeats: int, made_on: Mapping[str, Any]) -> str:
     """Return the report as HTML: the result, modes compared, questions, then terms.
 
     Args:
@@ -219,7 +219,7 @@ def make_page(runs: Mapping[str, Sequence[Run]], model: str, repeats: int, made_
     )
 
 
-def _modes(runs: Mapping[str, Sequence[Run]]) -> str:
+def _modes(runs: Mapping[str, Sequence[DemoRun]]) -> str:
     """Return the table that compares the modes."""
     heads = ("mode", "in a new context", "correct", "tokens computed", "TTFT [ms]", "speed")
     rows, base = "", total(runs[BASE])
@@ -269,7 +269,7 @@ def _image(name: str) -> str:
     )
 
 
-def _question(number: int, runs: Mapping[str, Run], longest: float) -> str:
+def _question(number: int, runs: Mapping[str, DemoRun], longest: float) -> str:
     turn = next(iter(runs.values())).turn
     head = _head(("mode", "answer", "tokens computed", "context", "TTFT [ms]"))
     rows = "".join(_row(mode, run, longest) for mode, run in runs.items())
@@ -279,7 +279,7 @@ def _question(number: int, runs: Mapping[str, Run], longest: float) -> str:
     )
 
 
-def _row(mode: str, run: Run, longest: float) -> str:
+def _row(mode: str, run: DemoRun, longest: float) -> str:
     mark = "" if run.is_right else ' class="wrong"'
     metrics, left = run.output.metrics, run.milliseconds
     bar = ""

@@ -9,19 +9,17 @@ from collections.abc import Mapping
 
 import jax
 
-from vlcache_jax.device.exchange import check_exchange
-from vlcache_jax.device.mesh import Devices
-from vlcache_jax.device.programs.files import folder as folder_of_programs
-from vlcache_jax.fields import read_object
-from vlcache_jax.files import cache_home
-from vlcache_jax.first_contact import Verdict, meet
-from vlcache_jax.first_contact.chip import Chip, find_chip, memory
-from vlcache_jax.first_contact.toolchain import find_ptxas, old_driver, refusal
-from vlcache_jax.first_contact.verdicts import identity, place, versions
-from vlcache_jax.intake import costs
+from vlcache_jax.common.files import cache_home
+from vlcache_jax.common.json_files import read_object
+from vlcache_jax.common.progress import Progress
+from vlcache_jax.device.mesh import Devices, check_exchange
+from vlcache_jax.device.programs.compile_cache import folder as folder_of_programs
+from vlcache_jax.kernel_selftest import Verdict, meet
+from vlcache_jax.kernel_selftest.gpu import Gpu, find_chip, find_ptxas, memory, old_driver, refusal
+from vlcache_jax.kernel_selftest.selftest import identity_of, place, versions
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
-from vlcache_jax.progress import Progress
+from vlcache_jax.preparation import planner
 from vlcache_jax.study.report import environment
 
 Findings = list[tuple[str, str]]
@@ -83,7 +81,7 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
         findings.append((kernel, found))
     # Where that is kept, and what else is.
     if chip is not None and verdicts and refused is None:
-        path = place(identity(chip))
+        path = place(identity_of(chip))
         findings.append(("verdicts", str(path)))
         if not path.is_file() and any(verdict.passed is not None for verdict in verdicts.values()):
             problems.append(
@@ -107,7 +105,7 @@ def _together(devices: list[jax.Device], problems: list[str]) -> Findings:
     return [("devices", f"{len(found)}, which add up {rate}")]
 
 
-def _of_chip(chip: Chip) -> Findings:
+def _of_chip(chip: Gpu) -> Findings:
     sizes = memory(chip)
     room = "unknown: NVML does not tell"
     if sizes is not None:
@@ -162,11 +160,11 @@ def _tuned(problems: list[str]) -> str:
 
 def _rates(problems: list[str]) -> str:
     models = []
-    for path in sorted(costs.folder().glob("*.json")):
+    for path in sorted(planner.folder().glob("*.json")):
         try:
-            known, _ = costs.read_rates(path)
-            if costs.place(known) != path:
-                raise ValueError(f"{path} must have the name of what its rates hold for, {costs.place(known).name}")
+            known, _ = planner.read_rates(path)
+            if planner.place(known) != path:
+                raise ValueError(f"{path} must have the name of what its rates hold for, {planner.place(known).name}")
         except ValueError as error:
             problems.append(f"{error}: remove it, or let `vlcache calibrate` make it anew.")
         else:
@@ -175,7 +173,7 @@ def _rates(problems: list[str]) -> str:
             models.append(f"{model} of {layers} layers x {width} in {dtype}, codec {codec}, on {device}")
     if not models:
         return "none: images that are found are linked. `vlcache calibrate MODEL` measures whether that pays"
-    return f"{'; '.join(models)} ({costs.folder()})"
+    return f"{'; '.join(models)} ({planner.folder()})"
 
 
 def _programs() -> str:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.checks import check_whole
+from vlcache_jax.common.checks import check_whole
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.device.memory_plan import (
     GPU_SHARE,
     USEFUL,
@@ -27,13 +27,12 @@ from vlcache_jax.device.memory_plan import (
     weight_bytes,
 )
 from vlcache_jax.device.mesh import check_sizes, fitting, widened
-from vlcache_jax.first_contact.chip import find_chip, memory
 from vlcache_jax.inputs.processor import ImageProcessor
+from vlcache_jax.kernel_selftest.gpu import find_chip, memory
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.params import parameters
-from vlcache_jax.models.published import FP8, SIZES, find_name, published_config
-from vlcache_jax.models.registry import FAMILIES, load_config
+from vlcache_jax.models.registry import FAMILIES, FP8, SIZES, find_name, load_config, published_config
 from vlcache_jax.pallas_kernels import PAGE
 
 GPUS = (24, 40, 48, 80, 141)  # GB

@@ -14,18 +14,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from vlcache_jax.checks import check_text, is_a, short, shorten, unknown
-from vlcache_jax.foreign import GUIDED
+from vlcache_jax.common.checks import check_text, is_a, short, shorten, unknown
+from vlcache_jax.common.vllm_compat import GUIDED
 from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.protocol.answers import Counts, logprob
-from vlcache_jax.protocol.fields import SAMPLING
 from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, Options, template_options
-from vlcache_jax.protocol.values import read_object, write
+from vlcache_jax.protocol.schema import SAMPLING, read_object, write
 from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import CompletionOutput, RequestOutput
-    from vlcache_jax.protocol.chats import ChatFormat
+    from vlcache_jax.protocol.answers import ChatFormat
 
 BEGINNINGS = (b'{"line": ', b'{"id": "batch_req_')
 """Of every line of answers."""
@@ -185,7 +184,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class LineAnswer:
     """A line of answers, as far as it tells which row it is of.
 
     Raises:
@@ -197,7 +196,7 @@ class Answer:
     has_failed: bool
 
     @classmethod
-    def parse(cls, line: str) -> Answer:
+    def parse(cls, line: str) -> LineAnswer:
         answer = read_object(line)
         number, digest = answer.get("line"), answer.get("key")
         if isinstance(name := answer.get("id"), str) and name.startswith("batch_req_") and number is None:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from vlcache_jax.commands.rows import BEGINNINGS, Answer, Row
-from vlcache_jax.commands.shipped import SHIPPED, warn_of_others
-from vlcache_jax.files import check_readable, check_writable
-from vlcache_jax.progress import Progress, interruptible, say
-from vlcache_jax.protocol.chats import ChatFormat
+from vlcache_jax.commands.options import SHIPPED, warn_of_others
+from vlcache_jax.commands.rows import BEGINNINGS, LineAnswer, Row
+from vlcache_jax.common.files import check_readable, check_writable
+from vlcache_jax.common.progress import Progress, interruptible, say
+from vlcache_jax.protocol.answers import ChatFormat
 from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def run(
         raise ValueError(f"OUT must be another file than IN, got {out}")
     # They import JAX: what else is wrong need not wait for it.
     from vlcache_jax.compress.parse import parse_compressor
-    from vlcache_jax.reuse.parse import parse_policy
+    from vlcache_jax.reuse.selection import parse_policy
 
     parse_policy(recipe.reuse)
     if recipe.compress is not None:
@@ -353,5 +353,5 @@ def _in_order(file: IO[bytes], out: pathlib.Path) -> int:
     return sum(has_failed for _, has_failed in last.values())
 
 
-def _parsed(line: bytes) -> Answer:
-    return Answer.parse(line.decode(errors="surrogateescape"))
+def _parsed(line: bytes) -> LineAnswer:
+    return LineAnswer.parse(line.decode(errors="surrogateescape"))

@@ -7,12 +7,11 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from vlcache_jax.affinity import look
+from vlcache_jax.commands.options import warn_of_others
 from vlcache_jax.commands.run import Recipe, Sheet, tokens_of
-from vlcache_jax.commands.shipped import warn_of_others
+from vlcache_jax.common.progress import say
 from vlcache_jax.config import EngineConfig, EngineOptions
-from vlcache_jax.progress import say
-from vlcache_jax.protocol.chats import ChatFormat
+from vlcache_jax.protocol.answers import ChatFormat
 from vlcache_jax.ray.engines import (
     EngineDiedError,
     EngineOrder,
@@ -23,6 +22,7 @@ from vlcache_jax.ray.engines import (
     placed,
     warn_of_room,
 )
+from vlcache_jax.router.affinity import look
 
 _AHEAD = 4  # windows of rows that are read before an engine has room for them
 

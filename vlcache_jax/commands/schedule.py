@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlcache_jax.commands import options as opt
-from vlcache_jax.progress import Progress, say, say_errors
+from vlcache_jax.common.progress import Progress, say, say_errors
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
-    from vlcache_jax.reuse.schedule import Schedule
+    from vlcache_jax.reuse.policies import Schedule
     from vlcache_jax.study.questions import Sample
     from vlcache_jax.study.search import LayerScores
 
@@ -42,7 +42,7 @@ def profile_command(
 
     Example: vlcache schedule profile --samples 40 --out scores.npz
     """
-    from vlcache_jax.files import check_writable
+    from vlcache_jax.common.files import check_writable
     from vlcache_jax.study.accuracy import Protocol, behind
 
     with say_errors():
@@ -96,7 +96,7 @@ def solve_command(
 
     Example: vlcache schedule solve scores.npz --mean 0.025 --out schedule.json --picture schedule.png
     """
-    from vlcache_jax.files import PICTURES, check_writable
+    from vlcache_jax.common.files import PICTURES, check_writable
     from vlcache_jax.study.search import LayerScores, LayerTimes, find_schedule, find_schedule_within
 
     with say_errors():
@@ -148,7 +148,7 @@ def times_command(
 
     Example: vlcache schedule times Qwen/Qwen3-VL-8B-Instruct --out times.json
     """
-    from vlcache_jax.files import check_writable, write_whole
+    from vlcache_jax.common.files import check_writable, write_whole
 
     with say_errors():
         check_writable("out", out)
@@ -168,7 +168,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
     import jax
     import numpy as np
 
-    from vlcache_jax.device.packed import pack
+    from vlcache_jax.device.programs.base import pack
     from vlcache_jax.device.programs.layers import Layer
     from vlcache_jax.models import Rows
     from vlcache_jax.pallas_kernels import PAGE, make_work
@@ -243,7 +243,7 @@ def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
 def profile_samples(data: list[pathlib.Path] | None, count: int) -> list[Sample]:
     """`count` samples of files; without files, of splits drawn for the shipped model."""
     from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-    from vlcache_jax.files import check_all_readable
+    from vlcache_jax.common.files import check_all_readable
     from vlcache_jax.study.questions import spread
 
     check_all_readable("data", data or [])

@@ -14,10 +14,10 @@ import typer
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands import options as opt
-from vlcache_jax.commands.shipped import SHIPPED
+from vlcache_jax.commands.options import SHIPPED
+from vlcache_jax.common.progress import say, say_errors
 from vlcache_jax.config import EngineConfig
-from vlcache_jax.device.ladder import Ladder
-from vlcache_jax.progress import say, say_errors
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.server.config import ServerConfig
 
 # What others may send must not name files of the process, unless the operator says so.

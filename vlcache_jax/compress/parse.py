@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vlcache_jax.checks import check_text, is_a, short
+from vlcache_jax.common.checks import check_text, is_a, short
 from vlcache_jax.compress.policies import (
     H2O,
     Compressor,
@@ -23,7 +23,7 @@ from vlcache_jax.compress.policies import (
     VLCache,
     ZipCache,
 )
-from vlcache_jax.compress.scores import Scores, Seen
+from vlcache_jax.compress.scores import KeyStatistics, Scores
 
 _POLICIES = {
     policy.word: policy for policy in (VLCache, PostVision, SnapKV, PyramidKV, H2O, ZipCache, Streaming, Random)
@@ -79,5 +79,5 @@ def _score_shape(scores: Scores) -> Any:
     received, number, seed = (
         jax.ShapeDtypeStruct(*one) for one in ((_SHAPE, np.float32), ((), np.int32), ((), np.uint32))
     )
-    told = jax.eval_shape(lambda *seen: scores(Seen(*seen)), received, number, number, seed)
+    told = jax.eval_shape(lambda *seen: scores(KeyStatistics(*seen)), received, number, number, seed)
     return getattr(told, "shape", told)

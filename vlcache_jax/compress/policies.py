@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.checks import check_flags, check_whole, is_a, short
+from vlcache_jax.common.checks import check_flags, check_whole, is_a, short
 from vlcache_jax.compress.budgets import layer_shares, pyramid, whole
-from vlcache_jax.compress.scores import Drawn, Earliest, Normalized, Pooled, Received, Scores
+from vlcache_jax.compress.scores import Drawn, Earliest, Normalized, PooledScores, Received, Scores
 from vlcache_jax.inputs.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class SnapKV(_Policy):
 
     @property
     def scores(self) -> Scores:
-        return Pooled(self.granularity, self.pooling)
+        return PooledScores(self.granularity, self.pooling)
 
     def observed(self, layout: Layout) -> int:
         return min(len(layout), self.rows)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vlcache_jax.inputs.layout import Layout
 
 
-class Seen(NamedTuple):
+class KeyStatistics(NamedTuple):
     """What is known of a prompt's keys in one layer.
 
     Attributes:
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
 class Scores(Hashable, Protocol):
     """What one layer's tokens are ranked by, for each KV head: [K, W]. Programs are compiled once for equal ones."""
 
-    def __call__(self, seen: Seen) -> jax.Array: ...
+    def __call__(self, seen: KeyStatistics) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Received:
 
     granularity: str
 
-    def __call__(self, seen: Seen) -> jax.Array:
+    def __call__(self, seen: KeyStatistics) -> jax.Array:
         score = self.by_head(seen)
         return jnp.broadcast_to(score.mean(0), score.shape) if self.granularity == "layer" else score
 
-    def by_head(self, seen: Seen) -> jax.Array:
+    def by_head(self, seen: KeyStatistics) -> jax.Array:
         return seen.received
 
 
 @dataclass(frozen=True)
-class Pooled(Received):
+class PooledScores(Received):
     """The mean of what a token and its neighbours in front of the window received (SnapKV).
 
     Attributes:
@@ -67,7 +67,7 @@ class Pooled(Received):
 
     width: int
 
-    def by_head(self, seen: Seen) -> jax.Array:
+    def by_head(self, seen: KeyStatistics) -> jax.Array:
         _, W = seen.received.shape
         candidate = jnp.where(jnp.arange(W) < seen.length - seen.window, seen.received, 0)
         padded = jnp.pad(candidate, ((0, 0), (self.width // 2,) * 2))
@@ -78,7 +78,7 @@ class Pooled(Received):
 class Normalized(Received):
     """The attention received from a row that sees the token, the mean of all rows of the prompt (ZipCache)."""
 
-    def by_head(self, seen: Seen) -> jax.Array:
+    def by_head(self, seen: KeyStatistics) -> jax.Array:
         return seen.received / jnp.maximum(seen.length - jnp.arange(seen.received.shape[1]), 1)
 
 
@@ -86,7 +86,7 @@ class Normalized(Received):
 class Earliest(Received):
     """The prompt's order (StreamingLLM: the first tokens beside the window)."""
 
-    def by_head(self, seen: Seen) -> jax.Array:
+    def by_head(self, seen: KeyStatistics) -> jax.Array:
         K, W = seen.received.shape
         return jnp.broadcast_to(-jnp.arange(W, dtype=jnp.float32), (K, W))
 
@@ -101,7 +101,7 @@ class Drawn(Received):
 
     seed: int = 0
 
-    def by_head(self, seen: Seen) -> jax.Array:
+    def by_head(self, seen: KeyStatistics) -> jax.Array:
         K, W = seen.received.shape
         keys = jax.random.split(jax.random.key(seen.seed ^ np.uint32(self.seed)), K)
         return jax.vmap(functools.partial(jax.random.uniform, shape=(W,)))(keys)
@@ -113,7 +113,7 @@ USUAL: Mapping[Scores, int] = {
     for number, scores in enumerate(
         (
             Received("kv_head"),
-            Pooled("kv_head", 5),
+            PooledScores("kv_head", 5),
             Normalized("kv_head"),
             Earliest("kv_head"),
             Drawn("kv_head"),
@@ -122,7 +122,7 @@ USUAL: Mapping[Scores, int] = {
 }
 
 
-def usual_scores(number: jax.Array, seen: Seen) -> jax.Array:
+def usual_scores(number: jax.Array, seen: KeyStatistics) -> jax.Array:
     """What the scores of this number in `USUAL` make of `seen` [K, W]; the number is an int32 scalar of the device."""
     return jax.lax.select_n(number, *(scores(seen) for scores in USUAL))
 

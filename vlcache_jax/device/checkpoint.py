@@ -22,8 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vlcache_jax.checks import check_flags
-from vlcache_jax.convert.check import check_contents, check_sizes
+from vlcache_jax.common.checks import check_flags
 from vlcache_jax.convert.manifest import (
     FORMAT,
     MANIFEST_FILE,
@@ -44,14 +43,14 @@ from vlcache_jax.convert.plan import (
     stored_dtype,
     tensor_digests,
 )
-from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import locate
+from vlcache_jax.convert.store import StoredWeights
+from vlcache_jax.convert.stream import check_contents, check_sizes
 from vlcache_jax.device.mesh import ONE
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Part, Path, parameters
 from vlcache_jax.models.registry import load_config
-from vlcache_jax.reuse.policies import Policy
-from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.policies import Policy, Schedule
 
 _log = logging.getLogger(__name__)
 _HASHING = threading.Lock()

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.programs.answer import OutputHead, SampleFirst
 from vlcache_jax.device.programs.base import Program
 from vlcache_jax.device.programs.encode import Encode, Stage
-from vlcache_jax.device.programs.state import HoldLanes
+from vlcache_jax.device.programs.memory import HoldLanes
 from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.device.programs.window import CompressedWindow, Window, fixed
 from vlcache_jax.device.sampler import FIXED, Choice

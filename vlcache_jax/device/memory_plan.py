@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.device.mesh import repeats, spec_of
-from vlcache_jax.device.programs.shapes import MOVED_PAGES
+from vlcache_jax.device.programs.base import MOVED_PAGES
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.params import parameters

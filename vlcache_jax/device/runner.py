@@ -1,4 +1,13 @@
-"""The device side: weights, the KV pool, and the programs of a step in their order.
+"""How long the device takes, told by a thread that waits for its results, so that nobody else has to.
+
+The KV pools: K and V of the slots that requests have their tokens in, and of what is kept of compressed prompts.
+
+The work lists of a window whose rows' prompts are compressed (host, numpy).
+
+Every layer keeps as many tokens as it needs, and a list for each would cost the host more time than the device saves.
+So layers that keep nearly as much share one, made for the most that any of them keeps.
+
+The device side: weights, the KV pool, and the programs of a step in their order.
 
 What programs update in place is donated to them. An interrupted call can leave donated arrays behind; `reset` drops
 everything mutable, and the next call makes it anew.
@@ -6,37 +15,162 @@ everything mutable, and the next call makes it anew.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+import time
 from collections import abc
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from flax import nnx
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.device.compressed_work import compressed_work
+from vlcache_jax.device.buckets import Ladder, cover, round_up
 from vlcache_jax.device.fitting import Fitting
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.device.ladder import Ladder, round_up
 from vlcache_jax.device.mesh import ONE, Devices
-from vlcache_jax.device.pool import Pool
 from vlcache_jax.device.programs.answer import HeadRows, LastHidden, OutputHead, SampleFirst, ScoreTokens
+from vlcache_jax.device.programs.base import Halves, Params, Program, Shapes
 from vlcache_jax.device.programs.compress import EmptyCompressed
 from vlcache_jax.device.programs.encode import Encode, EncodeApart, Stage, encoder_tables, rows_apart, smallest_grid
-from vlcache_jax.device.programs.keep import Restage
-from vlcache_jax.device.programs.shapes import Params, Shapes
-from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, EmptyPool, HoldLanes, OpenLane
+from vlcache_jax.device.programs.memory import (
+    CopyPages,
+    EmptyEncoderRows,
+    EmptyLanes,
+    EmptyPool,
+    HoldLanes,
+    OpenLane,
+    Restage,
+)
 from vlcache_jax.device.programs.table import Programs
-from vlcache_jax.device.programs.window import ANSWER, CompressedWindow, Window
-from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled, choice_of
+from vlcache_jax.device.programs.window import ANSWER, LISTS, CompressedWindow, Window
+from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, SampledTokens, choice_of
 from vlcache_jax.models import ModelConfig, abstract_model, bind
 from vlcache_jax.models.layers import times
 from vlcache_jax.models.vision import Grid
+from vlcache_jax.pallas_kernels import PAGE, WorkConfig, make_work
 from vlcache_jax.pallas_kernels.link import check_slots
 from vlcache_jax.pallas_kernels.shapes import ExpertsShape
 from vlcache_jax.sampling import MAX_BIASED
+
+
+class Clock:
+    """Times what is launched, in its order."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "vlcache-clock")
+        self._lock = threading.Lock()
+        self._last = 0.0
+
+    def mark(self, arrays: Sequence[jax.Array]) -> Future[float]:
+        """The seconds from when these were launched, or all marked before them were ready, until they are ready.
+
+        Args:
+          arrays: that no later program is given for good.
+        """
+        launched = time.perf_counter()
+
+        def wait() -> float:
+            try:
+                jax.block_until_ready(arrays)
+            except Exception:  # whoever reads them meets the error
+                return 0.0
+            begin, self._last = max(launched, self._last), time.perf_counter()
+            return self._last - begin
+
+        return self._thread.submit(wait)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class Pool:
+    """Its arrays are donated to each program and come back updated in place.
+
+    Args:
+      programs: that run on its device.
+      empty: makes K or V.
+      count: pairs of these: one for each layer, or one for all.
+
+    Attributes:
+      arrays: K and V of each layer, or of all layers, [S, K, D]; None: they are not made yet, or a program that had
+        them was interrupted.
+    """
+
+    def __init__(self, programs: Programs, empty: Program[jax.Array], count: int):
+        self._programs, self._empty, self._count = programs, empty, count
+        self.arrays: Halves | None = None
+
+    def make(self) -> Halves:
+        """The arrays, made if they are not there."""
+        if self.arrays is None:
+            run = self._programs.run
+            self.arrays = [[run(self._empty), run(self._empty)] for _ in range(self._count)]
+        return self.arrays
+
+    @contextlib.contextmanager
+    def taken(self) -> abc.Iterator[Halves]:
+        """The arrays, for programs that take and return them: what the list has in the end is the pool. If that does
+        not come, everything in it is lost."""
+        arrays, self.arrays = self.arrays or self.make(), None
+        yield arrays
+        self.arrays = arrays
+
+    def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
+        """Copies pages: of each pair the first to the second, which none of the others names."""
+        rest, shapes = list(pairs), self._programs.shapes
+        for size in cover(len(pairs), shapes.ladder.sequences):
+            some, rest = rest[:size], rest[size:]
+            source, target = np.zeros(size, np.int32), np.full(size, shapes.num_slots // PAGE, np.int32)
+            source[: len(some)], target[: len(some)] = zip(*some, strict=True)
+            with self.taken() as arrays:
+                arrays[:] = self._programs.run(CopyPages(size), arrays, source, target)
+
+
+Index = npt.NDArray[np.int32]
+
+_ALIKE = 0.6  # of the most that a layer of a list keeps
+
+
+def alike_layers(kept: Index) -> list[list[int]]:
+    """The layers that share a list, those that keep most first.
+
+    Args:
+      kept: tokens of each layer and prompt, [L, B].
+    """
+    total = kept.sum(1)
+    classes: list[list[int]] = []
+    for layer in np.argsort(-total, kind="stable").tolist():
+        if classes and (total[layer] >= _ALIKE * total[classes[-1][0]] or len(classes) == LISTS):
+            classes[-1].append(layer)
+        else:
+            classes.append([layer])
+    return classes
+
+
+def compressed_work(kept: Index, tokens: Index, config: WorkConfig) -> tuple[Index, Index]:
+    """The lists int32 [LISTS, size], and which of them each layer goes by [L].
+
+    Args:
+      kept: see `alike_layers`.
+      tokens: of each answer how many are seen behind the prompt's, at the window's first token and at its last, [2, B].
+    """
+    lists, list_of = np.zeros((LISTS, config.size), np.int32), np.zeros(len(kept), np.int32)
+    first, last = tokens
+    rows = np.arange(kept.shape[1])
+    for number, layers in enumerate(alike_layers(kept)):
+        end = kept[layers].max(0) + last
+        tables = [np.zeros(-(-count // PAGE), np.int32) for count in end]  # the device knows them
+        least = kept[layers].min(0) + first
+        lists[number] = make_work(rows, np.zeros_like(end), end, tables, config, least=least).buffer
+        list_of[layers] = number
+    return lists, list_of
 
 
 class Runner:
@@ -235,7 +369,7 @@ class Runner:
         held, self._lanes = self._lanes_now(), None
         self._lanes = self.run(HoldLanes(size), held, lane, words, token, added)
 
-    def sample(self, logits: jax.Array, choosing: np.ndarray, steps: np.ndarray, first: int = 0) -> Sampled:
+    def sample(self, logits: jax.Array, choosing: np.ndarray, steps: np.ndarray, first: int = 0) -> SampledTokens:
         """Chooses the first token of lanes after their prefill.
 
         Args:
@@ -252,7 +386,9 @@ class Runner:
         sampled, self._lanes = self.run(program, logits, lanes, rows, step)
         return sampled
 
-    def window(self, rows: np.ndarray, tables: abc.Sequence[np.ndarray], end: np.ndarray, tokens: int) -> list[Sampled]:
+    def window(
+        self, rows: np.ndarray, tables: abc.Sequence[np.ndarray], end: np.ndarray, tokens: int
+    ) -> list[SampledTokens]:
         """Decodes up to `tokens` tokens of each row, at most `ladder.window`.
 
         Args:
@@ -275,7 +411,7 @@ class Runner:
     def compressed_window(
         self, rows: np.ndarray, tables: abc.Sequence[abc.Sequence[np.ndarray]], kept: np.ndarray, end: np.ndarray,
         tokens: int,
-    ) -> list[Sampled]:  # fmt: skip
+    ) -> list[SampledTokens]:  # fmt: skip
         """The same of rows whose prompts are compressed.
 
         Args:
@@ -297,7 +433,7 @@ class Runner:
 
     def _decode[P: (Window, CompressedWindow)](
         self, program: P, pool: Pool, rows: np.ndarray, tokens: int, *work: Any
-    ) -> list[Sampled]:
+    ) -> list[SampledTokens]:
         is_host, launched = self.shapes.is_host, []
         given = _padded(rows, program.count), *work, np.int32(tokens)
         if not is_host:

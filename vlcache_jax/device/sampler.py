@@ -126,7 +126,7 @@ def choice_of(packed: npt.NDArray[np.int32]) -> Choice:
     return "drawn" if (temperature > 0).any() else "greedy"
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens of one step. The log-probabilities are of the logits as they came; 0 in rows that do not want them, and
     None where no row may ask for them."""
 
@@ -187,7 +187,7 @@ def hold_lanes(lanes: Lanes, lane: jax.Array, allowed: jax.Array, token: jax.Arr
 
 def sample(
     logits: jax.Array, lanes: Lanes, choosing: Choosing, *, axis: int = 1, choice: Choice = "asked"
-) -> tuple[Sampled, Lanes]:
+) -> tuple[SampledTokens, Lanes]:
     """Chooses a token for each row, and lets the row's lane go on with it.
 
     A lane ends with a token that ends answers, with as many tokens as it may have, and where there is no token to go
@@ -235,7 +235,7 @@ def sample(
     mark = lanes.marks.at[lane, token].get(mode="fill", fill_value=0)
     ends = (mark & ENDS > 0) & (step + 1 >= ask.least)
     given = jnp.where(is_finite, jnp.where(is_allowed, token, NOT_ALLOWED), NOT_FINITE)
-    sampled = Sampled(jnp.where(is_live, given, NO_ANSWER), *told)
+    sampled = SampledTokens(jnp.where(is_live, given, NO_ANSWER), *told)
 
     # Each part of a lane's state is written for the rows that it changes for.
     live, growing, counting, recalling = (

@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Captured
-from vlcache_jax.device.ladder import Ladder, round_up, split_rows
+from vlcache_jax.device.buckets import Ladder, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.policies import Plan
 from vlcache_jax.reuse.selection import RowChoice, Selection
 from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, most_moved, shifted_images
 

@@ -18,21 +18,19 @@ import numpy as np
 from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.policies import Compressor, make_counts, make_observed, make_windows
 from vlcache_jax.compress.scores import USUAL, seeds
-from vlcache_jax.device.clock import Clock
-from vlcache_jax.device.ladder import Ladder, round_up
-from vlcache_jax.device.packed import pack
+from vlcache_jax.device.buckets import Ladder, round_up
+from vlcache_jax.device.programs.base import MOVED_PAGES, pack
 from vlcache_jax.device.programs.compress import Compact, EmptySums, Observe, ReadPages, WritePages
-from vlcache_jax.device.programs.shapes import MOVED_PAGES
-from vlcache_jax.device.runner import Runner
+from vlcache_jax.device.runner import Clock, Runner
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
-from vlcache_jax.engine.compressed import CompressedLease, Compression
+from vlcache_jax.engine.compressed_pages import CompressedLease, Compression
 from vlcache_jax.engine.prefilling import Prefiller
 from vlcache_jax.engine.request import Generation, Sequence
-from vlcache_jax.engine.results import Compressed, Observed, Results
+from vlcache_jax.engine.results import CompressionResult, Observed, Results
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import PAGE, make_work
-from vlcache_jax.reuse.plan import full_prefill
+from vlcache_jax.reuse.policies import full_prefill
 
 _AT_ONCE = 2  # prompts whose sums are on the device
 _COUNTED = "compressed", "uncompressed", "put_aside", "brought_back", "moved_bytes"  # see `EngineStats`
@@ -221,7 +219,7 @@ class Compactor:
             self._compact(answer, found, compression)
             self._scheduler.compacted(answer)
             self._count(compressed=1)
-        return Compressed(answer, compression, found.took)
+        return CompressionResult(answer, compression, found.took)
 
     def _compact(self, answer: Generation, found: _Observation, compression: Compression) -> None:
         lease, compressed, compressor = answer.progress.lease, answer.progress.compressed, answer.compress

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.checks import short, shorten
-from vlcache_jax.inputs.thinking import CLOSE
-from vlcache_jax.sampling import SamplingParams
-from vlcache_jax.structured_outputs import StructuredOutputs
+from vlcache_jax.common.checks import short, shorten
+from vlcache_jax.inputs.prompt import CLOSE
+from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     import llguidance

@@ -1,35 +1,304 @@
-"""Launches what prompts compute: linking, encoding, and the steps of their rows through the layers. Nothing waits."""
+"""A step on its way through the layers, launched as far as what they read is there.
+
+Which programs a turn calls for, before anything of it is launched, and which sizes of steps do without those that a
+warm-up has still to compile.
+
+Launches what prompts compute: linking, encoding, and the steps of their rows through the layers. Nothing waits.
+"""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections import abc, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.device.clock import Clock
-from vlcache_jax.device.ladder import Ladder, round_up
-from vlcache_jax.device.runner import Runner
-from vlcache_jax.engine.batching import Placement, Prefill, Step, copied_pages, encoder_calls, prefill_steps
-from vlcache_jax.engine.device_copies import DeviceCopies
-from vlcache_jax.engine.needed import usable_ladder
-from vlcache_jax.engine.passage import Passage
-from vlcache_jax.engine.request import ImageUse, Sequence
+from vlcache_jax.device.buckets import Ladder, cover, round_up
+from vlcache_jax.device.programs.base import Program, pack
+from vlcache_jax.device.programs.layers import (
+    BLOCK,
+    BLOCK_ROWS,
+    Block,
+    Choose,
+    Embed,
+    Layer,
+    Narrow,
+    ScoreRows,
+    Slice,
+    Take,
+)
+from vlcache_jax.device.programs.memory import (
+    CopyPages,
+    EmptyEncoderRows,
+    EmptyLanes,
+    EmptyPool,
+    HoldLanes,
+    Link,
+    OpenLane,
+)
+from vlcache_jax.device.runner import Clock, Runner
+from vlcache_jax.engine.batching import (
+    Placement,
+    Prefill,
+    Step,
+    copied_pages,
+    encoder_calls,
+    linked_images,
+    prefill_steps,
+)
+from vlcache_jax.engine.request import Generation, ImageUse, Sequence
 from vlcache_jax.engine.scheduler import Scheduler
-from vlcache_jax.engine.uploads import Transfers, Upload
+from vlcache_jax.engine.uploads import DeviceCopies, Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.pallas_kernels import Work
+from vlcache_jax.reuse.selection import Selection
+from vlcache_jax.reuse.shift import Moves
+
+
+class Passage:
+    """Runs a step's rows through the layers. Between layers other programs may use the pool.
+
+    Args:
+      runner: computes.
+      step: its encoder rows have been staged.
+
+    Attributes:
+      layer: the first that is not launched yet.
+      x: hidden states of the rows that have left the one before; in the end, of those that leave the last layer.
+      captured: keys before rotation and values of each layer's rows so far, where some are wanted.
+      chosen: if rows are chosen on the device, their order then (`choose`).
+    """
+
+    def __init__(self, runner: Runner, step: Step):
+        self.runner, self.step = runner, step
+        self.layer = 0
+        self.captured: list[tuple[jax.Array, jax.Array]] = []
+        self.chosen: jax.Array | None = None
+        self._score: jax.Array | None = None
+        self._held = first = step.bounds[0]
+        self._leaving = step.leaving
+        most, shift = runner.ladder.max_rows, step.shift
+        self._works: dict[tuple[int, bool], Work] = {}
+        shifted = None if shift is None else shift.pack(most, runner.shapes.moved)
+        self._rows, self._shifted = runner.devices.put((pack(step.rows, most), shifted))
+        embeddings = runner.text["embed_tokens"]
+        self.x, self._deepstack = runner.run(Embed(first), embeddings, runner.encoder_rows(), self._rows)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all layers are launched."""
+        return self.layer == len(self.step.active)
+
+    def advance(self, stop: int) -> None:
+        """Launches the layers before `stop`, but no part of what is one program.
+
+        So which programs run does not depend on when records arrive, and neither does the last digit of an answer.
+        """
+        with self.runner.pool.taken() as pool:
+            while self.layer < stop:
+                if is_block(self.step.bounds, self.layer, len(self._deepstack), self.step.selection is not None):
+                    if self.layer + BLOCK > stop:
+                        break
+                    self._run_block(pool, slice(self.layer, self.layer + BLOCK))
+                    self.layer += BLOCK
+                else:
+                    self._run_layer(pool[self.layer], self.layer)
+                    self.layer += 1
+
+    def _run_block(self, pool: list[list[jax.Array]], layers: slice) -> None:
+        size, weights = len(self.x), [self.runner.text["layers"][i] for i in range(layers.start, layers.stop)]
+        active = np.array([self._active(i) for i in range(layers.start, layers.stop)], np.int32)
+        moves = self._moves(layers)
+        block = Block(size, moves is not None, self.runner.shapes.like[layers])
+        work = self._work(size, False)
+        self.x, pool[layers], captured = self.runner.run(
+            block, weights, self.x, pool[layers], self._rows, active, work, moves
+        )
+        if self.step.captured:
+            self.captured += captured
+
+    def _moves(self, layers: slice) -> Moves | None:
+        """What these layers move."""
+        if (shift := self.step.shift) is None:
+            return None
+        numbers, (row_image, tokens) = range(layers.start, layers.stop), self._shifted
+        count = [shift.count(layer, self.step.active[layer]) for layer in numbers]
+        return Moves(row_image, tokens, np.array(numbers, np.int32), np.array(count, np.int32))
+
+    def _run_layer(self, pool: list[jax.Array], layer: int) -> None:
+        step, run, selection = self.step, self.runner.run, self.step.selection
+        size = step.bounds[layer]
+        check = len(step.active) if selection is None else selection.policy.check_layer
+        weights, like = self.runner.text["layers"][layer], self.runner.shapes.like[layer : layer + 1]
+        if layer > check and step.active[layer] < step.active[layer - 1]:
+            self._rows = run(Narrow(self._held, size), self._rows, np.int32(step.active[layer]))
+            self._held = size
+        if selection is not None and layer in selection.policy.scored_layers:
+            self._score = self._score_rows(selection, layer, pool)
+        if selection is not None and layer == check:
+            counts = np.array([selection.must, selection.among], np.int32)
+            self.x, self._rows, self.chosen = run(Choose(size), self.x, self._rows, self._score, counts)
+        added = self._deepstack[layer] if layer < len(self._deepstack) else None
+        if added is not None and self.chosen is not None:
+            added = run(Take(len(added), size), added, self.chosen)
+        elif added is not None and len(added) != size:
+            added = run(Slice(len(added), size), added)
+        leaving, _, is_chosen = self._leaving[layer]
+        moves = self._moves(slice(layer, layer + 1))
+        self.x, *pool[:], values = run(
+            Layer(size, leaving, added is not None, moves is not None, like),
+            weights, self.x, *pool, self._rows, np.array(self._active(layer), np.int32),
+            self._work(leaving, is_chosen), added, moves,
+        )  # fmt: skip
+        if self.step.captured:
+            self.captured.append(values)
+
+    def _work(self, bound: int, is_chosen: bool) -> Work:
+        """The work list of layers with this bound; made when the first of them comes: the device computes meanwhile."""
+        if (bound, is_chosen) not in self._works:
+            config = self.runner.shapes.work_config(bound)
+            self._works[bound, is_chosen] = self.runner.devices.put(self.step.work(bound, is_chosen, config))
+        return self._works[bound, is_chosen]
+
+    def _active(self, layer: int) -> tuple[int, int]:
+        """Rows that a layer computes, and those of them that the next one needs."""
+        return self.step.active[layer], self._leaving[layer][1]
+
+    def _score_rows(self, selection: Selection, layer: int, pool: list[jax.Array]) -> jax.Array:
+        """Adds a layer's scores to those of the layers before."""
+        window = round_up(-(-selection.length // kernels.PAGE), self.runner.shapes.windows)
+        table = np.zeros(window, np.int32)
+        pages = selection.table[:window]
+        table[: len(pages)] = pages
+        is_image = np.zeros(len(self.x), bool)
+        is_image[selection.must : selection.must + selection.among] = True
+        before = np.zeros(len(self.x), np.float32) if self._score is None else self._score
+        request = np.array([selection.length, selection.question], np.int32)
+        like = self.runner.shapes.like[layer : layer + 1]
+        program = ScoreRows(len(self.x), window, selection.policy, like)
+        weights = self.runner.text["layers"][layer]
+        return self.runner.run(program, weights, self.x, *pool, self._rows, is_image, request, table, before)
+
+
+def is_block(bounds: abc.Sequence[int], first: int, num_deepstack: int, selects: bool) -> bool:
+    """Whether the layers from `first` on of a step with these bounds are one program."""
+    size, stop = bounds[first], first + BLOCK
+    if size > BLOCK_ROWS or selects or first < num_deepstack or stop >= len(bounds):
+        return False
+    return all(bounds[layer + 1] == size for layer in range(first, stop))
+
+
+def usable_ladder(
+    runner: Runner, prefills: abc.Sequence[Prefill], calls: tuple[int, ...], encoded: abc.Container[ImageRef]
+) -> Ladder | None:
+    """The sizes for a turn's steps, for which all programs are there; None: they are coming, and the turn waits.
+
+    While the programs of a step are coming, rungs that are there serve: several smaller ones, or a larger one. Cutting
+    is exact. Steps that choose rows or move images keep their sizes.
+
+    Args:
+      calls: sizes of encoder calls.
+      encoded: images that were encoded ahead.
+    """
+    ladder, fitting = runner.ladder, runner.fitting
+    if not runner.programs.is_warming:
+        return ladder
+    other = [*_other_programs(runner, prefills)]
+    steps = prefill_steps(prefills, ladder, runner.num_slots, runner.shapes.kv.layers)
+    encoding = [*_encoding(runner, prefills, steps, calls, encoded)]
+    best = [*other, *encoding, *_layers(runner, steps)]
+    if not fitting.is_coming(best):
+        return ladder
+    if all(step.selection is None and step.shift is None for step in steps):
+        there = tuple(rows for rows in ladder.rows if fitting.is_there(_plain(runner, rows)))
+        if there and fitting.is_there([*other, *encoding]):
+            fewer = dataclasses.replace(ladder, rows=there)
+            steps = prefill_steps(prefills, fewer, runner.num_slots, runner.shapes.kv.layers)
+            if fitting.is_there(_layers(runner, steps)):
+                return fewer
+    return None
+
+
+def _plain(runner: Runner, rows: int) -> abc.Iterator[Program[Any]]:
+    """What takes a step of which all layers compute `rows` rows through them."""
+    return _through(runner, (*[rows] * runner.shapes.kv.layers, runner.ladder.outputs(rows)), False, False)
+
+
+def _through(runner: Runner, bounds: abc.Sequence[int], shifts: bool, selects: bool) -> abc.Iterator[Program[Any]]:
+    """What takes a step with these bounds through the layers, but for what chooses rows."""
+    like, deepstack = runner.shapes.like, runner.shapes.config.vision.num_deepstack
+    yield Embed(bounds[0])
+    layer = 0
+    while layer < len(bounds) - 1:
+        size, leaving = bounds[layer], bounds[layer + 1]
+        if is_block(bounds, layer, deepstack, selects):
+            yield Block(size, shifts, like[layer : layer + BLOCK])
+            layer += BLOCK
+            continue
+        if layer < deepstack and size != bounds[0] and not selects:
+            yield Slice(bounds[0], size)
+        yield Layer(size, leaving, layer < deepstack, shifts, like[layer : layer + 1])
+        layer += 1
+
+
+def _layers(runner: Runner, steps: abc.Iterable[Step]) -> abc.Iterator[Program[Any]]:
+    """What takes steps through the layers, and chooses tokens."""
+    for step in steps:
+        yield from _through(runner, step.bounds, step.shift is not None, step.selection is not None)
+        rows = step.bounds[-1]
+        answers = [one for one, i in step.wanted if isinstance(one, Generation) and i == one.length - 1]
+        if answers and len(answers) == len(step.wanted):
+            yield from runner.fitting.choosing(rows, runner.fitting.head(rows, len(answers)))
+
+
+def _encoding(
+    runner: Runner,
+    prefills: abc.Iterable[Prefill],
+    steps: abc.Iterable[Step],
+    calls: tuple[int, ...],
+    encoded: abc.Container[ImageRef],
+) -> abc.Iterator[Program[Any]]:
+    """What encodes the new images of steps."""
+    uses = (use for prefill in prefills for use in prefill.sequence.progress.images)
+    kept = {use.span.image for use in uses if use.encoder is not None and use.encoder.is_ready}
+    seen: set[ImageRef] = set()
+    for step in steps:
+        images = [one.image for one in step.placements if one.image not in kept and one.image not in encoded]
+        new = [image for image in dict.fromkeys(images) if image not in seen]
+        seen.update(new)
+        for call in encoder_calls(new, calls):
+            patches = sum(image.num_tokens for image in call) * runner.config.vision.merge_size**2
+            yield from runner.fitting.encoding(runner.fitting.encoder(patches))
+
+
+def _other_programs(runner: Runner, prefills: abc.Sequence[Prefill]) -> abc.Iterator[Program[Any]]:
+    """What makes the arrays that all need, opens lanes, copies pages and links images."""
+    shapes = runner.shapes
+    yield from (EmptyPool(), EmptyEncoderRows(), EmptyLanes(), OpenLane())
+    held = sum(isinstance(one.sequence, Generation) and one.sequence.matcher is not None for one in prefills)
+    if held:
+        yield HoldLanes(runner.fitting.held(held))
+    yield from (CopyPages(size) for size in cover(len(copied_pages(prefills)), runner.ladder.sequences))
+    linked = collections.Counter(record.meta.padded for record, users in linked_images(prefills) for _ in users)
+    for size, number in linked.items():
+        for count in shapes.split_links(size, number):
+            yield from (Link(size, count, part.stop - part.start) for part in shapes.link_groups)
+
 
 PATCHES_PER_CALL = 16384  # more patches in one encoder call save nothing and cost memory
 
 
 @dataclass(eq=False)
-class Turn:
+class PrefillGroup:
     """Prefills whose rows are cut into steps together.
 
     Attributes:
@@ -66,7 +335,7 @@ class Launched:
       took: of its turn up to here, see `Turn`.
     """
 
-    turn: Turn
+    turn: PrefillGroup
     step: Step
     x: jax.Array
     chosen: jax.Array | None
@@ -136,7 +405,7 @@ class Prefiller:
         encoded = {image for images in ahead for image in images}
         return usable_ladder(self.runner, prefills, self._calls, encoded)
 
-    def begin(self, prefills: abc.Sequence[Prefill], ladder: Ladder) -> Turn:
+    def begin(self, prefills: abc.Sequence[Prefill], ladder: Ladder) -> PrefillGroup:
         """Copies pages, and has stored images brought to the device.
 
         Args:
@@ -144,7 +413,7 @@ class Prefiller:
         """
         if pairs := copied_pages(prefills):
             self.runner.pool.copy_pages(pairs)
-        turn = Turn(prefills, ladder, Upload(self.copies, self._transfers, prefills))
+        turn = PrefillGroup(prefills, ladder, Upload(self.copies, self._transfers, prefills))
         for ahead in (self._ahead.pop(prefill.sequence, None) for prefill in prefills):
             if ahead is not None:
                 turn.where.update(ahead.where)
@@ -152,7 +421,7 @@ class Prefiller:
         turn.images = [[self._found(use, turn) for use in prefill.sequence.progress.images] for prefill in prefills]
         return turn
 
-    def launch(self, turn: Turn) -> Launched | None:
+    def launch(self, turn: PrefillGroup) -> Launched | None:
         """Launches a turn's next step, or of it what does not need records that are still on their way.
 
         Returns:
@@ -188,7 +457,7 @@ class Prefiller:
         turn.where = {image: place for image, place in turn.where.items() if image in later}
         return Launched(turn, step, passage.x, passage.chosen, tuple(turn.took))
 
-    def stage(self, step: Step, turn: Turn) -> None:
+    def stage(self, step: Step, turn: PrefillGroup) -> None:
         """Encodes new images, and hands the step its encoder rows."""
         images = [placement.image for placement in step.placements if placement.image not in turn.here]
         new = [image for image in images if image not in turn.where and not _holds(turn.kept.get(image))]
@@ -212,7 +481,7 @@ class Prefiller:
         """It launches nothing any more."""
         self._transfers.close()
 
-    def _found(self, use: ImageUse, turn: Turn) -> ImageUse:
+    def _found(self, use: ImageUse, turn: PrefillGroup) -> ImageUse:
         """An image with the tier that it comes from now."""
         if use.encoder is not None:
             turn.kept[use.span.image] = use.encoder
@@ -223,7 +492,7 @@ class Prefiller:
         turn.here[use.span.image] = rows
         return replace(use, kv_tier="device", encoder_tier="device")
 
-    def _link(self, turn: Turn) -> None:
+    def _link(self, turn: PrefillGroup) -> None:
         """Writes the K, V of stored images that are there into the pool."""
         read, done = turn.upload.advance()
         if done:
@@ -244,7 +513,7 @@ class Prefiller:
                     self.writer.encoder(record, encoded, row)
         return where
 
-    def _stage(self, step: Step, turn: Turn) -> None:
+    def _stage(self, step: Step, turn: PrefillGroup) -> None:
         """Hands the step its encoder rows: of each encoder output in one call, and those of records together."""
         placed: dict[int, tuple[jax.Array, list[tuple[Placement, int]]]] = {}
         kept, here = [], []

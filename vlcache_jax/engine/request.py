@@ -23,15 +23,13 @@ from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.device import sampler
-from vlcache_jax.engine.completions import CompletionDelta, Logprob
-from vlcache_jax.engine.compressed import CompressedLease, Compression
-from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine.completions import CompletionDelta, Detokenizer, Logprob, RequestMetrics
+from vlcache_jax.engine.compressed_pages import CompressedLease, Compression
 from vlcache_jax.engine.grammars import Bits, Matcher
-from vlcache_jax.engine.metrics import Metrics
 from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.policies import Plan
 from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
 
@@ -62,7 +60,7 @@ class Request:
     images: tuple[ImageRef, ...]
     moments: tuple[Moment | None, ...]
     owner: str
-    metrics: Metrics
+    metrics: RequestMetrics
     items: list[Use] = field(default_factory=list)
 
 
@@ -171,7 +169,7 @@ class Planned:
 
 
 @dataclass(eq=False)
-class Progress:
+class SequenceProgress:
     """Where a sequence stands. The scheduler alone writes it.
 
     Attributes:
@@ -215,7 +213,7 @@ class Told:
       gaps: seconds between these that `take_metrics` has not told yet.
     """
 
-    metrics: Metrics
+    metrics: RequestMetrics
     called_at: float = 0.0
     arrived_at: float = 0.0
     ran: Plan | None = None
@@ -224,7 +222,7 @@ class Told:
     delivered: float = 0.0
     gaps: list[float] = field(default_factory=list)
 
-    def take_metrics(self) -> Metrics:
+    def take_metrics(self) -> RequestMetrics:
         """Those so far, but `inter_token` since they were taken last."""
         gaps = tuple(self.gaps)
         del self.gaps[: len(gaps)]  # there may be more of them meanwhile
@@ -284,18 +282,23 @@ class Sequence:
     owner: str | None = None
     hold: Holding | None = None
     tenant: str | None = None
-    metrics: InitVar[Metrics | None] = None
+    metrics: InitVar[RequestMetrics | None] = None
     priority: InitVar[int] = 0
     error: InitVar[str | None] = field(default=None, kw_only=True)
-    progress: Progress = field(init=False)
+    progress: SequenceProgress = field(init=False)
     told: Told = field(init=False)
     end: End = field(init=False)
 
     def __post_init__(
-        self, plan: Plan, images: abc.Sequence[ImageUse], metrics: Metrics | None, priority: int, error: str | None
+        self,
+        plan: Plan,
+        images: abc.Sequence[ImageUse],
+        metrics: RequestMetrics | None,
+        priority: int,
+        error: str | None,
     ) -> None:
-        object.__setattr__(self, "progress", Progress(plan, images, priority))
-        object.__setattr__(self, "told", Told(Metrics() if metrics is None else metrics))
+        object.__setattr__(self, "progress", SequenceProgress(plan, images, priority))
+        object.__setattr__(self, "told", Told(RequestMetrics() if metrics is None else metrics))
         object.__setattr__(self, "end", End(error))
 
     @property
@@ -556,7 +559,7 @@ class Forced(Sequence):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Pooled(Sequence):
+class PooledSequence(Sequence):
     """A prompt whose last token's hidden state behind the last norm is wanted, float32 [M]."""
 
     hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)

@@ -14,16 +14,15 @@ import numpy as np
 
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.runner import Runner
-from vlcache_jax.device.sampler import NO_ANSWER, Sampled
+from vlcache_jax.device.sampler import NO_ANSWER, SampledTokens
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
 from vlcache_jax.engine.completions import Logprob
-from vlcache_jax.engine.compressed import Compression
-from vlcache_jax.engine.lanes import LaneKeeper
-from vlcache_jax.engine.passage import Passage
-from vlcache_jax.engine.prefilling import Launched
-from vlcache_jax.engine.readiness import Ready
-from vlcache_jax.engine.request import Forced, Generation, Pooled, Sequence
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.engine.compressed_pages import Compression
+from vlcache_jax.engine.decode_slots import DecodeSlots
+from vlcache_jax.engine.prefilling import Launched, Passage
+from vlcache_jax.engine.request import Forced, Generation, PooledSequence, Sequence
+from vlcache_jax.engine.scheduler import Ready
+from vlcache_jax.reuse.policies import Plan
 
 
 class Results:
@@ -127,7 +126,7 @@ class Tokens(Results):
     def __init__(
         self,
         answers: abc.Sequence[Generation],
-        sampled: abc.Sequence[Sampled],
+        sampled: abc.Sequence[SampledTokens],
         launched: Launched | None = None,
         first: int = 0,
         forced: abc.Iterable[list[int]] = itertools.repeat([]),
@@ -161,7 +160,7 @@ class Tokens(Results):
             yield answer
 
 
-class Scores(Results):
+class ScoreResult(Results):
     """Scores of the tokens that follow a prefill's rows.
 
     Args:
@@ -206,17 +205,17 @@ class Scores(Results):
         yield from (sequence for sequence in self._attempts if self._counts(sequence) and isinstance(sequence, Forced))
 
 
-class LastHidden(Results):
+class HiddenResult(Results):
     """Hidden states of the last tokens of prompts.
 
     Args:
       given: (row of the hidden states, whose), in the order of rows.
     """
 
-    def __init__(self, runner: Runner, launched: Launched, given: abc.Sequence[tuple[int, Pooled]]):
+    def __init__(self, runner: Runner, launched: Launched, given: abc.Sequence[tuple[int, PooledSequence]]):
         super().__init__(sequence for _, sequence in given)
         self._launched = launched
-        self._slices: list[tuple[list[tuple[int, Pooled]], jax.Array]] = []
+        self._slices: list[tuple[list[tuple[int, PooledSequence]], jax.Array]] = []
         for some in _within(runner.ladder.max_sequences, given):
             states, begin = runner.last_hidden(launched.x, some[0][0])
             self._slices.append(([(row - begin, one) for row, one in some], states))
@@ -284,7 +283,7 @@ class Observed(Results):
         yield from ()
 
 
-class Compressed(Results):
+class CompressionResult(Results):
     """What an answer goes on with.
 
     Args:
@@ -304,14 +303,14 @@ class Compressed(Results):
         yield from ()
 
 
-def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched) -> Prefilled:
+def after_prefill(runner: Runner, lanes: DecodeSlots, launched: Launched) -> Prefilled:
     """Launches what follows a prefill step, and is read after it."""
     wanted = list(enumerate(launched.step.wanted))
     answers = [(row, s) for row, (s, i) in wanted if isinstance(s, Generation) and i == s.length - 1]
     given = [(row, s, int(s.layout.token_ids[i + 1])) for row, (s, i) in wanted if i < len(s.layout) - 1]
-    parts: list[Results] = [Scores(runner, launched, given)] if given else []
-    if pooled := [(row, s) for row, (s, _) in wanted if isinstance(s, Pooled)]:
-        parts.append(LastHidden(runner, launched, pooled))
+    parts: list[Results] = [ScoreResult(runner, launched, given)] if given else []
+    if pooled := [(row, s) for row, (s, _) in wanted if isinstance(s, PooledSequence)]:
+        parts.append(HiddenResult(runner, launched, pooled))
     # Rows of answers follow each other, unless something else is wanted between them.
     groups = [answers] if not parts else [[one] for one in answers]
     for group in filter(None, groups):
@@ -348,7 +347,7 @@ def _is_known(answer: Generation) -> bool:
     return answer.allowed(answer.progress.scheduled) is not None
 
 
-def decodable(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> int:
+def decodable(runner: Runner, lanes: DecodeSlots, active: abc.Sequence[Generation], tokens: int) -> int:
     """How many of these answers go on together now: all, or fewer while a warm-up compiles the window for all."""
     if not runner.programs.is_warming:
         return len(active)
@@ -357,7 +356,7 @@ def decodable(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation
     return runner.fitting.decodable(lanes.rows(active), tokens, pages)
 
 
-def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> Tokens:
+def decode(runner: Runner, lanes: DecodeSlots, active: abc.Sequence[Generation], tokens: int) -> Tokens:
     """Lets answers go on by up to `tokens` tokens each; the prompts of all are compressed, or of none."""
     first = np.array([sequence.progress.scheduled for sequence in active], np.int32)
     last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
@@ -373,7 +372,7 @@ def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], 
 
 
 def run_on(
-    runner: Runner, lanes: LaneKeeper, prefills: abc.Sequence[Prefill]
+    runner: Runner, lanes: DecodeSlots, prefills: abc.Sequence[Prefill]
 ) -> abc.Iterator[tuple[Step, Tokens | None]]:
     """Lets answers go on by tokens that are forced, whose prefills these are, and by one that is chosen behind them.
 

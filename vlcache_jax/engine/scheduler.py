@@ -1,10 +1,14 @@
-"""Who runs when, in which lane and in which pages (host).
+"""Which sequence comes next: tenants of a server take turns, and the requests of each have an order of their own.
+
+Who runs when, in which lane and in which pages (host).
 
 Tenants take turns, and the sequences of each are admitted in the order of their priority, then of their arrival, as
 long as there are lanes and pages for their prompts. What one links or shares of another, it waits for; others go first.
 Pages are taken as answers grow; where there are none left, the last one gives its own back and waits, to go on where it
 was. One that is compressed changes into pages of another pool. Where there are none left there, the last of these is
 put aside: it keeps its lane, and what its pages held comes back.
+
+Whether prompts can be computed: what they link is there, and the pixels that they need (host).
 """
 
 from __future__ import annotations
@@ -13,18 +17,119 @@ import bisect
 import dataclasses
 import functools
 import heapq
+from collections import Counter, abc, defaultdict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listed
+from concurrent.futures import Executor, Future, wait
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from vlcache_jax.cache.record import Lost, Record, State
 from vlcache_jax.engine.batching import Prefill
-from vlcache_jax.engine.compressed import CompressedPages
+from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.engine.pages import Lease, Pages
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
-from vlcache_jax.engine.turns import Fillers, Turns, order
+from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import PAGE
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.policies import Plan
+
+
+class Turns:
+    """Gives lanes to tenants in turn.
+
+    A free lane goes to the tenant that has the fewest; of equals, to the one whose last lane was given longest ago.
+    `order` decides among the requests of one tenant. All requests without a tenant are those of one, and their
+    priorities count beside those of others, whose requests count as 0 there.
+    """
+
+    def __init__(self) -> None:
+        self._ranked: abc.Collection[str | None] = (None,)
+        self._given: dict[str | None, int] = {}
+        self._lanes = 0  # given so far
+
+    def rank(self, tenants: abc.Iterable[str]) -> None:
+        """Let the priorities of these tenants count beside those of others, and of no others. From any thread."""
+        self._ranked = frozenset([None, *tenants])
+
+    def give(self, sequence: Sequence) -> None:
+        """Note that a sequence has a lane."""
+        self._given[sequence.tenant] = self._lanes = self._lanes + 1
+
+    def first(self, waiting: abc.Iterable[Sequence], running: abc.Iterable[Sequence]) -> Sequence:
+        """The one that has the next lane.
+
+        Args:
+          waiting: those that want one, each tenant's in its order; not empty.
+          running: those that have one.
+        """
+        heads: dict[str | None, Sequence] = {}
+        for sequence in waiting:
+            heads.setdefault(sequence.tenant, sequence)
+        lanes = Counter(sequence.tenant for sequence in running)
+
+        def turn(head: Sequence) -> tuple[int, int, int, int]:
+            tenant = head.tenant
+            return self._rank(head), lanes[tenant], self._given.get(tenant, 0), head.progress.arrived
+
+        return min(heads.values(), key=turn)
+
+    def sorted[S: Sequence](self, sequences: abc.Iterable[S]) -> list[S]:
+        """Sequences in the order in which they keep what they have: the first of each tenant, then the second of each.
+
+        Of one tenant it is `order`. Equals come as they arrived.
+        """
+        tenants: dict[str | None, list[S]] = defaultdict(list)
+        for sequence in sorted(sequences, key=order):
+            tenants[sequence.tenant].append(sequence)
+        placed = [(place, one) for group in tenants.values() for place, one in enumerate(group)]
+        placed.sort(key=lambda found: (self._rank(found[1]), found[0], found[1].progress.arrived))
+        return [one for _, one in placed]
+
+    def _rank(self, sequence: Sequence) -> int:
+        return sequence.progress.priority if sequence.tenant in self._ranked else 0
+
+
+class Fillers:
+    """Sequences that are to fill records which others link."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Sequence] = {}  # by id of a record that is not settled yet
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, sequence: Sequence) -> None:
+        """Note the records that a sequence is to fill."""
+        for use in sequence.progress.images:
+            if use.captured is not None:
+                self._found[id(use.captured)] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Note that a sequence has ended."""
+        for use in sequence.progress.images:
+            if use.captured is not None and self._found.get(id(use.captured)) is sequence:
+                del self._found[id(use.captured)]
+
+    def of(self, sequence: Sequence) -> list[Sequence]:
+        """Those that are to fill what a sequence links."""
+        found = (self._found.get(id(use.linked)) for use in sequence.progress.images if use.linked is not None)
+        return [one for one in found if one is not None]
+
+    def last(self, others: abc.Sequence[Sequence], running: abc.Iterable[Sequence]) -> Sequence:
+        """The last of `others` on which none that runs counts, or simply the last.
+
+        Of one tenant, a filler stands before those that wait for it; of several, it may stand last.
+        """
+        filling = {id(filler) for one in running for filler in self.of(one)}
+        return next((one for one in reversed(others) if id(one) not in filling), others[-1])
+
+
+def order(sequence: Sequence) -> tuple[int, int]:
+    """The order of one tenant's requests: by priority, then by arrival."""
+    return sequence.progress.priority, sequence.progress.arrived
+
 
 _LEAST_RUN = 5  # tokens: fewer take as long as windows of one
 
@@ -341,3 +446,143 @@ def _usable(sequence: Sequence) -> int:
         if span.state == "approximate" or span.start in captured:
             return span.start
     return sequence.length
+
+
+PATIENCE = 0.1  # seconds
+
+
+class Ready(NamedTuple):
+    """What a sequence computes, and what it takes from where; see `Progress`."""
+
+    plan: Plan
+    images: abc.Sequence[ImageUse]
+
+
+class Readiness:
+    """Decides for admitted sequences what is linked and what is computed, and has pictures decoded.
+
+    Args:
+      num_layers: of the decoder.
+      first_layers: that a record must have where it comes layer by layer. With none, it would keep others waiting.
+      threads: decode pictures.
+    """
+
+    def __init__(self, num_layers: int, first_layers: int, threads: Executor):
+        self._num_layers, self._first_layers = num_layers, first_layers
+        self._threads = threads
+        self._decoding: dict[ImageRef, Future[object]] = {}
+
+    def look(self, sequence: Sequence, encoded: abc.Container[ImageRef] = ()) -> Ready | None:
+        """What a sequence computes, if it has all that it links, shares, or computes from; None: not yet.
+
+        Args:
+          encoded: images that were encoded ahead for it.
+
+        A record that was not filled after all is no error: its image is computed. A picture that cannot be decoded is
+        one, and ends the sequence.
+        """
+        lease = sequence.progress.lease
+        if lease is None or sequence.end.error is not None or not lease.is_ready or lease.is_lost:
+            return None
+        before = Ready(sequence.progress.plan, sequence.progress.images)
+        if self._missing(sequence, lease, before, encoded) or not sequence.may_go_on():
+            return None
+        found = self._found(sequence, lease)
+        if found.images is not before.images and self._missing(sequence, lease, found, encoded):
+            return None  # what computes more may need more
+        decoded = self._decoded(sequence, lease, found)
+        return found if decoded is not None and all(decoded.values()) else None
+
+    def encodable(self, sequence: Sequence) -> abc.Sequence[ImageUse]:
+        """Of a sequence that cannot be computed yet, the images that it will have to encode, whose pixels are there."""
+        lease = sequence.progress.lease
+        if lease is None or sequence.end.error is not None or not lease.is_ready or lease.is_lost:
+            return ()
+        found = self._found(sequence, lease)
+        decoded = self._decoded(sequence, lease, found) or {}
+        mine = (use for use in found.images if use.encoder is None or use.encoder.state is not State.filling)
+        return [use for use in mine if decoded.get(use.span.image)]
+
+    def _decoded(self, sequence: Sequence, lease: Lease, found: Ready) -> dict[ImageRef, bool] | None:
+        """Of the images of which some rows are computed, those whose encoder rows nobody has, and whether their pixels
+        are there; None: they cannot be, which ends the sequence."""
+        depth = found.plan.behind(lease.cached).depth
+        kept = {use.span.image for use in found.images if use.encoder is not None and use.encoder.is_ready}
+        spans = [span for span in sequence.layout.images if span.image not in kept and depth[span.tokens].any()]
+        try:
+            return {span.image: self._is_decoded(span.image) for span in spans}  # asked for side by side
+        except ValueError as error:
+            sequence.fail(str(error))
+            return None
+
+    def wait(self, sequence: Sequence) -> bool:
+        """Waits for something that a sequence lacks and that other threads work at, but not for long: others may arrive
+        meanwhile. False: there is nothing."""
+        lease = sequence.progress.lease
+        assert lease is not None
+        for record in self._missing(sequence, lease, self._found(sequence, lease)):
+            if record.state is not State.reserved:
+                comes_by_layers = record.source is not None and record.meta.context is not None
+                record.wait_for(self._first_layers if comes_by_layers else len(record.meta.parts) + 1, PATIENCE)
+                return True
+        if not sequence.may_go_on(PATIENCE):
+            return True
+        for picture in self._decoding.values():
+            if not picture.done():
+                wait([picture], PATIENCE)
+                return True
+        return False
+
+    def _found(self, sequence: Sequence, lease: Lease) -> Ready:
+        """What a sequence computes: as before, and the images whose records did not come."""
+        plan, images = sequence.progress.plan, sequence.progress.images
+        for i, use in _uncached(sequence, lease, images):
+            if use.linked is not None and isinstance(use.linked.state, Lost):
+                lost = replace(use, why=use.linked.state.why, linked=None)
+                images = [*images[:i], lost, *images[i + 1 :]]
+                plan = plan.computing(use.span.tokens, self._num_layers)
+        return Ready(plan, images)
+
+    def _missing(
+        self, sequence: Sequence, lease: Lease, found: Ready, ahead: abc.Container[ImageRef] = ()
+    ) -> list[Record]:
+        """The records that it has to wait for. What comes layer by layer is waited for where it is linked."""
+        linked = [
+            use.linked
+            for _, use in _uncached(sequence, lease, found.images)
+            if use.linked is not None
+            and not use.linked.is_settled
+            and not (use.linked.source is not None and use.linked.has_arrived(self._first_layers))
+        ]
+        depth = found.plan.behind(lease.cached).depth
+        # Rows that another one is encoding; those that nobody is, it encodes itself.
+        encoded = [
+            use.encoder
+            for use in found.images
+            if use.encoder is not None
+            and use.encoder.state is State.filling
+            and depth[use.span.tokens].any()
+            and use.span.image not in ahead
+        ]
+        return linked + encoded
+
+    def _is_decoded(self, image: ImageRef) -> bool:
+        """Raises a ValueError if it cannot be."""
+        if image.is_loaded:
+            return True
+        if image not in self._decoding:
+            self._decoding[image] = self._threads.submit(lambda: image.patches)
+        if self._decoding[image].done():
+            error = self._decoding.pop(image).exception()
+            if isinstance(error, Exception) and not isinstance(error, ValueError):
+                raise ValueError(f"image must be readable, got {type(error).__name__}: {error}") from error
+            if error is not None:
+                raise error
+            return True
+        return False
+
+
+def _uncached(sequence: Sequence, lease: Lease, images: abc.Sequence[ImageUse]) -> list[tuple[int, ImageUse]]:
+    """Its images that are not in pages as a whole, and their numbers."""
+    cached = len(sequence.layout) if lease.is_fork else lease.cached
+    return [(i, use) for i, use in enumerate(images) if not use.span.within(cached)]

@@ -26,9 +26,9 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from vlcache_jax.checks import check_whole, short, shorten
+from vlcache_jax.common.checks import check_whole, short, shorten
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
-from vlcache_jax.inputs.heads import Reader, check_parts, end_of
+from vlcache_jax.inputs.image_headers import Reader, check_parts, end_of
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Of files; whatever else Pillow reads stays closed, such as EPS, which runs another program."""

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vlcache_jax.checks import check_whole, short, shorten
-from vlcache_jax.fields import OBJECT, Kind, check_fields, either, optional, read_object, real, whole
+from vlcache_jax.common.checks import check_whole, short, shorten
+from vlcache_jax.common.json_files import OBJECT, Kind, check_fields, either, optional, read_object, real, whole
 from vlcache_jax.inputs.images import check_picture_size
 
 Grid = tuple[int, int, int]

@@ -1,4 +1,6 @@
-"""Prompts on the host: conversations and texts with images become token ids with a place for every image.
+"""Where prompts open a model's thinking: `<think>...</think>` before an answer.
+
+Prompts on the host: conversations and texts with images become token ids with a place for every image.
 
 A text is tokenised once, with a single `<|image_pad|>` for each image and `<|video_pad|>` for each video. How many
 tokens these take is known when their size is; `PromptRenderer.expand` then repeats the pads in the array of ids, with
@@ -21,16 +23,18 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.checks import check_flags, check_text, short
-from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, optional, read_object
-from vlcache_jax.files import check_readable
+from vlcache_jax.common.checks import check_flags, check_text, short
+from vlcache_jax.common.files import check_readable
+from vlcache_jax.common.json_files import OBJECT, TEXT, check_fields, either, optional, read_object
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
-from vlcache_jax.inputs.expansion import Expander
 from vlcache_jax.inputs.images import ImageSource, read_image
-from vlcache_jax.inputs.parts import (
+from vlcache_jax.inputs.layout import Expander
+from vlcache_jax.inputs.messages import (
     IMAGE_TOKEN,
+    NO_SETTINGS,
     VIDEO_TOKEN,
     VIDEO_TYPES,
+    MediaSettings,
     check_keys,
     check_marks,
     check_uuid,
@@ -39,17 +43,34 @@ from vlcache_jax.inputs.parts import (
     is_with_metadata,
     listed,
     read_message,
+    read_settings,
+    read_tools,
     typed,
     video_value,
+    written_out,
 )
 from vlcache_jax.inputs.processor import overrule
-from vlcache_jax.inputs.settings import NO_SETTINGS, MediaSettings, read_settings
-from vlcache_jax.inputs.thinking import OPEN, is_opened, thinks
-from vlcache_jax.inputs.tools import read_tools, written_out
 from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, read_video
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def thinks(chat_template: str) -> bool:
+    """Return whether answers to prompts of a template may think: it removes that from those of earlier turns."""
+    return CLOSE in chat_template
+
+
+def is_opened(prompt: str) -> bool:
+    """Return whether a prompt ends within thinking, as those of Qwen3-VL-Thinking do; the answer only closes it.
+
+    The last tag counts: a template whose thinking is off writes an empty one, and a final message that goes on may have
+    begun to think.
+    """
+    return prompt.rfind(OPEN) > max(prompt.rfind(CLOSE), prompt.rfind("<|im_end|>"))
+
 
 # What the library's `apply_chat_template` takes itself, or hands to the template by that name.
 _TEMPLATES_OWN = (

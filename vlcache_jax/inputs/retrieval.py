@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlcache_jax.checks import check_text, short
+from vlcache_jax.common.checks import check_text, short
+from vlcache_jax.inputs.messages import NO_SETTINGS, MediaSettings
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
-from vlcache_jax.inputs.settings import NO_SETTINGS, MediaSettings
 
 EMBEDDING_INSTRUCTION = "Represent the user's input."
 RERANKING_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."

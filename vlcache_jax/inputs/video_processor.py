@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.checks import short, shorten
-from vlcache_jax.fields import FLAG, OBJECT, TEXT, check_fields, optional, read_object, whole
-from vlcache_jax.inputs.films import UNKNOWN_FPS, Head
+from vlcache_jax.common.checks import short, shorten
+from vlcache_jax.common.json_files import FLAG, OBJECT, TEXT, check_fields, optional, read_object, whole
 from vlcache_jax.inputs.images import check_picture_size
 from vlcache_jax.inputs.processor import Grid, ImageProcessor, fit_asked, fit_blocks
-from vlcache_jax.inputs.videos import OPTIONS, VideoOptions, check_order
+from vlcache_jax.inputs.videos import OPTIONS, UNKNOWN_FPS, VideoHeader, VideoOptions, check_order
 from vlcache_jax.models.config import ModelConfig, VisionConfig
+from vlcache_jax.models.family import Videos
 from vlcache_jax.models.registry import FAMILIES
-from vlcache_jax.models.video import Videos
 
 _SIZE = dict.fromkeys(("shortest_edge", "longest_edge"), optional(OPTIONS["max_pixels"]))
 _STORED = {key: optional(kind) for key, kind in OPTIONS.items()} | {
@@ -119,7 +118,7 @@ class VideoProcessor:
         check_order(limits["min_pixels"], limits["max_pixels"], "pixels", f"size of {path}: ")
         return cls(kind=found, family=family, tower=config.vision, image=image, **limits, **settings)
 
-    def cut(self, head: Head, options: VideoOptions, *, is_file: bool, name: str = "video") -> Cut:
+    def cut(self, head: VideoHeader, options: VideoOptions, *, is_file: bool, name: str = "video") -> Cut:
         """What the model sees of a video.
 
         Args:
@@ -176,7 +175,7 @@ class VideoProcessor:
         check_order(own.min_frames, own.max_frames, "frames", f"{name}: ")
         return own
 
-    def _grid(self, frames: int, head: Head, options: VideoOptions, name: str) -> Grid:
+    def _grid(self, frames: int, head: VideoHeader, options: VideoOptions, name: str) -> Grid:
         check_picture_size(head.height, head.width, name)
         merge, block = self.image.merge_size, self.image.patch_size * self.image.merge_size
         if options.resized_height is not None and options.resized_width is not None:
@@ -201,7 +200,7 @@ class VideoProcessor:
         return (min(least, most), most) if options.min_pixels is None else (least, max(least, most))
 
 
-def _part(head: Head, options: VideoOptions, name: str) -> tuple[int, Head]:
+def _part(head: VideoHeader, options: VideoOptions, name: str) -> tuple[int, VideoHeader]:
     """The part of a file that is asked for: its first frame, and the head that it would have as a file of its own."""
     if options.video_start is None and options.video_end is None:
         return 0, head
@@ -232,7 +231,7 @@ def _read_settings(directory: Path) -> tuple[dict[str, Any], Path]:
     return {}, directory
 
 
-def _sample_steps(own: VideoProcessor, head: Head, name: str) -> npt.NDArray[np.int64]:
+def _sample_steps(own: VideoProcessor, head: VideoHeader, name: str) -> npt.NDArray[np.int64]:
     """Even steps from the first frame on, a whole number of chunks."""
     slots, total = own.image.temporal_patch_size, head.frames
     if own.num_frames is not None:
@@ -248,7 +247,7 @@ def _sample_steps(own: VideoProcessor, head: Head, name: str) -> npt.NDArray[np.
     return (np.arange(max(count, 1)) * step).astype(np.float32).astype(np.int64)
 
 
-def _sample_ends(own: VideoProcessor, head: Head, name: str) -> npt.NDArray[np.int64]:
+def _sample_ends(own: VideoProcessor, head: VideoHeader, name: str) -> npt.NDArray[np.int64]:
     """Evenly from the first frame to the last."""
     total, count = head.frames, own.num_frames
     if count is None:
@@ -305,7 +304,7 @@ class ProcessorKind:
     size: dict[str, int]
     defaults: dict[str, Any]
     counts_all: bool
-    sample: Callable[[VideoProcessor, Head, str], npt.NDArray[np.int64]]
+    sample: Callable[[VideoProcessor, VideoHeader, str], npt.NDArray[np.int64]]
     fit: Callable[[VideoProcessor, int, int, int, int], tuple[int, int]]
 
 

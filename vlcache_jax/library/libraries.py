@@ -21,10 +21,10 @@ from PIL import Image
 from vlcache_jax.cache.items import Item, Items
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, content_key
 from vlcache_jax.cache.store import PictureKey
-from vlcache_jax.checks import check_flags, check_text, is_a, short
+from vlcache_jax.common.checks import check_flags, check_text, is_a, short
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.image_cache import ImageCache
-from vlcache_jax.inputs.settings import read_settings
-from vlcache_jax.progress import Progress
+from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.service import Service
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _MOST_METADATA = 65536  # bytes of JSON
 _TOGETHER = 16  # pictures of `add_many` that are computed together
 
 
-class Front(Protocol):
+class LibraryEngine(Protocol):
     """An `LLM` or an `AsyncLLM`."""
 
     service: Service
@@ -149,7 +149,7 @@ class Library:
 
     def __init__(
         self,
-        llm: Front,
+        llm: LibraryEngine,
         name: str,
         owner: str | TenantSalt | None = None,
         *,

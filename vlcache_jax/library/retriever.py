@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.items import Item
-from vlcache_jax.checks import check_text, check_whole, short
+from vlcache_jax.common.checks import check_text, check_whole, short
 from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.library.searches import Hit, Searches
@@ -29,7 +29,7 @@ _WIDER = 4  # times as many neighbours are asked for as are wanted, where a filt
 type Vectors = npt.NDArray[np.float32]
 
 
-class Embeds(Protocol):
+class EmbeddingModel(Protocol):
     """An `LLM` that embeds."""
 
     def embed(
@@ -100,7 +100,7 @@ class Retriever:
     def __init__(
         self,
         library: Library,
-        embedder: Embeds | Callable[[Sequence[Any]], Any],
+        embedder: EmbeddingModel | Callable[[Sequence[Any]], Any],
         *,
         reranker: Reranks | None = None,
         name: str | None = None,

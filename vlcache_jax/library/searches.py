@@ -19,19 +19,17 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vlcache_jax.checks import check_flags, check_whole, is_a, short
-from vlcache_jax.inputs.tools import read_tools, tool_names
+from vlcache_jax.calls.groups import RequestError
+from vlcache_jax.common.checks import check_flags, check_whole, is_a, short
+from vlcache_jax.inputs.messages import read_tools, tool_names
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.llm import LLM, Asked
 from vlcache_jax.outputs import RequestDelta, RequestOutput, SearchBegun, Searched, SearchRound
 from vlcache_jax.protocol.deltas import Joined
-from vlcache_jax.protocol.forced import forced_call
 from vlcache_jax.protocol.parsing import AnswerParser
-from vlcache_jax.protocol.tools import SEARCH
-from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.protocol.tools import SEARCH, forced_call
+from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 from vlcache_jax.service import Service
-from vlcache_jax.serving import RequestError
-from vlcache_jax.structured_outputs import StructuredOutputs
 
 _MOST_QUERY = 300  # characters
 type Filter = Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | None
@@ -132,7 +130,7 @@ class Searches:
         if library.owner not in (None, options.get("cache_salt")):
             raise ValueError(f"cache_salt must be the owner's of library {library.name!r}")
         params = _each(sampling_params, len(conversations), llm)
-        rows = [_Row(given, own) for given, own in zip(conversations, params, strict=True)]
+        rows = [_SearchRow(given, own) for given, own in zip(conversations, params, strict=True)]
         given = options.get("tools") or ()
         tools = self.beside(given)
         forced = forced_call(tools, {"type": "function", "function": {"name": SEARCH}}) if self.required else None
@@ -264,7 +262,7 @@ class Searches:
 
 
 @dataclass
-class _Row:
+class _SearchRow:
     """One conversation as it goes on."""
 
     given: Asked
@@ -336,7 +334,7 @@ def _each(given: SamplingParams | Sequence[SamplingParams] | None, count: int, l
     return listed
 
 
-def _results(rows: Sequence[_Row], name: str, on_error: str) -> list[RequestOutput]:
+def _results(rows: Sequence[_SearchRow], name: str, on_error: str) -> list[RequestOutput]:
     outputs = []
     errors: dict[int, str] = {}
     for number, row in enumerate(rows):

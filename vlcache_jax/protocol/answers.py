@@ -1,4 +1,7 @@
-"""What a client is answered: outputs and deltas of the engine as OpenAI's objects."""
+"""What a client is answered: outputs and deltas of the engine as OpenAI's objects.
+
+Chats with a model: how its template has requests read, and their answers told apart.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlcache_jax.protocol.deltas import Joined, joined_pieces
 from vlcache_jax.protocol.parsing import AnswerParser
-from vlcache_jax.protocol.requests import Options, Parts
+from vlcache_jax.protocol.requests import ChatRequest, Options, OutputParts
 
 if TYPE_CHECKING:
+    from vlcache_jax.inputs.prompt import PromptRenderer
     from vlcache_jax.outputs import (
         CacheReport,
         CompletionDelta,
@@ -203,7 +207,7 @@ class ChatAnswer(Answer):
       tells_thinking_tokens: what is told of tokens is told of those of thinking, if these are told at all.
     """
 
-    parts: Parts = field(default_factory=Parts)
+    parts: OutputParts = field(default_factory=OutputParts)
     chat_template: str | None = None
     tokenizer: Any = None
     tells_thinking_tokens: bool = True
@@ -386,3 +390,47 @@ def _vllm_logprobs(one: Logprob) -> Mapping[str, Any]:
         str(token): {"logprob": told.logprob, "rank": told.rank, "decoded_token": told.decoded_token}
         for token, told in one.items()
     }
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Reads requests for chats with a model, and begins their answers.
+
+    Attributes:
+      renderer: makes the model's prompts.
+      chat_template: Jinja, in place of the checkpoint's own.
+      calls, thoughts: whether these are told apart from what is said.
+    """
+
+    renderer: PromptRenderer
+    chat_template: str | None = None
+    calls: bool = True
+    thoughts: bool = True
+
+    def request(self, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+        """See `ChatRequest.parse`. If thinking is not told apart, the first token is held, too."""
+        request = ChatRequest.parse(body, defaults, self._template({}))
+        held = request.params.structured_outputs
+        if held is None or self.thoughts:
+            return request
+        held = dataclasses.replace(held, enable_in_reasoning=True)
+        return dataclasses.replace(request, params=dataclasses.replace(request.params, structured_outputs=held))
+
+    def answer(self, request: ChatRequest, name: str, model: str, *, tells_thinking_tokens: bool = True) -> ChatAnswer:
+        """What writes the answer to a request; see `ChatAnswer`."""
+        asked = request.parts
+        parts = dataclasses.replace(asked, calls=asked.calls and self.calls, thoughts=asked.thoughts and self.thoughts)
+        return ChatAnswer(
+            answer_id(name, request.options),
+            model,
+            request.options,
+            request.params.n,
+            parts=parts,
+            chat_template=self._template(request.template),
+            tokenizer=self.renderer.tokenizer,
+            tells_thinking_tokens=tells_thinking_tokens,
+        )
+
+    def _template(self, given: Mapping[str, Any]) -> Any:
+        """That which holds where this is given."""
+        return given.get("chat_template") or self.chat_template or self.renderer.chat_template

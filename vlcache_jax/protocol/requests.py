@@ -7,24 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
-from vlcache_jax.checks import short
-from vlcache_jax.inputs.prompt import TemplateOptions
-from vlcache_jax.inputs.thinking import thinks
-from vlcache_jax.inputs.tools import read_tools
-from vlcache_jax.protocol.fields import (
+from vlcache_jax.common.checks import short
+from vlcache_jax.inputs.messages import read_tools
+from vlcache_jax.inputs.prompt import TemplateOptions, thinks
+from vlcache_jax.protocol.schema import (
     ABSENT_IN_CHAT,
     ABSENT_IN_TEXT,
     CHAT,
     SAMPLING,
     TEXT,
     TOKENIZE,
+    ApiError,
     check_fields,
     sampling_params,
 )
-from vlcache_jax.protocol.forced import forced_call
-from vlcache_jax.protocol.values import ApiError
-from vlcache_jax.sampling import SamplingParams
-from vlcache_jax.structured_outputs import StructuredOutputs
+from vlcache_jax.protocol.tools import forced_call
+from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 
 TEMPLATE = tuple(TemplateOptions.__annotations__)
 _LEGACY_TOKENS = 16  # of a completion that names none, as OpenAI has it
@@ -96,7 +94,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Parts:
+class OutputParts:
     """What the text of an answer is told apart into.
 
     Attributes:
@@ -132,7 +130,7 @@ class ChatRequest:
     template: TemplateOptions = field(default_factory=TemplateOptions)
     mm_processor_kwargs: Mapping[str, Any] | None = None
     options: Options = field(default_factory=Options)
-    parts: Parts = field(default_factory=Parts)
+    parts: OutputParts = field(default_factory=OutputParts)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], defaults: Mapping[str, Any], chat_template: str | None = None) -> Self:
@@ -166,7 +164,7 @@ class ChatRequest:
             template,
             given.get("mm_processor_kwargs"),
             Options.parse(given),
-            Parts(
+            OutputParts(
                 calls=bool(given.get("tools")) and choice != "none" and not is_held,
                 thoughts=True,
                 tells_thoughts=given.get("include_reasoning", True),

@@ -11,13 +11,22 @@ from typing import Any, Self
 
 import numpy as np
 
-from vlcache_jax.checks import short
+from vlcache_jax.common.checks import short
 from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.protocol.answers import Counts
-from vlcache_jax.protocol.fields import CHAT, FLAG, MOST_MESSAGES, OBJECT, TEXT_OR_NULL, check_fields, told
 from vlcache_jax.protocol.requests import template_options
-from vlcache_jax.protocol.values import ApiError, Schema
+from vlcache_jax.protocol.schema import (
+    CHAT,
+    FLAG,
+    MOST_MESSAGES,
+    OBJECT,
+    TEXT_OR_NULL,
+    ApiError,
+    Schema,
+    check_fields,
+    told,
+)
 
 MOST_INPUTS = 2048
 _PART: Schema = {"type": ["string", "object", "array"]}
@@ -104,7 +113,7 @@ ABSENT_IN_SCORE = {**ABSENT_IN_RERANK, "encoding_format": (None, "float")}
 
 
 @dataclass(frozen=True)
-class Asked:
+class RetrievalOptions:
     """What of a request stands beside its inputs.
 
     Attributes:
@@ -145,7 +154,7 @@ class EmbeddingRequest:
     field: str
     dimensions: int | None
     is_base64: bool
-    asked: Asked
+    asked: RetrievalOptions
     template: TemplateOptions = dataclasses.field(default_factory=TemplateOptions)
     adds_special_tokens: bool | None = None
 
@@ -165,7 +174,7 @@ class EmbeddingRequest:
             name,
             given.get("dimensions"),
             is_base64,
-            Asked.of(given),
+            RetrievalOptions.of(given),
             template,
             given.get("add_special_tokens"),
         )
@@ -197,7 +206,7 @@ class RerankRequest:
     given: Sequence[Any]
     top_n: int | None
     returns_documents: bool
-    asked: Asked
+    asked: RetrievalOptions
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -209,7 +218,14 @@ class RerankRequest:
         listed = _listed(given["documents"], "documents")
         documents = [_document(one) for one in listed]
         returns = bool(given.get("return_documents", False))
-        return cls(_document(given["query"]), documents, listed, given.get("top_n") or None, returns, Asked.of(given))
+        return cls(
+            _document(given["query"]),
+            documents,
+            listed,
+            given.get("top_n") or None,
+            returns,
+            RetrievalOptions.of(given),
+        )
 
     def answer(self, name: str, model: str, outputs: Sequence[RerankOutput], *, cohere: bool = False) -> dict[str, Any]:
         """The body of the answer; with what Cohere's second version has beside it."""
@@ -238,7 +254,7 @@ class ScoreRequest:
 
     pairs: Sequence[tuple[Any, Any]]
     places: Sequence[tuple[str, str]]
-    asked: Asked
+    asked: RetrievalOptions
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -257,7 +273,7 @@ class ScoreRequest:
         numbers = [(0 if len(queries) == 1 else i, i) for i in range(len(documents))]
         places = [_places(given, names, pair) for pair in numbers]
         pairs = [(_document(queries[i]), _document(documents[j])) for i, j in numbers]
-        return cls(pairs, places, Asked.of(given))
+        return cls(pairs, places, RetrievalOptions.of(given))
 
     def answer(self, name: str, model: str, outputs: Sequence[RerankOutput]) -> dict[str, Any]:
         """The body of the answer; outputs are those of the pairs, in their order."""

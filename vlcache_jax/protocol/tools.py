@@ -1,11 +1,17 @@
-"""Tool calls in answers: the JSON between `<tool_call>` tags, as Qwen's and Hermes' models write it."""
+"""Tool calls in answers: the JSON between `<tool_call>` tags, as Qwen's and Hermes' models write it.
+
+Calls that an answer must make: a grammar to which it can be held.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from vlcache_jax.common.checks import short
+from vlcache_jax.inputs.messages import read_tools, tool_names
 from vlcache_jax.protocol.deltas import CallDelta, Delta, unfinished
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -34,7 +40,7 @@ class ToolParser:
     def __init__(self, answer_id: str):
         self._answer_id = answer_id
         self._held = ""  # outside of calls: what came and is not told yet
-        self._call: _Call | None = None
+        self._call: _ToolCall | None = None
         self.calls = 0
         """How many have begun; where there are some, and all are whole, the `finish_reason` "stop" is "tool_calls"."""
         self.has_broken = False
@@ -81,10 +87,10 @@ class ToolParser:
         held = self._held[len(content) : len(self._held) - len(rest)]
         self._held = "" if tag else held
         if tag:
-            self._call = _Call(held)
+            self._call = _ToolCall(held)
         return rest
 
-    def _inside(self, call: _Call, text: str, told: list[Delta]) -> str:
+    def _inside(self, call: _ToolCall, text: str, told: list[Delta]) -> str:
         """Takes text of a call; returns what follows."""
         rest = text[call.take(text) :]
         if call.is_closed:
@@ -96,7 +102,7 @@ class ToolParser:
             self._break(call, told)
         return rest
 
-    def _break(self, call: _Call, told: list[Delta]) -> None:
+    def _break(self, call: _ToolCall, told: list[Delta]) -> None:
         """Takes what was taken for a call once more, as text in which another one may begin.
 
         All text is taken a few times at most: where one call sees a string, one that begins in that string sees none,
@@ -108,7 +114,7 @@ class ToolParser:
             _say(call.before, told)
         self._take(call.untold(), told)
 
-    def _tell(self, call: _Call, arguments: str, told: list[Delta]) -> None:
+    def _tell(self, call: _ToolCall, arguments: str, told: list[Delta]) -> None:
         """Tells a piece of arguments, and with the first one what is called."""
         if call.is_told:
             told.append(Delta(call=CallDelta(self.calls - 1, arguments)))
@@ -120,7 +126,7 @@ class ToolParser:
         self.calls += 1
 
 
-class _Call:
+class _ToolCall:
     """Reads a call character by character, and each member of its objects once, when it is whole.
 
     Attributes:
@@ -277,3 +283,56 @@ def _unread(number: str) -> None:
 def _say(content: str, told: list[Delta]) -> None:
     if content:
         told.append(Delta(content=content))
+
+
+_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Of JSON, as models have seen it."""
+
+
+def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True) -> str | None:
+    """What an answer must be if it is to call tools, as a grammar of Lark in llguidance's syntax.
+
+    Args:
+      tools: see `inputs.tools.read_tools`.
+      tool_choice: OpenAI's: "required", any of the tools; or `{"type": "function", "function": {"name": ...}}`, that
+        one. Also, as in requests to `/v1/responses`, `{"type": "function", "name": ...}`.
+      parallel: there may be several calls, where no tool is named.
+
+    Returns:
+      The grammar; None where nothing is forced (None, "auto", "none").
+
+    Raises:
+      ValueError: it is no choice, or one of tools that there are not.
+    """
+    if tool_choice in (None, "auto", "none"):
+        return None
+    offered = read_tools(tools)
+    if not offered:
+        raise ValueError(f"tool_choice must be left out without tools, got {short(tool_choice)}")
+    if (is_any := tool_choice == "required") is False:
+        name = _named(tool_choice)
+        if name not in tool_names(offered):
+            raise ValueError(f"tool_choice must name one of {', '.join(tool_names(offered))}, got {short(name)}")
+        offered = [tool for tool in offered if tool["function"]["name"] == name]
+    rules = ["start: call" + (r' ("\n" call)*' if is_any and parallel else "")]
+    calls = " | ".join(f"call_{i}" for i in range(len(offered)))
+    rules.append(f"call: {json.dumps(OPEN + chr(10))} ({calls}) {json.dumps(chr(10) + CLOSE)}")
+    for i, tool in enumerate(offered):
+        head = f'{{"name": {json.dumps(tool["function"]["name"], ensure_ascii=False)}, "arguments": '
+        rules.append(f'call_{i}: {json.dumps(head, ensure_ascii=False)} arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: %json {json.dumps(_arguments(tool['function']))}")
+    return "\n".join(rules) + "\n"
+
+
+def _named(tool_choice: Any) -> str:
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
+        named = tool_choice.get("function", tool_choice)
+        if isinstance(named, Mapping) and isinstance(named.get("name"), str):
+            return str(named["name"])
+    raise ValueError(f'tool_choice must be "auto", "none", "required" or a function\'s name, got {short(tool_choice)}')
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a function's arguments."""
+    parameters = function.get("parameters") or {"properties": {}, "additionalProperties": False}
+    return {**parameters, "type": "object", "x-guidance": _AS_WRITTEN}

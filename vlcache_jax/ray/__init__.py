@@ -1,8 +1,8 @@
 """Many engines, by Ray (`pip install "vlcache-jax[ray]"`).
 
 Batches: `generate` answers the rows of a `ray.data.Dataset`, `vlcache run IN OUT --ray` those of a file. A service:
-`vlcache_jax.ray.serve.app`. Each picture meets one engine, by a hash of its bytes (`vlcache_jax.affinity`), and nothing
-of it is decoded on the way. No other wing imports ray.
+`vlcache_jax.ray.serve.app`. Each image meets one engine, by a hash of its bytes (`vlcache_jax.router.affinity`), and
+nothing of it is decoded on the way. No other package imports ray.
 """
 
 import os

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import ray.data
 
 from vlcache_jax.cache.records import CacheStats
-from vlcache_jax.checks import check_text, check_whole, short
+from vlcache_jax.common.checks import check_text, check_whole, short
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions
 from vlcache_jax.llm import LLM
 from vlcache_jax.ray.engines import WINDOW, EngineOrder, Packed, placed, warn_of_room
@@ -72,7 +72,7 @@ def generate(
     check_whole("num_engines", num_engines, 1)
     order = EngineOrder(engines=num_engines, num_gpus=gpus, num_cpus=num_cpus, window=window)
     warn_of_room(num_engines, gpus)
-    make = Packed(functools.partial(Answers, config, sampling_params, compress))
+    make = Packed(functools.partial(DatasetWorker, config, sampling_params, compress))
     return dataset.map_batches(
         Feeder,
         fn_constructor_kwargs={"make": make, "order": order, "names": _names(columns)},
@@ -111,7 +111,7 @@ def shard_by_image(
     )
 
 
-class Answers:
+class DatasetWorker:
     """An open model that answers conversations (a `Worker`).
 
     Args:

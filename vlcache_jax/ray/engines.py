@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.exceptions
 
-from vlcache_jax.affinity import Affinity, Seen
-from vlcache_jax.checks import check_whole, is_a, short
-from vlcache_jax.progress import say
+from vlcache_jax.common.checks import check_whole, is_a, short
+from vlcache_jax.common.progress import say
+from vlcache_jax.router.affinity import Affinity, SeenImages
 
 if TYPE_CHECKING:
     from vlcache_jax.config import EngineConfig
@@ -149,8 +149,8 @@ class Engines:
             for i in range(order.engines)
         }  # fmt: skip
         self._shards = Shards(list(self._actors), slack=2 * order.window)
-        self._waiting: dict[str, deque[_Row]] = {name: deque() for name in self._actors}
-        self._suspects: dict[str, deque[_Row]] = {name: deque() for name in self._actors}
+        self._waiting: dict[str, deque[_ShardRow]] = {name: deque() for name in self._actors}
+        self._suspects: dict[str, deque[_ShardRow]] = {name: deque() for name in self._actors}
         self._taken = dict.fromkeys(self._actors, 0)  # of an engine's window; by a suspect all of it
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -166,14 +166,14 @@ class Engines:
         """
         await asyncio.gather(*(_told(actor.ready.remote()) for actor in self._actors.values()))
 
-    async def answer(self, seen: Seen, item: Any) -> Any:
+    async def answer(self, seen: SeenImages, item: Any) -> Any:
         """What the engine that holds the pictures makes of an item.
 
         Raises:
           EngineDiedError: the engine ended each time it had it, or could not be opened again.
           Exception: what the worker raised.
         """
-        row = _Row(item, asyncio.get_running_loop().create_future())
+        row = _ShardRow(item, asyncio.get_running_loop().create_future())
         self._waiting[self._shards.of(seen)].append(row)
         self._start()
         return await row.answer
@@ -203,7 +203,7 @@ class Engines:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    def _next(self, name: str) -> _Row | None:
+    def _next(self, name: str) -> _ShardRow | None:
         if suspects := self._suspects[name]:
             return None if self._taken[name] else suspects.popleft()
         if waiting := self._waiting[name]:
@@ -212,7 +212,7 @@ class Engines:
         # For fewer it would compute pictures that the other engine holds.
         return longest.pop() if not self._taken[name] and len(longest) > self._window else None
 
-    async def _run(self, name: str, row: _Row, takes: int) -> None:
+    async def _run(self, name: str, row: _ShardRow, takes: int) -> None:
         try:
             if (found := await self._answer_of(name, row)) is not None:
                 row.end(*found)
@@ -223,7 +223,7 @@ class Engines:
             self._taken[name] -= takes
         self._start()
 
-    async def _answer_of(self, name: str, row: _Row) -> tuple[Any, Exception | None] | None:
+    async def _answer_of(self, name: str, row: _ShardRow) -> tuple[Any, Exception | None] | None:
         """A row's answer, or what was raised; None: its engine has ended and was opened again, and the row waits."""
         try:
             return await _told(self._actors[name].answer.remote(row.item)), None
@@ -242,7 +242,7 @@ class Engines:
 
 
 @dataclass(eq=False)
-class _Row:
+class _ShardRow:
     item: Any
     answer: asyncio.Future[Any]
     deaths: int = 0  # of engines that had it
@@ -277,10 +277,10 @@ class Shards:
         self._rule = Affinity(factor, slack)
         self.counts = dict.fromkeys(names, 0)
 
-    def of(self, seen: Seen) -> str:
+    def of(self, seen: SeenImages) -> str:
         """The engine of the next row."""
         largest = seen.largest
-        alone = Seen({} if largest is None else {largest: seen.images[largest]})
+        alone = SeenImages({} if largest is None else {largest: seen.images[largest]})
         name = self._rule.order(alone, self.counts)[0]
         self.counts[name] += 1
         return name

@@ -12,9 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from vlcache_jax.affinity import Seen, look, look_at
-from vlcache_jax.checks import check_text, short
+from vlcache_jax.common.checks import check_text, short
 from vlcache_jax.ray.engines import EngineDiedError, EngineOrder, Engines, Shards, Worker
+from vlcache_jax.router.affinity import SeenImages, look, look_at
 
 COLUMNS = ("messages", "system", "question", "image", "images", "video")
 """What a row may hold."""
@@ -68,7 +68,7 @@ class Sharder:
         for value in table.column(self._column).to_pylist():
             is_list = isinstance(value, list) and value and not isinstance(value[0], list | int | float)
             listed = value if is_list else [value]
-            seen = Seen(dict(look_at(one) for one in listed if one is not None))
+            seen = SeenImages(dict(look_at(one) for one in listed if one is not None))
             numbers.append(self._numbers[self._shards.of(seen)])
         return table.append_column(self._output, pa.array(numbers, pa.int64()))
 

@@ -24,12 +24,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlcache_jax.affinity import Seen, look
-from vlcache_jax.protocol.values import ApiError, read_object, write
+from vlcache_jax.protocol.schema import ApiError, read_object, write
+from vlcache_jax.router.affinity import SeenImages, look
+from vlcache_jax.server.admission import FIELD_BYTES, OPEN, ClientGoneError, Entrance, Keys, read_whole
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.entrance import FIELD_BYTES, OPEN, Entrance, GoneError, Keys, read_whole
-from vlcache_jax.server.names import tag_in
-from vlcache_jax.server.responses import refuse, until_gone
+from vlcache_jax.server.http import refuse, tag_in, until_gone
 from vlcache_jax.server.tenants import Register
 
 _log = logging.getLogger(__name__)
@@ -58,13 +57,13 @@ class Ingress:
     """
 
     def __init__(self, engines: DeploymentHandle[Any], server: ServerConfig, secret: bytes):
-        self._front = Front(engines, server, secret)
+        self._front = IngressApp(engines, server, secret)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._front
 
 
-class Front:
+class IngressApp:
     """The entrance of a service (an ASGI application).
 
     Args:
@@ -87,7 +86,7 @@ class Front:
             path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix(self._config.root_path)
             try:
                 await self._take(path, scope, receive, reply)
-            except GoneError:
+            except ClientGoneError:
                 pass
             except ApiError as error:
                 await reply.fail(error)
@@ -130,7 +129,7 @@ class Front:
                 if reply.has_begun or attempt == _TRIES - 1:
                     raise _gone() from None
 
-    async def _messages(self, seen: Seen, scope: Scope, body: bytes) -> AsyncGenerator[Message]:
+    async def _messages(self, seen: SeenImages, scope: Scope, body: bytes) -> AsyncGenerator[Message]:
         response = self._engines.options(stream=True).http.remote(seen, scope, body, holders=())
         try:
             async for some in response:
@@ -158,15 +157,15 @@ class Front:
         return [{**first, "headers": headers}, {"type": "http.response.body", "body": content}]
 
 
-def see(path: str, body: bytes) -> Seen:
+def see(path: str, body: bytes) -> SeenImages:
     """What speaks for a replica in a request. What is wrong with it, the replica tells."""
     if found := _BY_NAME.fullmatch(path):
-        return Seen(engine=tag_in(found[1]))
+        return SeenImages(engine=tag_in(found[1]))
     try:
         request = read_object(body)
         seen = look(request)
     except ValueError:
-        return Seen()
+        return SeenImages()
     earlier = request.get("previous_response_id")
     named = earlier if isinstance(earlier, str) else seen.file
     return seen if named is None else dataclasses.replace(seen, engine=tag_in(named))

@@ -1,4 +1,4 @@
-"""Which replica of a service gets a request: Ray Serve's side of `vlcache_jax.affinity`.
+"""Which replica of a service gets a request: Ray Serve's side of `vlcache_jax.router.affinity`.
 
 Ray calls this interface alpha; it is used as of Ray 2.60.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from vlcache_jax.affinity import FACTOR, SLACK, Affinity, Seen
-from vlcache_jax.server.names import TAG_DIGITS
+from vlcache_jax.router.affinity import FACTOR, SLACK, Affinity, SeenImages
+from vlcache_jax.server.http import TAG_DIGITS
 
 PEER = "peer"
 """Among the facts that a replica tells routers: where others may ask for its records."""
@@ -54,7 +54,7 @@ class ImageRouter(RequestRouter):
             self._rule.sent(seen, tag_of(replica_id.unique_id))
 
 
-def _seen(request: PendingRequest | None) -> Seen | None:
+def _seen(request: PendingRequest | None) -> SeenImages | None:
     """What a request shows; None: it is none of the service's."""
     first = request.args[0] if request is not None and request.args else None
-    return first if isinstance(first, Seen) else None
+    return first if isinstance(first, SeenImages) else None

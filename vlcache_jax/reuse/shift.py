@@ -27,7 +27,7 @@ from vlcache_jax.models import Rows, rope
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.decoder import SelfAttention
 from vlcache_jax.pallas_kernels import carry_flaws
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.policies import Plan
 
 IMAGES = 64  # images that a step moves at most
 TOKENS = 32768  # of images that a step moves at most, unless the pool is smaller

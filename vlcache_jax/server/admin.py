@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlcache_jax.checks import short
+from vlcache_jax.common.checks import short
 from vlcache_jax.image_cache import ImageCache
-from vlcache_jax.protocol.fields import check_fields, told
-from vlcache_jax.protocol.values import ApiError, Schema
+from vlcache_jax.protocol.schema import ApiError, Schema, check_fields, told
 from vlcache_jax.server.tenants import Register
 
 _TEXT: Schema = {"type": ["string", "null"]}

@@ -21,38 +21,30 @@ from starlette.types import Receive, Scope, Send
 
 from vlcache_jax import __version__
 from vlcache_jax.async_llm import AsyncLLM
-from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.shares import payer
-from vlcache_jax.checks import short
-from vlcache_jax.protocol.fields import DETOKENIZE, check_fields
+from vlcache_jax.cache.keys import owner_key, payer
+from vlcache_jax.common.checks import short
 from vlcache_jax.protocol.requests import TokenizeRequest
 from vlcache_jax.protocol.retrieval import EmbeddingRequest, RerankRequest, ScoreRequest
-from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.protocol.schema import DETOKENIZE, ApiError, check_fields
 from vlcache_jax.server import admin
+from vlcache_jax.server.admission import TENANT, ClientGoneError, Doubt, Entrance, Keys, read_body
 from vlcache_jax.server.config import ServerConfig, check_allowed
-from vlcache_jax.server.conversations import Responses
-from vlcache_jax.server.doubt import Doubt
-from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
-from vlcache_jax.server.errors import as_api_error
-from vlcache_jax.server.files import Files
-from vlcache_jax.server.http_checks import HttpChecks
+from vlcache_jax.server.conversations import Embedder, Responses, Searching
+from vlcache_jax.server.http import DropUnread, HttpChecks, IdMaker, answer_json, as_api_error, refuse, until_gone
 from vlcache_jax.server.inference import (
     Chats,
     Completions,
     allowed_reuse,
     check_model,
+    read_off_loop,
     template_of,
 )
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.names import Names
 from vlcache_jax.server.openapi import document, page
-from vlcache_jax.server.reading import read_off_loop
-from vlcache_jax.server.responses import answer_json, refuse, until_gone
 from vlcache_jax.server.retrieval import Retrieval
-from vlcache_jax.server.searching import Embedder, Searching
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Salts, Tenant, Tenants, server_secret
-from vlcache_jax.server.unread import DropUnread
+from vlcache_jax.server.uploaded_files import Files
 
 type _Read[R] = Callable[[dict[str, Any], Tenant | None], R]
 """(an object of JSON, whose it is) -> what it asks, in a thread."""
@@ -105,7 +97,7 @@ class Server:
         self._stored = StoredResponses()
         self._metrics = ServerMetrics(self.models[0], engine, self.entrance.room, self._stored)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
-        names = Names(tag)
+        names = IdMaker(tag)
         given = engine, config, self.models, self.entrance, self._metrics, self.register, names
         self._doubt = Doubt(engine, self.entrance, self._metrics)
         searching = Searching(engine, self.register, embedder)
@@ -315,11 +307,11 @@ class Server:
     async def _refuse(self, _: Request, error: Exception) -> Response:
         return self._doubt.refuse(error)
 
-    def _call[R](self, read: _Read[R], answer: _Answer[R]) -> _Call[R]:
-        return _Call(read, answer, self.entrance, self.config, self._doubt)
+    def _call[R](self, read: _Read[R], answer: _Answer[R]) -> _RoutedCall[R]:
+        return _RoutedCall(read, answer, self.entrance, self.config, self._doubt)
 
 
-class _Call[R]:
+class _RoutedCall[R]:
     """Answers JSON with JSON (an ASGI application)."""
 
     def __init__(self, read: _Read[R], answer: _Answer[R], entrance: Entrance, config: ServerConfig, doubt: Doubt):
@@ -336,7 +328,7 @@ class _Call[R]:
             with self._entrance.enter(scope) as place:
                 body = await read_body(scope, receive, self._config, place)
                 response = await until_gone(receive, answer())
-        except GoneError:
+        except ClientGoneError:
             return
         except Exception as error:
             response = self._doubt.refuse(error)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlcache_jax.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
+from vlcache_jax.common.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
 from vlcache_jax.inputs.prompt import template_text
 from vlcache_jax.server.tenants import Tenants
 
@@ -88,7 +88,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         from vlcache_jax.compress.parse import parse_compressor
-        from vlcache_jax.reuse.parse import parse_policy
+        from vlcache_jax.reuse.selection import parse_policy
 
         for name in ("host", "root_path"):
             check_text(getattr(self, name), name)

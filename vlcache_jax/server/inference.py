@@ -1,4 +1,7 @@
-"""Requests that are answered with text: from a body to an answer, whole or as events."""
+"""From a body to what it asks: parsed, checked and turned into settings in threads, for all routes.
+
+Requests that are answered with text: from a body to an answer, whole or as events.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,66 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from starlette.types import Receive, Scope, Send
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.keys import TenantSalt
-from vlcache_jax.checks import short
+from vlcache_jax.calls.groups import NotFiniteError, RequestError
+from vlcache_jax.common.checks import short
+from vlcache_jax.common.json_files import AT_ONCE
 from vlcache_jax.inputs.prompt import template_text
 from vlcache_jax.outputs import OutputCollector, RequestDelta, SearchBegun, SearchRound
-from vlcache_jax.protocol.answers import Answer, CompletionAnswer, answer_id
-from vlcache_jax.protocol.chats import ChatFormat
+from vlcache_jax.protocol.answers import Answer, ChatFormat, CompletionAnswer, answer_id
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
-from vlcache_jax.protocol.values import ApiError, write
+from vlcache_jax.protocol.schema import ApiError, read_object, write
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.server.admission import TENANT, ClientGoneError, Doubt, Entrance, read_body
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.doubt import Doubt
-from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
-from vlcache_jax.server.errors import as_api_error
+from vlcache_jax.server.http import IdMaker, answer_json, as_api_error, merged, until_gone
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.names import Names
-from vlcache_jax.server.reading import check_allowed_tokens, read_off_loop
-from vlcache_jax.server.responses import answer_json, merged, until_gone
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
-from vlcache_jax.serving import NotFiniteError, RequestError
+
+# A large body may take seconds, for which small ones must not wait.
+_large = ThreadPoolExecutor(2, "vlcache-bodies")
+
+
+async def read_off_loop[R](read: Callable[[dict[str, Any], Tenant | None], R], body: bytes, tenant: Tenant | None) -> R:
+    """What a body asks. The event loop serves others meanwhile.
+
+    Args:
+      read: makes a request of an object, in a thread.
+      tenant: that sent it.
+
+    Raises:
+      ApiError: the body is no object of JSON; or what `read` raises.
+    """
+
+    def work() -> R:
+        return read(parse_object(body), tenant)
+
+    return await asyncio.get_running_loop().run_in_executor(_large if len(body) > AT_ONCE else None, work)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises an ApiError unless it is an object of JSON."""
+    try:
+        return read_object(body)
+    except ValueError as error:
+        told = ApiError(f"body {error}")
+    raise told  # apart from the one that has the text
+
+
+def check_allowed_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
+    """Raises an ApiError if more tokens are allowed than the vocabulary has, before one of them is looked at."""
+    allowed = given.get("allowed_token_ids")
+    if isinstance(allowed, list) and len(allowed) > vocab_size:
+        told = f"allowed_token_ids must have at most the vocabulary's {vocab_size} tokens, got {len(allowed)}"
+        raise ApiError(told, "allowed_token_ids")
+
 
 SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
 _STALL = 60.0  # seconds that a client may take to read what is sent
@@ -70,7 +108,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         entrance: Entrance,
         metrics: ServerMetrics,
         register: Register | None,
-        names: Names,
+        names: IdMaker,
         doubt: Doubt,
     ):
         self.engine, self.config, self._names, self._doubt = engine, config, names, doubt
@@ -84,14 +122,14 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 asked = self._answer(body, sender, scope.get(TENANT))
                 del body  # pictures are large, and answers take long
                 await until_gone(receive, asked)
-        except GoneError:
+        except ClientGoneError:
             pass
         except Exception as error:
             if not sender.has_begun:
                 await self._doubt.refuse(error)(scope, receive, send)
                 return
             self._doubt.count(error)
-            with contextlib.suppress(GoneError):
+            with contextlib.suppress(ClientGoneError):
                 await sender.event(sender.failed(as_api_error(error).to_dict()))
                 await sender.end()
             await self._doubt.look(error)
@@ -389,4 +427,4 @@ class _Sender:
             async with asyncio.timeout(_STALL):
                 await self._send(message)
         except TimeoutError:
-            raise GoneError from None
+            raise ClientGoneError from None

@@ -19,13 +19,13 @@ from typing import Any
 import uvicorn
 
 from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.common.progress import say
 from vlcache_jax.config import EngineConfig
 from vlcache_jax.llm import LLM
-from vlcache_jax.progress import say
+from vlcache_jax.server.admission import Entrance
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.entrance import Entrance
-from vlcache_jax.server.http_protocol import HEAD_BYTES, HttpProtocol
+from vlcache_jax.server.http import HEAD_BYTES, HttpProtocol
 
 FAILED = 1
 """Exit code where the engine failed."""

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from vlcache_jax.async_llm import AsyncLLM
-from vlcache_jax.outputs import Metrics
+from vlcache_jax.outputs import RequestMetrics
 from vlcache_jax.protocol.answers import Counts
 from vlcache_jax.server.room import Room
 from vlcache_jax.server.stored import StoredResponses
@@ -60,7 +60,7 @@ class ServerMetrics:
         self._prompts = timing("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self._answers = timing("request_generation_tokens", "Tokens of the answers to a request", _TOKENS)
 
-    def gaps(self, metrics: Metrics) -> None:
+    def gaps(self, metrics: RequestMetrics) -> None:
         """More of an answer came."""
         for seconds in metrics.inter_token:
             self._between.observe(seconds)
@@ -73,7 +73,7 @@ class ServerMetrics:
         """A request ended by logits that were not finite."""
         self._corrupted.inc()
 
-    def answered(self, counts: Counts, metrics: Metrics) -> None:
+    def answered(self, counts: Counts, metrics: RequestMetrics) -> None:
         """All answers to a prompt ended."""
         self._prompt.inc(counts.prompt)
         self._generated.inc(counts.completion)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax import __version__
-from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES, RESPONSES
 from vlcache_jax.protocol.retrieval import (
     ABSENT_IN_EMBEDDINGS,
@@ -20,8 +19,9 @@ from vlcache_jax.protocol.retrieval import (
     SCORE,
     SIDES,
 )
+from vlcache_jax.protocol.schema import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
 from vlcache_jax.server.admin import VERBS
-from vlcache_jax.server.entrance import ADMIN, OPEN
+from vlcache_jax.server.admission import ADMIN, OPEN
 
 _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}

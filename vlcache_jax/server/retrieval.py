@@ -9,27 +9,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.calls.groups import NotFiniteError
+from vlcache_jax.calls.in_flight import together
 from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.protocol.retrieval import (
     EMBEDDINGS,
     RERANK,
     SCORE,
-    Asked,
     EmbeddingRequest,
     RerankRequest,
+    RetrievalOptions,
     ScoreRequest,
     counts_of,
 )
-from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.protocol.schema import ApiError
+from vlcache_jax.server.admission import Entrance
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.entrance import Entrance
-from vlcache_jax.server.errors import as_api_error
+from vlcache_jax.server.http import IdMaker, as_api_error
 from vlcache_jax.server.inference import check_model, check_reuse
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.names import Names
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
-from vlcache_jax.serving import NotFiniteError
-from vlcache_jax.under_way import together
 
 _TOGETHER = 32  # inputs of one request that are under way; others need room, too
 
@@ -49,7 +48,7 @@ class Retrieval:
         entrance: Entrance,
         metrics: ServerMetrics,
         register: Register | None,
-        names: Names,
+        names: IdMaker,
     ):
         self._engine, self._config, self._models, self._names = engine, config, models, names
         self._entrance, self._metrics, self._register = entrance, metrics, register
@@ -121,7 +120,7 @@ class Retrieval:
         own = {} if self._config.chat_template is None else {"chat_template": self._config.chat_template}
         return [{"messages": one, **request.template, **own} for one in request.inputs]
 
-    def _settings(self, asked: Asked, tenant: Tenant | None) -> dict[str, Any]:
+    def _settings(self, asked: RetrievalOptions, tenant: Tenant | None) -> dict[str, Any]:
         check_model(asked.model, self._models)
         check_reuse(self._engine, self._config, asked.reuse, tenant)
         salt = request_salt(self._register, tenant, asked.cache_salt)

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.server.tenants import Tenant
 
 AGAIN = 1  # seconds after which a client that found no room may send its request again
@@ -16,7 +16,7 @@ _BLOCK = 4096  # bytes; of two bodies the slower is the one whose latest block h
 _KEPT = 4  # a quarter of the room is kept for tenants that have less than their part of this quarter
 
 
-class Place:
+class ReservedPlace:
     """The place of one request. Its body comes first; then the request is under way.
 
     Args:
@@ -103,8 +103,8 @@ class Room:
     ):
         self._most, self._most_bytes, self._spare = most, most_bytes, most_bytes - most_body
         self._tenants, self._clock = tenants, clock
-        self._coming: dict[Place, None] = {}
-        self._under_way: set[Place] = set()
+        self._coming: dict[ReservedPlace, None] = {}
+        self._under_way: set[ReservedPlace] = set()
         self._requests: Counter[str | None] = Counter()  # under way
         self._bytes: Counter[str | None] = Counter()  # of these
         self._coming_bytes = 0
@@ -126,7 +126,7 @@ class Room:
         return self._coming_bytes + self._bytes.total()
 
     @contextlib.contextmanager
-    def place(self, tenant: Tenant | None, declared: int) -> Iterator[Place]:
+    def place(self, tenant: Tenant | None, declared: int) -> Iterator[ReservedPlace]:
         """A place for a request whose head has come.
 
         Args:
@@ -135,7 +135,7 @@ class Room:
         Raises:
           ApiError: there is no room for the request.
         """
-        place = Place(self, tenant, self._clock())
+        place = ReservedPlace(self, tenant, self._clock())
         self._check(place, declared)
         self._coming[place] = None
         if len(self._coming) > self._most:
@@ -146,7 +146,7 @@ class Room:
         finally:
             self._leave(place)
 
-    def take(self, place: Place, count: int) -> None:
+    def take(self, place: ReservedPlace, count: int) -> None:
         """See `Place.take`."""
         if place not in self._coming:
             return
@@ -162,7 +162,7 @@ class Room:
             if self._close(sizes, why) is place:
                 raise ApiError(why, status=503, retry_after=AGAIN)
 
-    def arrived(self, place: Place) -> None:
+    def arrived(self, place: ReservedPlace) -> None:
         """A body has come, and its request is under way.
 
         Raises:
@@ -192,7 +192,7 @@ class Room:
         finally:
             self._answers[who] -= count - 1
 
-    def _check(self, place: Place, size: int) -> None:
+    def _check(self, place: ReservedPlace, size: int) -> None:
         """Raises an ApiError unless a request with a body of so many bytes may be under way now."""
         if not self._fits(self._requests, self._most, self._most, place.who, 1):
             why = f"the server has {self._requests.total()} requests under way"
@@ -217,7 +217,7 @@ class Room:
         taken = sum(min(kept, count) for one, count in used.items() if one != who)
         return used.total() + more + max(0, kept * others - taken) <= most
 
-    def _close(self, used: Counter[str | None], why: str) -> Place:
+    def _close(self, used: Counter[str | None], why: str) -> ReservedPlace:
         """Closes the slowest body of the tenants that have most of what is used, and returns its place."""
         most = max(used.values())
         slowest = min((one for one in self._coming if used[one.who] == most), key=lambda one: one.since)
@@ -225,12 +225,12 @@ class Room:
         slowest.close(ApiError(why, status=408, retry_after=AGAIN))
         return slowest
 
-    def _stop(self, place: Place) -> None:
+    def _stop(self, place: ReservedPlace) -> None:
         """A body is not coming any more."""
         del self._coming[place]
         self._coming_bytes -= place.size
 
-    def _leave(self, place: Place) -> None:
+    def _leave(self, place: ReservedPlace) -> None:
         if place in self._coming:
             self._stop(place)
         elif place in self._under_way:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlcache_jax.inputs.images import trimmed
-from vlcache_jax.protocol.values import write
+from vlcache_jax.protocol.schema import write
 from vlcache_jax.server.tenants import Tenant
 
 _MOST = 10_000

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from vlcache_jax.cache.keys import TenantSalt
-from vlcache_jax.checks import check_flags, check_text, check_whole, parse_bytes, short
-from vlcache_jax.files import make_folder
-from vlcache_jax.inputs.parts import check_keys
+from vlcache_jax.common.checks import check_flags, check_text, check_whole, parse_bytes, short
+from vlcache_jax.common.files import make_folder
+from vlcache_jax.inputs.messages import check_keys
 
 _KEY_FIELDS = ("name", "sha256", "tenant")
 _TENANT_FIELDS = ("reuse", "cache_bytes", "requests", "compress", "priority")

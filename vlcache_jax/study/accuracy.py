@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlcache_jax.progress import Progress
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.study.questions import ARRANGEMENTS, Sample, user_turn
 from vlcache_jax.study.worklog import WorkLog
 
@@ -116,7 +116,7 @@ class Protocol:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class AccuracyResult:
     """One question answered under one setting.
 
     Attributes:
@@ -160,7 +160,7 @@ class Cold:
     texts: list[str]
     forced: list[list[int]]
     logits: list[np.ndarray]
-    results: list[Result]
+    results: list[AccuracyResult]
 
 
 def answer_cold(
@@ -185,7 +185,7 @@ def evaluate(
     cold: Cold,
     *,
     max_tokens: int,
-) -> Iterator[tuple[str, list[Result]]]:
+) -> Iterator[tuple[str, list[AccuracyResult]]]:
     """Answers some samples under every setting, one after the other, from the cache that their donors filled.
 
     Args:
@@ -268,7 +268,7 @@ def _results(
     seconds: float,
     *,
     moved: bool = False,
-) -> list[Result]:
+) -> list[AccuracyResult]:
     kv = llm.service.stored.kv
     results = []
     for i, found, text, cold in zip(chosen, scores, texts, reference, strict=True):
@@ -278,7 +278,7 @@ def _results(
             tokens = sum(image.tokens - fresh for image in images for fresh in image.recomputed[1:])
             read += 2 * tokens * kv.slot_bytes // kv.layers
         results.append(
-            Result(
+            AccuracyResult(
                 sample=i,
                 text=text,
                 score=samples[i].score(text),
@@ -323,8 +323,8 @@ def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
     Raises:
       ValueError: two have one name or are the same, or `reuse` cannot be such a thing.
     """
-    from vlcache_jax.reuse.parse import parse_policy
     from vlcache_jax.reuse.policies import Scheduled
+    from vlcache_jax.reuse.selection import parse_policy
 
     named: dict[str, Policy] = {}
     policies: dict[Policy, str] = {}
@@ -358,7 +358,7 @@ def run(
     max_tokens: int = 32,
     batch: int = 50,
     work: pathlib.Path | None = None,
-) -> dict[Protocol, dict[str, list[Result]]]:
+) -> dict[Protocol, dict[str, list[AccuracyResult]]]:
     """Evaluates all samples under all protocols; settings whose answers are in the file `work` are not run again.
 
     Protocols with donors "apart" evaluate questions about several images alone: for others they are those "together".
@@ -377,7 +377,7 @@ def run(
     several = [i for i, sample in enumerate(samples) if len(sample.images) > 1]
     if not several and any(protocol.donors == "apart" for protocol in protocols):
         raise ValueError("donors must be together where every question shows one image, got apart")
-    all_results: dict[Protocol, dict[str, list[Result]]] = {}
+    all_results: dict[Protocol, dict[str, list[AccuracyResult]]] = {}
     # Protocols of one case differ in their seed alone, and share their cold answers.
     groups: dict[Protocol, list[Protocol]] = {}
     for protocol in protocols:
@@ -404,7 +404,7 @@ def run(
                         log.add(keys[name], [dataclasses.astuple(row) for row in rows])
                 # From the file, so that a run that goes on gives what an unbroken one does.
                 for name, key in keys.items():
-                    all_results[protocol][name] += [Result(*row) for row in log.get(key)]
+                    all_results[protocol][name] += [AccuracyResult(*row) for row in log.get(key)]
                 bar.update(len(chosen))
     return {
         protocol: {name: sorted(rows, key=lambda result: result.sample) for name, rows in by_setting.items()}

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.inputs.layout import ImageSpan
-from vlcache_jax.reuse.schedule import UNITS
+from vlcache_jax.reuse.policies import UNITS
 from vlcache_jax.study.probe import Placed, Probe, Trace
 from vlcache_jax.study.sensitivity import Runs, squared_error
 
@@ -42,7 +42,7 @@ def recompute(probe: Probe, runs: Runs, level: int, *, last: bool = False) -> Tr
 
 
 @dataclass(frozen=True, eq=False)
-class Effect:
+class ReuseError:
     """What reuse does to an answer, given its tokens so far: one entry for each way of reusing.
 
     Attributes:
@@ -70,10 +70,10 @@ class Decomposition:
 
     num_image_tokens: int
     place: npt.NDArray[np.int64]
-    token: Effect
-    layer: Effect
-    until: Effect
-    behind: Effect
+    token: ReuseError
+    layer: ReuseError
+    until: ReuseError
+    behind: ReuseError
 
     @property
     def total(self) -> float:
@@ -92,7 +92,7 @@ def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
     image = np.flatnonzero(placed.is_image)
     chosen = image[np.unique(np.linspace(0, len(image) - 1, min(tokens, len(image))).astype(int))]
 
-    def effect(parts: Sequence[tuple[slice, npt.NDArray[np.int64]]]) -> Effect:
+    def effect(parts: Sequence[tuple[slice, npt.NDArray[np.int64]]]) -> ReuseError:
         errors, changed = [], []
         for where, what in parts:
             write = np.ones((layers, len(placed.layout)), bool)
@@ -100,7 +100,7 @@ def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
             logits = probe.run(placed, write, runs.donor).logits
             errors.append(squared_error(logits, runs.cold.logits))
             changed.append(bool((logits.argmax(-1) != runs.cold.logits.argmax(-1)).any()))
-        return Effect(np.array(errors), np.array(changed))
+        return ReuseError(np.array(errors), np.array(changed))
 
     return Decomposition(
         num_image_tokens=len(image),
@@ -179,7 +179,7 @@ def attention_map(probe: Probe, placed: Placed, trace: Trace) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Looks:
+class AttentionFindings:
     """What `vlcache analyze attention` draws: of each image of some cases, and a map of the case with most images.
 
     Attributes:
@@ -197,7 +197,7 @@ class Looks:
     spans: list[tuple[int, int]]
 
 
-def look(probe: Probe, cases: Iterable[Runs]) -> Looks:
+def look(probe: Probe, cases: Iterable[Runs]) -> AttentionFindings:
     """Looks into all cases, of which there must be one."""
     weights: dict[str, list[Array]] = {"scaled": [], "raw": []}
     ranks: list[Array] = []
@@ -214,7 +214,7 @@ def look(probe: Probe, cases: Iterable[Runs]) -> Looks:
             most = runs
     assert most is not None
     spans = [(span.start, span.stop) for span in most.placed.images]
-    return Looks(weights, ranks, distances, attention_map(probe, most.placed, most.cold), spans)
+    return AttentionFindings(weights, ranks, distances, attention_map(probe, most.placed, most.cold), spans)
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,11 +85,11 @@ class StreamingH2O:
 
     def begin(self, masked: MaskedAnswers, look: Look) -> tuple[Follow, float]:
         """See `FastV`. The share does without what waits to be dropped."""
-        run = _Stream(self, masked, look)
+        run = _H2OStream(self, masked, look)
         return run.follow, run.budget / len(look.prompt)
 
 
-class _Stream:
+class _H2OStream:
     """An answer under streaming H2O.
 
     Args:

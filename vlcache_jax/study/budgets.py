@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.compress.budgets import visible
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import Compressor, Random, VLCache
-from vlcache_jax.progress import Progress
 from vlcache_jax.study.accuracy import Protocol, identity
 from vlcache_jax.study.baselines import FastV, Follow, StreamingH2O
 from vlcache_jax.study.masked import Look, MaskedAnswers
@@ -101,7 +101,7 @@ def _ways(method: str, budget: float, seeds: int, every: int) -> tuple[Way, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class BudgetResult:
     """One question answered in one way.
 
     Attributes:
@@ -146,7 +146,7 @@ class Layers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
+class BudgetResults:
     """All that was found.
 
     Attributes:
@@ -155,8 +155,8 @@ class Answers:
       layers: of each sample of which something was decoded.
     """
 
-    whole: list[Result]
-    results: dict[Setting, list[list[Result]]]
+    whole: list[BudgetResult]
+    results: dict[Setting, list[list[BudgetResult]]]
     layers: list[Layers]
 
 
@@ -169,7 +169,7 @@ def run(
     max_tokens: int = 32,
     batch: int = 16,
     work: pathlib.Path | None = None,
-) -> Answers:
+) -> BudgetResults:
     """Answers all samples under every setting; what the file `work` has is not run again.
 
     Args:
@@ -198,9 +198,9 @@ def run(
             bar.update(len(some))
     # From the file, so that a run that goes on gives what an unbroken one does.
     found = {part: [log.get(f"{one.digest} {name}") for one in asked] for part, name in parts.items()}
-    by_way = {way: [Result(i, *row) for i, row in enumerate(found[way])] for way in (WHOLE, *ways)}
+    by_way = {way: [BudgetResult(i, *row) for i, row in enumerate(found[way])] for way in (WHOLE, *ways)}
     results = {setting: [by_way[way] for way in setting.ways] for setting in settings}
-    return Answers(by_way[WHOLE], results, [Layers(*row) for row in found[_LAYERS] if row])
+    return BudgetResults(by_way[WHOLE], results, [Layers(*row) for row in found[_LAYERS] if row])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,11 +20,11 @@ import numpy as np
 from PIL import Image as Pictures
 
 from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.common.progress import Progress
 from vlcache_jax.convert.source import locate
-from vlcache_jax.intake.costs import Identity, Image, Rates
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.pallas_kernels.split import FIRST
-from vlcache_jax.progress import Progress
+from vlcache_jax.preparation.planner import Identity, Image, Rates
 from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.policies import Compressor, make_counts
-from vlcache_jax.compress.scores import Seen, seeds
-from vlcache_jax.device.ladder import round_up
+from vlcache_jax.compress.scores import KeyStatistics, seeds
+from vlcache_jax.device.buckets import round_up
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.pallas_kernels import PAGE, attention_statistics
@@ -66,7 +66,7 @@ class Look:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptTokens:
     """What a policy keeps of a prompt.
 
     Attributes:
@@ -124,7 +124,7 @@ class MaskedAnswers:
         received, zeros = look.statistics[rows, p]
         return received, zeros
 
-    def kept(self, look: Look, compressor: Compressor) -> Kept:
+    def kept(self, look: Look, compressor: Compressor) -> KeptTokens:
         """What a policy keeps of a prompt."""
         n, layers = len(look.prompt), self.probe.num_layers
         rows = 0 if compressor.alpha == 1 else compressor.observed(look.prompt)
@@ -134,11 +134,11 @@ class MaskedAnswers:
         ranked = []
         for own, count, seed in zip(received, counts, seeds(look.prompt, layers), strict=True):
             window = compressor.window(count)
-            seen = Seen(own, np.int32(n), np.int32(window), seed)  # type: ignore[arg-type]
+            seen = KeyStatistics(own, np.int32(n), np.int32(window), seed)  # type: ignore[arg-type]
             scores = np.array(self._scores(compressor.scores, seen))[:, :n]
             scores[:, n - window :] = np.inf
             ranked.append(scores)
-        return Kept(np.stack(ranked), counts, gamma)
+        return KeptTokens(np.stack(ranked), counts, gamma)
 
     def run(
         self,

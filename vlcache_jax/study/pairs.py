@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.study.accuracy import COLD, Protocol, Result
+from vlcache_jax.study.accuracy import COLD, AccuracyResult, Protocol
 from vlcache_jax.study.questions import Sample, rows_of_questions
 from vlcache_jax.study.report import figures
 
@@ -38,7 +38,7 @@ class PairCase:
     protocol: Protocol
     images: str
     samples: Sequence[Sample]
-    runs: list[dict[str, list[Result]]]
+    runs: list[dict[str, list[AccuracyResult]]]
 
     @functools.cached_property
     def tasks(self) -> list[str]:
@@ -55,7 +55,7 @@ class PairCase:
         several = f"several images, cached {self.protocol.donors}"
         return f"{self.protocol.arrangement.replace('_', ' ')}, {several if self.images == 'several' else 'one image'}"
 
-    def results(self, setting: str, task: str) -> list[list[Result]]:
+    def results(self, setting: str, task: str) -> list[list[AccuracyResult]]:
         """Of a task's questions, [auxiliary prompts][rows]."""
         return [[result for result in run[setting] if self.samples[result.sample].task == task] for run in self.runs]
 
@@ -72,9 +72,9 @@ class PairCase:
         return [paired(self.scores(reference, task), self.scores(setting, task)) for task in self.tasks]
 
 
-def cases_of(samples: Sequence[Sample], results: dict[Protocol, dict[str, list[Result]]]) -> list[PairCase]:
+def cases_of(samples: Sequence[Sample], results: dict[Protocol, dict[str, list[AccuracyResult]]]) -> list[PairCase]:
     """The cases of results. Protocols that differ in their seed alone are one, with several auxiliary prompts."""
-    by_protocol: dict[Protocol, list[dict[str, list[Result]]]] = {}
+    by_protocol: dict[Protocol, list[dict[str, list[AccuracyResult]]]] = {}
     for protocol, by_setting in results.items():
         by_protocol.setdefault(protocol.case, []).append(by_setting)
     cases = []

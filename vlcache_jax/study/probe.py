@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.buckets import round_up
 from vlcache_jax.inputs.layout import ImageSpan, Layout, make_layout
 from vlcache_jax.models import Rows, bind, decoder, rope
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from vlcache_jax.progress import say
+from vlcache_jax.common.progress import say
 from vlcache_jax.study.scoring import METHODS, OPTION, Rules, option, rules_of
 
 ARRANGEMENTS = ("image_first", "text_first", "question_first")

@@ -11,7 +11,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from vlcache_jax.files import write_whole
+from vlcache_jax.common.files import write_whole
 
 
 def environment(*packages: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import pathlib
 from typing import Any
 
-from vlcache_jax.files import check_writable
+from vlcache_jax.common.files import check_writable
 
 
 class WorkLog:

@@ -19,10 +19,9 @@ from safetensors.numpy import load_file
 from tests.cache.records import CASES, assert_whole, found, key, load, make, names, parts, verified_read, write
 from tests.helper import some_cases, some_seeds
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.keys import SHARED, owner_key
-from vlcache_jax.cache.shares import Shares
+from vlcache_jax.cache.keys import SHARED, Quotas, owner_key
+from vlcache_jax.cache.record import DamagedError, EntryGoneError, TierError
 from vlcache_jax.cache.store import Store
-from vlcache_jax.cache.tier import DamagedError, GoneError, TierError
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
 from vlcache_jax.cache.tiers.disk_index import Index
 from vlcache_jax.cache.tiers.record_file import file_bytes, file_name, make_header, read_header
@@ -203,7 +202,7 @@ def test_a_file_that_is_gone_is_forgotten(tier):
     record = CASES["kv"]
     write(tier, record)
     path_of(tier, record).unlink()
-    with pytest.raises(GoneError, match="its file is gone"):
+    with pytest.raises(EntryGoneError, match="its file is gone"):
         verified_read(tier, record.meta)
     assert found(tier, record) is None
     write(tier, record)
@@ -505,7 +504,7 @@ def test_a_salt_has_its_share(tmp_path):
     now = iter(range(1000))
     size = file_bytes(make().meta)
     owners = {"greedy": 4, None: 3, SHARED: 3}
-    with closing(tmp_path, 20 * size, shares=Shares(2 * size + 10), clock=lambda: next(now)) as tier:
+    with closing(tmp_path, 20 * size, shares=Quotas(2 * size + 10), clock=lambda: next(now)) as tier:
         numbers = iter(range(1, 100))
         made = {owner: [make(next(numbers), owner=owner) for _ in range(count)] for owner, count in owners.items()}
         for records in made.values():
@@ -689,7 +688,7 @@ def test_a_file_that_is_open_is_read_though_it_leaves(tier, monkeypatch):
     opened = tier._open
     monkeypatch.setattr(tier, "_open", leaving)
     verified_read(tier, CASES["kv"].meta)
-    with pytest.raises(GoneError):
+    with pytest.raises(EntryGoneError):
         verified_read(tier, CASES["kv"].meta)
 
 

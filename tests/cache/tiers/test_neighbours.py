@@ -8,8 +8,8 @@ import pytest
 
 from tests.cache.records import key, make, verified_read
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.tier import Found, GoneError, TierError
-from vlcache_jax.cache.tiers.neighbours import Holders, NeighbourTier
+from vlcache_jax.cache.record import EntryGoneError, Found, TierError
+from vlcache_jax.cache.tiers.discovered_peers import NeighbourTier, RecentPeers
 
 OLD, NEW = make(context=key(7)), make(context=key(8))
 
@@ -41,7 +41,7 @@ def tier():
 
     def open_tier(**held):
         peers = {}
-        holders = Holders()
+        holders = RecentPeers()
 
         def connect(url):
             peers[url] = Peer(url, held[url])
@@ -80,7 +80,7 @@ def test_who_is_not_named_any_more_is_left(tier):
 
 def test_who_is_named_counts_for_a_minute():
     now = 0.0
-    holders = Holders(lambda: now)
+    holders = RecentPeers(lambda: now)
     holders.note(["a", "b"])
     now = 50.0
     holders.note(["b"])
@@ -95,7 +95,7 @@ def test_where_nobody_answers_it_is_a_fault(tier):
     holders.note("ab")
     with pytest.raises(TierError, match=": refused"):
         neighbours.find(OLD.meta.entry)
-    with pytest.raises(GoneError, match="nobody is known to hold it"):
+    with pytest.raises(EntryGoneError, match="nobody is known to hold it"):
         list(neighbours.read(OLD.meta, OLD.meta.parts, OLD.parts.__getitem__))
 
 
@@ -109,4 +109,4 @@ def test_it_is_read_only(tier):
 def test_neighbours_must_be_a_function():
     with pytest.raises(ValueError, match="neighbours must be a function or None, got list"):
         CacheConfig(neighbours=["http://127.0.0.1:1"])
-    assert CacheConfig(host_bytes=0, neighbours=Holders()).passes_on
+    assert CacheConfig(host_bytes=0, neighbours=RecentPeers()).passes_on

@@ -23,7 +23,7 @@ from obstore.exceptions import GenericError, UnauthenticatedError
 from obstore.store import MemoryStore
 
 from tests.cache.records import CASES, assert_whole, found, key, make, names, parts, verified_read, write
-from vlcache_jax.cache.tier import DamagedError, GoneError, TierError
+from vlcache_jax.cache.record import DamagedError, EntryGoneError, TierError
 from vlcache_jax.cache.tiers import object_store
 from vlcache_jax.cache.tiers.object_store import FOLDER, ObjectTier
 from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_bytes, file_name, make_header
@@ -444,7 +444,7 @@ def test_a_record_that_was_found_and_is_gone(tier):
     write(tier, KV)
     meta = found(tier, KV)
     tier.delete(meta.name)
-    with pytest.raises(GoneError, match=meta.name):
+    with pytest.raises(EntryGoneError, match=meta.name):
         verified_read(tier, meta)
 
 
@@ -455,7 +455,7 @@ def test_a_record_that_goes_between_two_parts(tier):
     reading = tier.read(record.meta, record.meta.parts, places.__getitem__)
     next(reading)
     tier.delete(record.meta.name)
-    with pytest.raises(GoneError):
+    with pytest.raises(EntryGoneError):
         list(reading)
 
 
@@ -648,7 +648,7 @@ def test_threads(quick):
                 elif (meta := found(quick, record)) is not None:
                     verified_read(quick, meta)
                     seen["read"] += 1
-            except GoneError:
+            except EntryGoneError:
                 seen["gone"] += 1
             except Exception as error:
                 faults.append(error)

@@ -23,8 +23,7 @@ import pytest
 
 from tests.cache.records import CASES, assert_whole, found, key, make, verified_read
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import Record, blocks
-from vlcache_jax.cache.tier import DamagedError, Found, GoneError, RefusedError, TierError
+from vlcache_jax.cache.record import DamagedError, EntryGoneError, Found, Record, RefusedError, TierError, blocks
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
 from vlcache_jax.cache.tiers.peer_server import PeerServer
 from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_name, make_header
@@ -244,7 +243,7 @@ def test_a_record_deleted_after_it_was_found_is_gone(folder, tier):
     folder.add(CASES["kv"])
     meta = found(tier, CASES["kv"])
     folder.path(CASES["kv"]).unlink()
-    with pytest.raises(GoneError):
+    with pytest.raises(EntryGoneError):
         verified_read(tier, meta)
 
 
@@ -401,11 +400,11 @@ def test_no_link_is_followed(folder, tmp_path, server, tier):
     os.mkfifo(folder.path(pipe))
     for record in (linked, inside, pipe):
         assert folder.path(record).exists()
-        with pytest.raises(GoneError):
+        with pytest.raises(EntryGoneError):
             verified_read(tier, found(tier, record))
     folder.path(pipe).unlink()
     folder.path(pipe).mkdir()
-    with pytest.raises(GoneError):
+    with pytest.raises(EntryGoneError):
         verified_read(tier, found(tier, pipe))
 
 
@@ -862,7 +861,7 @@ READS = {
     "stalls half-way": ([part_of(FILE)[:-700], None], TierError),
     "ends half-way": ([part_of(FILE)[:-700], "close"], TierError),
     "resets half-way": ([part_of(FILE)[:-700], "reset"], TierError),
-    "gone": (answer(b"", b"404 Not Found"), GoneError),
+    "gone": (answer(b"", b"404 Not Found"), EntryGoneError),
     "too short": (answer(b"", b"416 Range Not Satisfiable"), DamagedError),
     "refused": (answer(b'{"refusal": "token"}', b"401 Unauthorized"), RefusedError),
     "broken": (answer(b"", b"500 Broken"), TierError),

@@ -18,7 +18,7 @@ import pytest
 from tests.cache.records import CASES, assert_whole, found, key, make, names, parts, verified_read, write
 from tests.cache.tiers.redis_server import Server
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.tier import DamagedError, GoneError, TierError
+from vlcache_jax.cache.record import DamagedError, EntryGoneError, TierError
 from vlcache_jax.cache.tiers import redis_store
 from vlcache_jax.cache.tiers.record_file import file_bytes, make_header
 from vlcache_jax.cache.tiers.redis_store import RedisTier
@@ -302,7 +302,7 @@ def test_threads(tier):
                 elif (meta := found(tier, record)) is not None:
                     verified_read(tier, meta)
                     seen["read"] += 1
-            except GoneError:
+            except EntryGoneError:
                 seen["gone"] += 1
             except Exception as error:
                 faults.append(error)
@@ -417,7 +417,7 @@ def test_a_record_that_was_found_and_is_gone(tier):
     write(tier, KV)
     meta = found(tier, KV)
     tier.delete(meta.name)
-    with pytest.raises(GoneError, match=meta.name):
+    with pytest.raises(EntryGoneError, match=meta.name):
         verified_read(tier, meta)
 
 
@@ -426,7 +426,7 @@ def test_a_record_that_was_written_anew(tier):
     tier.delete(KV.meta.name)
     other = make(context=key(7), seed=3)
     write(tier, other)
-    with pytest.raises(GoneError):
+    with pytest.raises(EntryGoneError):
         verified_read(tier, KV.meta)
     assert_whole(tier, other)
 
@@ -437,7 +437,7 @@ def test_a_record_that_is_written_anew_between_two_parts(tier):
     next(reading)
     tier.delete(KV.meta.name)
     write(tier, KV)
-    with pytest.raises(GoneError):
+    with pytest.raises(EntryGoneError):
         next(reading)
     assert_whole(tier, KV)
 
@@ -446,7 +446,7 @@ def test_a_record_that_is_written_anew_between_two_parts(tier):
 def test_a_record_without_one_chunk(tier, server, number):
     write(tier, KV)
     server.client.delete(server.chunks()[number])
-    with pytest.raises(GoneError):
+    with pytest.raises(EntryGoneError):
         verified_read(tier, found(tier, KV))
     assert server.client.dbsize() == 0
     write(tier, KV)
@@ -467,7 +467,7 @@ def test_a_server_that_makes_room(tier, server):
                 try:
                     verified_read(tier, meta)
                     seen["read"] += 1
-                except GoneError:
+                except EntryGoneError:
                     seen["gone"] += 1
                     assert found(tier, record) is None
     assert min(seen["stored"], seen["gone"]) > 0

@@ -21,12 +21,22 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.locks import MOST, held
-from vlcache_jax.cache.older import LIBRARIES_FOLDER, log_older, older_bytes, remove_folder
-from vlcache_jax.cache.record import Meta, Part, Planes, blocks
-from vlcache_jax.cache.shares import Shares, payer
-from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
+from vlcache_jax.cache.folders import LIBRARIES_FOLDER, MOST, held, log_older, older_bytes, remove_folder
+from vlcache_jax.cache.keys import FORMAT_VERSION, Quotas, payer
+from vlcache_jax.cache.record import (
+    DamagedError,
+    EntryGoneError,
+    Found,
+    Line,
+    Meta,
+    Outcome,
+    Part,
+    Place,
+    Planes,
+    Tier,
+    TierError,
+    blocks,
+)
 from vlcache_jax.cache.tiers.disk_index import Index, advice, is_damage
 from vlcache_jax.cache.tiers.record_file import (
     SUFFIX,
@@ -37,7 +47,7 @@ from vlcache_jax.cache.tiers.record_file import (
     read_header,
     take_header,
 )  # fmt: skip
-from vlcache_jax.files import make_folder
+from vlcache_jax.common.files import make_folder
 
 _log = logging.getLogger(__name__)
 
@@ -70,11 +80,11 @@ class DiskTier(Tier):
         directory: str | os.PathLike[str],
         capacity: int,
         *,
-        shares: Shares | None = None,
+        shares: Quotas | None = None,
         ttl: float | None = None,
         clock: Callable[[], float] = time.time,
     ):
-        self.capacity, self._shares, self._ttl = capacity, shares or Shares(), ttl
+        self.capacity, self._shares, self._ttl = capacity, shares or Quotas(), ttl
         self._clock = clock
         self._me, self._pid = uuid.uuid4().hex, os.getpid()
         self._numbers = itertools.count()  # of files that are being written
@@ -214,7 +224,7 @@ class DiskTier(Tier):
             return cast(BinaryIO, open(self.directory / file_name(name), "rb", buffering=0))
         except FileNotFoundError as error:
             self._gone.add(name)
-            raise GoneError(f"{name}: its file is gone") from error
+            raise EntryGoneError(f"{name}: its file is gone") from error
 
     def _write(self, meta: Meta, parts: Mapping[Part, Planes]) -> bool:
         """The file of a record that has its room; then it is visible, unless it was deleted meanwhile."""

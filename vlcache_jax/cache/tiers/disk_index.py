@@ -15,9 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from vlcache_jax.cache.record import Meta
-from vlcache_jax.cache.shares import payer
-from vlcache_jax.cache.tier import Line
+from vlcache_jax.cache.keys import payer
+from vlcache_jax.cache.record import Line, Meta
 from vlcache_jax.cache.tiers.record_file import file_bytes, make_header
 
 _log = logging.getLogger(__name__)

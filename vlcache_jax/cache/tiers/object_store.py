@@ -22,10 +22,22 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore, from_url
 
+from vlcache_jax.cache.folders import is_older
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.older import is_older
-from vlcache_jax.cache.record import Meta, Part, Planes, blocks
-from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
+from vlcache_jax.cache.record import (
+    DamagedError,
+    EntryGoneError,
+    Found,
+    Line,
+    Meta,
+    Outcome,
+    Part,
+    Place,
+    Planes,
+    Tier,
+    TierError,
+    blocks,
+)
 from vlcache_jax.cache.tiers.record_file import (
     LENGTH,
     MOST_HEADER,
@@ -35,7 +47,7 @@ from vlcache_jax.cache.tiers.record_file import (
     name_of,
     read_header,
 )
-from vlcache_jax.files import make_folder
+from vlcache_jax.common.files import make_folder
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -100,7 +112,7 @@ class ObjectTier(Tier):
                         block[:], data = data[: len(block)], data[len(block) :]
                     yield part, planes
             except FileNotFoundError as error:
-                raise GoneError(f"{meta.name} is not there any more") from error
+                raise EntryGoneError(f"{meta.name} is not there any more") from error
 
     def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
         with _reporting("write", meta.name):

@@ -22,22 +22,25 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import Meta, Part, Planes, blocks
-from vlcache_jax.cache.tier import (
+from vlcache_jax.cache.record import (
     DamagedError,
+    EntryGoneError,
     Found,
-    GoneError,
     Line,
+    Meta,
     Outcome,
+    Part,
     Place,
+    Planes,
     RefusedError,
     Tier,
     TierError,
+    blocks,
 )
 from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_bytes, file_name, name_of, read_header
 from vlcache_jax.cache.tiers.remote import masked
 from vlcache_jax.cache.tiers.wire import MOST_RECORDS, TOKEN, WRITTEN, Deadline, Wire
-from vlcache_jax.checks import check_text, short
+from vlcache_jax.common.checks import check_text, short
 
 _MOST_KEPT = 4  # connections
 _MOST_JSON = 2**16  # bytes
@@ -125,7 +128,7 @@ class PeerTier(Tier):
         deadline = Deadline(self._timeout)
         asked = {"Range": f"bytes={first}-{last}"}
         with self._asking(f"/v1/files/{file_name(meta.name)}", deadline, asked) as response:
-            self._check(response, 206, {404: GoneError, 416: DamagedError})
+            self._check(response, 206, {404: EntryGoneError, 416: DamagedError})
             got, expected = response.headers.get("Content-Range"), f"bytes {first}-{last}/{whole}"
             if got != expected or response.length != last - first + 1:
                 raise DamagedError(f"{self.url}: {meta.name}: expected {expected}, got {short(got)}")

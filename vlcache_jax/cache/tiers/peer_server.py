@@ -42,7 +42,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol, cast
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.tier import Found, TierError
+from vlcache_jax.cache.record import Found, TierError
 from vlcache_jax.cache.tiers.record_file import make_header, name_of
 from vlcache_jax.cache.tiers.wire import MOST_RECORDS, TOKEN, WRITTEN, Deadline, Wire
 

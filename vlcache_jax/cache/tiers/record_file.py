@@ -17,8 +17,7 @@ from typing import IO, Any
 import xxhash
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import CHECKSUM, Meta
-from vlcache_jax.cache.tier import DamagedError
+from vlcache_jax.cache.record import CHECKSUM, DamagedError, Meta
 
 SUFFIX = ".safetensors"
 LENGTH = struct.Struct("<Q")  # in front of the header: its length

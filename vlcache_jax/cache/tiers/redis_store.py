@@ -24,10 +24,22 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import Meta, Part, Planes, blocks
-from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
+from vlcache_jax.cache.record import (
+    DamagedError,
+    EntryGoneError,
+    Found,
+    Line,
+    Meta,
+    Outcome,
+    Part,
+    Place,
+    Planes,
+    Tier,
+    TierError,
+    blocks,
+)
 from vlcache_jax.cache.tiers.record_file import file_bytes, make_header, read_header
-from vlcache_jax.checks import shorten
+from vlcache_jax.common.checks import shorten
 
 _CHUNK = 2**23  # bytes
 _MOST_BYTES = 2**36  # of a record; what says more is none
@@ -62,7 +74,7 @@ for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
 """
 
 
-class _Kept(NamedTuple):
+class _RedisEntry(NamedTuple):
     """What a field says."""
 
     write: bytes
@@ -112,7 +124,7 @@ class RedisTier(Tier):
             key = _key(_space(meta), meta.entry)
             value = self._client.hget(key, meta.name)
             if value is None or value[_ABOUT.size :] != make_header(meta):
-                raise GoneError(f"{meta.name} is not there any more")
+                raise EntryGoneError(f"{meta.name} is not there any more")
             write = value[:16]
             for part in parts:
                 planes = place(part)
@@ -125,7 +137,7 @@ class RedisTier(Tier):
                 for piece, data in zip(_pieces(rows), pipeline.execute(), strict=True):
                     if data is None:
                         self._remove(key, meta, write)
-                        raise GoneError(f"{meta.name}: the server has not kept all of it")
+                        raise EntryGoneError(f"{meta.name}: the server has not kept all of it")
                     if len(data) != len(piece):
                         raise DamagedError(f"{meta.name}: {part} has a chunk of {len(data)} bytes, not {len(piece)}")
                     piece[:] = np.frombuffer(data, np.uint8)
@@ -186,13 +198,13 @@ class RedisTier(Tier):
         ours = _key(space or "[^:]*", entry or "[0-9a-f]{64}")
         return [key for key in found if re.fullmatch(ours, key)]
 
-    def _kept(self, key: bytes) -> Iterator[_Kept]:
+    def _kept(self, key: bytes) -> Iterator[_RedisEntry]:
         """Of a hash, all that is as it should be."""
         for field, value in self._client.hgetall(key).items():
             if (kept := self._kept_or_dropped(key, field, value)) is not None:
                 yield kept
 
-    def _kept_or_dropped(self, key: bytes, field: bytes, value: bytes) -> _Kept | None:
+    def _kept_or_dropped(self, key: bytes, field: bytes, value: bytes) -> _RedisEntry | None:
         """What a field says; None: it is damaged, and is removed with its data."""
         try:
             if len(value) < _ABOUT.size:
@@ -203,7 +215,7 @@ class RedisTier(Tier):
                 raise DamagedError("it says that it is another record")
             if file_bytes(meta) > _MOST_BYTES:  # before as many keys are made as it says
                 raise DamagedError(f"it says that it has {file_bytes(meta)} bytes")
-            return _Kept(write, milliseconds / 1000, meta)
+            return _RedisEntry(write, milliseconds / 1000, meta)
         except DamagedError as error:
             self.report(DamagedError(f"{field!r:.200} of {key!r} is damaged, and is deleted: {error}"))
             chunks = self._client.scan_iter(key + b":" + value[:16].hex().encode() + b":*", _PAGE)

@@ -7,8 +7,8 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from vlcache_jax.cache.tier import Tier
-from vlcache_jax.checks import short
+from vlcache_jax.cache.record import Tier
+from vlcache_jax.common.checks import short
 
 _OBJECTS = ("s3", "gs", "az")
 _SERVERS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}  # and their names in redis-py

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.device import sampler
-from vlcache_jax.device.programs.base import Demand, Program
-from vlcache_jax.device.programs.shapes import Params, Shapes, ints
-from vlcache_jax.device.sampler import FIXED, Choice, Choosing, Lanes, Sampled
+from vlcache_jax.device.programs.base import Demand, Params, Program, Shapes, ints
+from vlcache_jax.device.sampler import FIXED, Choice, Choosing, Lanes, SampledTokens
 from vlcache_jax.models import bind
 
 
@@ -40,7 +39,7 @@ class OutputHead(Program[jax.Array]):
 
 
 @dataclass(frozen=True)
-class SampleFirst(Program[tuple[Sampled, Lanes]]):
+class SampleFirst(Program[tuple[SampledTokens, Lanes]]):
     """The next token of lanes whose answers have `steps` tokens so far."""
 
     name = "sample"
@@ -60,7 +59,7 @@ class SampleFirst(Program[tuple[Sampled, Lanes]]):
 
     def compute(
         self, shapes: Shapes, logits: jax.Array, lanes: Lanes, rows: jax.Array, steps: jax.Array
-    ) -> tuple[Sampled, Lanes]:
+    ) -> tuple[SampledTokens, Lanes]:
         choosing = Choosing.unpack(rows)
         begun = lanes._replace(
             step=lanes.step.at[choosing.lane].set(steps, mode="drop"),

@@ -16,10 +16,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.compress.scores import Scores, Seen, kept_tokens, usual_scores
-from vlcache_jax.device.packed import unpack
-from vlcache_jax.device.programs.base import Demand, Program
-from vlcache_jax.device.programs.shapes import MOVED_PAGES, Halves, Params, Shapes, ints
+from vlcache_jax.compress.scores import KeyStatistics, Scores, kept_tokens, usual_scores
+from vlcache_jax.device.programs.base import MOVED_PAGES, Demand, Halves, Params, Program, Shapes, ints, unpack
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.pallas_kernels import PAGE, Work, attention_statistics, paged_attention, split
 from vlcache_jax.pallas_kernels.split import FIRST, FOURTH, SECOND, WHOLE
@@ -185,7 +183,7 @@ class Compact(Program[tuple[Halves, jax.Array]]):
           received: see `Observe`.
           numbers: the layer's; of the prompt's tokens how many there are, how many are kept, and how many of these are
             the last ones; the number of the scores in `USUAL`; int32 [5].
-          seed: see `vlcache_jax.compress.scores.Seen`.
+          seed: see `vlcache_jax.compress.scores.KeyStatistics`.
           table: pages of the prompt, int32 [W].
           target: pages of what is kept, int32 [W].
 
@@ -195,7 +193,7 @@ class Compact(Program[tuple[Halves, jax.Array]]):
         number, length, count, window, usual = numbers
         copies = shapes.devices.copies  # of a head, each with its share of the queries
         of_heads = received[number].reshape(-1, copies, received.shape[-1]).mean(1)
-        seen = Seen(of_heads, length, window, seed)
+        seen = KeyStatistics(of_heads, length, window, seed)
         score = usual_scores(usual, seen) if self.scores is None else self.scores(seen)
         of_head = kept_tokens(score, length, count, window, most=PAGE * self.pages)  # [K, 128 W]
         token = jnp.repeat(of_head, copies, axis=0)

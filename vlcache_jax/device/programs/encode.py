@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlcache_jax.device.programs.base import Demand, Program
-from vlcache_jax.device.programs.shapes import Params, Shapes, abstract, ints
+from vlcache_jax.device.programs.base import Demand, Params, Program, Shapes, abstract, ints
 from vlcache_jax.models import ModelConfig, bind
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid

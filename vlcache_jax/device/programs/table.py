@@ -1,4 +1,6 @@
-"""The table of compiled programs.
+"""XLA's alarm about slow compilations, which users can do nothing about.
+
+The table of compiled programs.
 
 `compile` makes all that a policy can call for ahead, else each is compiled at its first use. Threads that want the same
 program compile it once. While `compile` runs, `are_coming` has programs compiled beside it, so that the engine's thread
@@ -16,29 +18,79 @@ import pathlib
 import threading
 import time
 from collections import abc
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.device.programs import answer, choose, compress, encode, keep, layers, link, state, window
-from vlcache_jax.device.programs.alarm import ALARM
-from vlcache_jax.device.programs.base import Demand, Program, Repeat
-from vlcache_jax.device.programs.files import ProgramFiles
-from vlcache_jax.device.programs.shapes import Shapes
+from vlcache_jax.device.programs import answer, compress, encode, layers, memory, window
+from vlcache_jax.device.programs.base import Demand, Program, Repeat, Shapes
+from vlcache_jax.device.programs.compile_cache import ProgramFiles
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.reuse.policies import Policy
 
+_WARNING, _FATAL = 1, 3  # levels of XLA's log; jax opens with the first
+
+
+class Alarm:
+    """Hides "Very slow compile?", which XLA logs as an error once a compilation takes two minutes.
+
+    jaxlib has no option for this one message, so errors are not logged while a program compiles. Errors of a
+    compilation are raised in any case. Where a user has set TF_CPP_MIN_LOG_LEVEL or `jax_logging_level`, nothing
+    changes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._compiling = 0  # several threads compile
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Compile within this context."""
+        if not _is_ours():
+            yield
+            return
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            was, self._compiling = self._compiling, self._compiling + more
+            if not (was and self._compiling):
+                _set_level(_FATAL if self._compiling else _WARNING)
+
+
+ALARM = Alarm()
+"""The alarm of this process, which has one log level."""
+
+
+def _is_ours() -> bool:
+    """Return whether the log has the level that jax gives it."""
+    is_default = jax.config.jax_logging_level in (None, "NOTSET")
+    return is_default and os.environ.get("TF_CPP_MIN_LOG_LEVEL") == str(_WARNING)
+
+
+def _set_level(level: int) -> None:
+    from jax._src.lib import utils  # no public function sets the level without a handler of jax's own log
+
+    if (set_level := getattr(utils, "absl_set_min_log_level", None)) is not None:
+        set_level(level)
+
+
 PROGRAMS: tuple[type[Program[Any]], ...] = (
-    state.EmptyPool, state.EmptyEncoderRows, state.EmptyLanes, state.OpenLane, state.HoldLanes,
-    state.CopyPages,
+    memory.EmptyPool, memory.EmptyEncoderRows, memory.EmptyLanes, memory.OpenLane, memory.HoldLanes,
+    memory.CopyPages,
     layers.Embed, layers.Layer, layers.Block, layers.Slice,
     answer.OutputHead, answer.LastHidden, answer.HeadRows, answer.SampleFirst, answer.ScoreTokens, window.Window,
     compress.EmptyCompressed, compress.EmptySums, compress.Observe, compress.Compact, window.CompressedWindow,
     compress.ReadPages, compress.WritePages,
-    choose.ScoreRows, choose.Choose, choose.Narrow, choose.Take,
-    encode.Encode, encode.EncodeApart, encode.Stage, link.Link, link.Recall, link.Code,
-    keep.EmptyTier, keep.KeepLayer, keep.KeepRows, keep.Restage,
+    layers.ScoreRows, layers.Choose, layers.Narrow, layers.Take,
+    encode.Encode, encode.EncodeApart, encode.Stage, memory.Link, memory.Recall, memory.Code,
+    memory.EmptyTier, memory.KeepLayer, memory.KeepRows, memory.Restage,
 )  # fmt: skip
 
 _SECOND = 1.0

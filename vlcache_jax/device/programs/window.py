@@ -9,7 +9,7 @@ every such predicate, and wait for the device each time; so there a program has 
 it by what rows may ask for (`fixed`).
 
 Where prompts are compressed, each layer has tables of its own into one pool, and so many of the prompt's tokens as it
-keeps; a few work lists serve all layers (`vlcache_jax.device.compressed_work`).
+keeps; a few work lists serve all layers (`vlcache_jax.device.runner`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.device import sampler
-from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.base import Demand, Halves, Params, Program, Shapes, ints
 from vlcache_jax.device.programs.layers import layer_step
-from vlcache_jax.device.programs.shapes import Halves, Params, Shapes, ints
-from vlcache_jax.device.sampler import Choice, Choosing, Lanes, Sampled
+from vlcache_jax.device.sampler import Choice, Choosing, Lanes, SampledTokens
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.pallas_kernels import PAGE, Work
 from vlcache_jax.pallas_kernels.split import SECOND, WHOLE
@@ -37,7 +36,7 @@ ANSWER = 2  # columns of a window's rows before those of `Choosing`: tokens of t
 LISTS = 4  # work lists of a window where prompts are compressed: more cost the host more than they save
 
 
-class Asked(NamedTuple):
+class WindowRows(NamedTuple):
     """What a window's rows say: tokens of their prompts, M-RoPE deltas [B], and how they choose."""
 
     length: jax.Array
@@ -56,7 +55,7 @@ Layers = Callable[[jax.Array, Halves, Rows, jax.Array], tuple[jax.Array, Halves]
 
 
 @dataclass(frozen=True)
-class Window(Program[tuple[Sampled, Lanes, Halves]]):
+class Window(Program[tuple[SampledTokens, Lanes, Halves]]):
     """Decodes tokens of `count` rows, B: `steps` of each; None: up to `ladder.window`, until all rows have ended."""
 
     name = "window"
@@ -86,7 +85,7 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
         rows: jax.Array,
         work: Work,
         tokens: jax.Array,
-    ) -> tuple[Sampled, Lanes, Halves]:
+    ) -> tuple[SampledTokens, Lanes, Halves]:
         """Decodes tokens of each row.
 
         Args:
@@ -99,7 +98,7 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
           (what was chosen, [steps or ladder.window, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
         """
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, capture=False))
-        asked = Asked.of(rows)
+        asked = WindowRows.of(rows)
         tables = work.parts().tables
         index = jnp.arange(self.count, dtype=jnp.int32)
 
@@ -118,7 +117,7 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
 
 
 @dataclass(frozen=True)
-class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
+class CompressedWindow(Program[tuple[SampledTokens, Lanes, Halves]]):
     """The same of rows whose prompts are compressed; no layer has more than `pages` pages of one of them, C."""
 
     name = "compressed_window"
@@ -157,7 +156,7 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
         tables: jax.Array,
         kept: jax.Array,
         tokens: jax.Array,
-    ) -> tuple[Sampled, Lanes, Halves]:
+    ) -> tuple[SampledTokens, Lanes, Halves]:
         """Decodes tokens of each row.
 
         Args:
@@ -174,7 +173,7 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
         """
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, capture=False))
         config = shapes.work_config(self.count, True, self.pages)
-        asked = Asked.of(rows)
+        asked = WindowRows.of(rows)
         index = jnp.arange(self.count, dtype=jnp.int32)
 
         def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
@@ -219,18 +218,18 @@ def _decode(
     head: Params,
     pool: Halves,
     lanes: Lanes,
-    asked: Asked,
+    asked: WindowRows,
     tokens: jax.Array,
     place: Place,
     layers: Layers,
-) -> tuple[Sampled, Lanes, Halves]:
+) -> tuple[SampledTokens, Lanes, Halves]:
     """Goes through the layers and chooses, token after token."""
     length, delta, choosing = asked
 
     def goes_on(lanes: Lanes) -> jax.Array:
         return ~lanes.is_ended.at[choosing.lane].get(mode="fill", fill_value=True)
 
-    def token(carry: tuple[Halves, Lanes], _: None = None) -> tuple[tuple[Halves, Lanes], Sampled]:
+    def token(carry: tuple[Halves, Lanes], _: None = None) -> tuple[tuple[Halves, Lanes], SampledTokens]:
         pool, lanes = carry
         live = goes_on(lanes)
         last = jnp.where(live, length + lanes.step.at[choosing.lane].get(mode="clip") - 1, 0)
@@ -262,18 +261,20 @@ def _decode(
     return chosen, lanes, pool
 
 
-def _nothing(shapes: Shapes, count: int, lanes: Lanes, choosing: Choosing) -> Sampled:
+def _nothing(shapes: Shapes, count: int, lanes: Lanes, choosing: Choosing) -> SampledTokens:
     sampled, _ = jax.eval_shape(sampler.sample, shapes.vocabulary(count), lanes, choosing)
     nothing = jax.tree.map(lambda x: jnp.zeros((shapes.ladder.window, *x.shape), x.dtype), sampled)
     return nothing._replace(token=jnp.full_like(nothing.token, sampler.NO_ANSWER))
 
 
-def _sample(logits: jax.Array, lanes: Lanes, choosing: Choosing, choice: Choice) -> tuple[Sampled, Lanes]:
+def _sample(logits: jax.Array, lanes: Lanes, choosing: Choosing, choice: Choice) -> tuple[SampledTokens, Lanes]:
     """See `sampler.sample`. A CPU multiplies the head as [V, B], and to turn that takes as long as half the product."""
     sample = functools.partial(sampler.sample, choice=choice)
 
-    def turned(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled, Lanes]:
+    def turned(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[SampledTokens, Lanes]:
         return sample(logits.T, lanes, choosing, axis=0)
 
-    chosen: tuple[Sampled, Lanes] = jax.lax.platform_dependent(logits, lanes, choosing, cpu=turned, default=sample)
+    chosen: tuple[SampledTokens, Lanes] = jax.lax.platform_dependent(
+        logits, lanes, choosing, cpu=turned, default=sample
+    )
     return chosen

@@ -1,0 +1,196 @@
+"""Names and sizes of the codecs of stored keys and values.
+
+What they compute is in `vlcache_jax.pallas_kernels.link.codec`, which takes long to import.
+
+Arguments and arrays: what they must be, and how errors say what came.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import numpy as np
+
+GROUP = 32  # values that share a scale of `int4`
+
+SIZES: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, GROUP)}
+"""Bits of a code, and how many values share a scale; None: those of a head."""
+
+
+_FEW = 8  # names that an error lists
+_LONGEST_NAME = 80  # characters that are compared with others
+_PIECE = 1 << 18  # values that stay in a core's cache
+_SHOWN = 1 << 14  # characters and entries of a value that is written out whole before it is shortened
+_ENTRIES, _LEVELS = 8, 3  # of a larger value that are written
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def is_a(value: Any, kind: Any) -> TypeGuard[Any]:
+    """Whether a value is of a type, or of one of several. True and False are no integers here."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: Any, least: int, most: float = math.inf, *, or_none: bool = False) -> None:
+    """Sees that it is an integer, from `least` to `most`.
+
+    Raises:
+      ValueError: it is not; it names `name`.
+    """
+    if (is_a(value, int) and least <= value <= most) or (value is None and or_none):
+        return
+    bounded = f"an integer from {least} to {most}" if most < math.inf else f"an integer of at least {least}"
+    wanted = "a positive integer" if (least, most) == (1, math.inf) else bounded
+    raise ValueError(f"{name} must be {wanted}{' or None' if or_none else ''}, got {short(value)}")
+
+
+def unknown(name: Any, known: Collection[str], instead: Mapping[str, str] | None = None, *, where: str = "") -> str:
+    """Return the error message for an unknown field, with the known fields if they are few and the closest of them.
+
+    Args:
+      name: the unknown field.
+      known: names of the known fields.
+      instead: remedies by the names of fields that other APIs have.
+      where: the object that has the field, such as "body".
+    """
+    message = f"unknown field {short(name)}{' in ' * bool(where)}{where}"
+    if len(known) <= _FEW:
+        message += f"; expected one of {', '.join(known)}"
+    if (remedy := (instead or {}).get(name)) is not None:
+        return f"{message}; {remedy}"
+    close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], known, 1)
+    return f"{message}; did you mean {close[0]!r}?" if close else message
+
+
+def check_flags(**flags: Any) -> None:
+    """Sees that each is True or False. Anything else would count as one of them: "no" as True.
+
+    Raises:
+      ValueError: one is not; it names which.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be a bool, got {short(value)}")
+
+
+def check_text(text: Any, name: str, expected: str = "a string") -> None:
+    """Raises a ValueError unless it is a string of characters: half of a surrogate pair is none."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be {expected}, got {short(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be text, got {text[error.start]!r} at character {error.start}, half of a surrogate pair"
+        ) from error
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A number of bytes from an integer or from a string with a unit (KB = 1000 bytes, KiB = 1024).
+
+    Raises:
+      ValueError: neither, or negative; it names `name`.
+    """
+    if is_a(value, int) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", value.upper())
+        if match and match[2] in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2]])
+    raise ValueError(f'{name} must be bytes of at least 0, as a number or like "4GiB" or "500MB", got {value!r}')
+
+
+def parse_counts(text: str, name: str) -> tuple[int, ...]:
+    """Positive integers from a string such as "1024,3072".
+
+    Raises:
+      ValueError: it is none of such; it names `name`.
+    """
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\s*0*[1-9]\d{0,17}\s*", part) for part in parts):
+        raise ValueError(f'{name} must be positive integers like "1024,3072", got {short(text)}')
+    return tuple(map(int, parts))
+
+
+def parse_rates(text: str, name: str) -> tuple[float, ...]:
+    """Numbers above 0 from a string such as "0.5,1,2".
+
+    Raises:
+      ValueError: it is none of such; it names `name`.
+    """
+    try:
+        rates = tuple(map(float, text.split(",")))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f'{name} must be numbers above 0 like "0.5,1,2", got {short(text)}')
+    return rates
+
+
+def shorten(text: str, most: int = 200) -> str:
+    """A text for an error message: its beginning and its length where it is long."""
+    return text if len(text) <= most else f"{text[: 3 * most // 5]}... ({len(text)} characters)"
+
+
+def short(value: Any, most: int = 120) -> str:
+    """A value as Python writes it, shortened; one that Python does not write is named by its type.
+
+    Of a large value only the beginning is read.
+    """
+    try:
+        if not exceeds(value, _SHOWN):
+            return shorten(repr(value), most)
+        kind = "characters" if isinstance(value, str | bytes) else "entries"
+        return f"{repr(_beginning(value, most, _LEVELS))[: 3 * most // 5]}... ({len(value)} {kind})"
+    except (ValueError, RecursionError):  # integers of thousands of digits; lists in lists in lists
+        return f"{type(value).__name__} too large to show"
+
+
+def exceeds(value: Any, most: int) -> bool:
+    """Whether a value of JSON has more than `most` characters and entries, those inside it included.
+
+    The search stops where it has counted so many.
+    """
+    pending = [value]
+    while pending and most >= 0:
+        one = pending.pop()
+        is_many = isinstance(one, dict | list | tuple)
+        most -= 1 + len(one) if is_many or isinstance(one, str | bytes) else 1
+        if is_many and most >= 0:
+            pending += [*one.keys(), *one.values()] if isinstance(one, dict) else one
+    return most < 0
+
+
+def _beginning(value: Any, most: int, levels: int) -> Any:
+    """The first characters or entries of a value, to so many levels."""
+    if isinstance(value, str | bytes):
+        return value[:most]
+    if not isinstance(value, dict | list | tuple):
+        return value
+    first = itertools.islice(value.items() if isinstance(value, dict) else value, _ENTRIES if levels else 0)
+    kind = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
+    if kind is dict:
+        return {_beginning(key, most, 0): _beginning(one, most, levels - 1) for key, one in first}
+    return kind(_beginning(one, most, levels - 1) for one in first)
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether an array of floats holds neither infinities nor not-a-numbers, without a second copy of it.
+
+    Both have all bits of the exponent set, which is several times faster to see than to ask for in bfloat16.
+
+    Args:
+      array: contiguous; float32, bfloat16 or float16, or float8_e4m3fn, which has no infinities, and one not-a-number.
+    """
+    import numpy as np  # most callers check arguments alone, and do without it
+
+    all_set = np.uint8(0x7F) if array.itemsize == 1 else np.array(np.inf, array.dtype).view(f"u{array.itemsize}")
+    bits = array.reshape(-1).view(all_set.dtype)
+    pieces = (bits[i : i + _PIECE] for i in range(0, len(bits), _PIECE))
+    return not any(np.any(piece & all_set == all_set) for piece in pieces)

@@ -1,0 +1,305 @@
+"""JSON files from elsewhere: read, and checked field by field before anything is built from them.
+
+A number out of bounds hangs or crashes far from here, where nothing knows the file. Bounds are generous: beyond any
+model there is, but such that the work that a number asks for is bounded.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlcache_jax.common.checks import is_a, short
+
+_MOST_BYTES = 64 << 20
+AT_ONCE = 1 << 19
+"""Bytes of JSON that the library parses in one call. It lets no other thread run until it returns: 20 ms at worst."""
+MOST_VALUES = 1 << 21
+"""Integers of a larger text, such as ids of 128 prompts of 16384 tokens. Any other value counts as eight."""
+_WEIGHT = 8
+MOST_DEPTH = 200
+"""Levels of lists and objects within each other."""
+_SHORT = 1 << 16  # characters of a string that is read in one call
+_PIECE = 1 << 20  # bytes or characters that are read in one call where nothing has to be built of each
+_MOST_DIGITS = 4300  # of a number, as Python has it for integers
+_SPACE = re.compile(r"[ \t\n\r]{0,65536}+")
+_INTEGERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,17})[ \t\n\r]{0,64}+,[ \t\n\r]{0,64}+){16,4096}+")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]{1,1048576}+')
+# Halves of a surrogate pair stay together.
+_ESCAPES = re.compile(
+    r'(?:\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|["\\/bfnrt])'
+    r'[^"\\\x00-\x1f]{0,16}+){1,16384}+'
+)
+_scan: Callable[[str, int], tuple[str, int]] = json.decoder.scanstring  # type: ignore[attr-defined]
+_NUMBER = re.compile(rf"[-+.0-9eE]{{0,{_MOST_DIGITS + 1}}}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field may hold: in words that follow "must be", and as a test."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+
+def whole(least: int, most: int) -> Kind:
+    return Kind(
+        f"an integer from {least} to {most}",
+        lambda value: is_a(value, int) and least <= value <= most,
+    )
+
+
+def real(least: float, most: float) -> Kind:
+    return Kind(
+        f"a finite number from {least:g} to {most:g}",
+        lambda value: is_a(value, (int, float)) and least <= value <= most,
+    )
+
+
+def listed(kind: Kind, most: int) -> Kind:
+    return Kind(
+        f"a list of at most {most} entries, each {kind.words}",
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.accepts, value)),
+    )
+
+
+def one_of(*names: str) -> Kind:
+    return Kind(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+
+
+def either(first: Kind, second: Kind) -> Kind:
+    return Kind(f"{first.words} or {second.words}", lambda value: first.accepts(value) or second.accepts(value))
+
+
+def optional(kind: Kind) -> Kind:
+    return either(kind, Kind("null", lambda value: value is None))
+
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+      ValueError: it is no regular file, larger than 64 MiB, not JSON, nested too deep, or holds something else.
+    """
+    path = pathlib.Path(path)
+    try:
+        if not path.is_file():
+            raise ValueError("no regular file")
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be a JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a JSON file that holds an object, got {short(content)}")
+    return content
+
+
+def check_fields(
+    values: Mapping[str, Any],
+    kinds: Mapping[str, Kind],
+    source: str | os.PathLike[str] | None = None,
+    *,
+    section: str = "",
+    required: bool = False,
+) -> None:
+    """Checks the fields that `kinds` names; others may hold anything.
+
+    Args:
+      source: the file that they are from.
+      section: where in the file, such as "text_config.".
+      required: a field that is not there counts as null; otherwise it is passed over.
+
+    Raises:
+      ValueError: a field holds something else; the message names it and the file.
+    """
+    of = "" if source is None else f" of {os.fspath(source)}"
+    for key, kind in kinds.items():
+        if (required or key in values) and not kind.accepts(values.get(key)):
+            raise ValueError(f"{section}{key}{of} must be {kind.words}, got {short(values.get(key))}")
+
+
+class TooManyError(ValueError):
+    """A text of JSON holds more values than are read."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text of JSON holds. Of a large one it is parsed in pieces, so that other threads run in between.
+
+    Raises:
+      TooManyError: it is large, and holds too many values.
+      ValueError: it is not JSON, is nested too deep, or holds numbers that JSON does not have.
+    """
+    if len(text) > AT_ONCE:
+        return _Pieces(text if isinstance(text, str) else _decoded(text)).whole()
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise _too_deep() from None
+    if _is_deep(value):
+        raise _too_deep()
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects are within each other at more than `MOST_DEPTH` levels."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return False
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return True
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"lists and objects must be at most {MOST_DEPTH} levels deep")
+
+
+def _decoded(data: bytes) -> str:
+    """As `json.loads` decodes it."""
+    decoder = codecs.getincrementaldecoder(json.detect_encoding(data))("surrogatepass")
+    pieces = [decoder.decode(data[i : i + _PIECE]) for i in range(0, len(data), _PIECE)]
+    return "".join([*pieces, decoder.decode(b"", final=True)])
+
+
+def _finite(text: str) -> float:
+    """JSON has no other numbers, and what reads the answers may refuse them."""
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number must have at most {_MOST_DIGITS} digits")
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+class _Pieces:
+    """Parses a text of JSON: lists and objects value by value, runs of integers and parts of strings at once."""
+
+    def __init__(self, text: str):
+        self._text, self._left, self._depth = text, MOST_VALUES, 0
+        self._scalar = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).scan_once  # type: ignore[attr-defined]
+        self._keys: dict[str, str] = {}
+
+    def whole(self) -> Any:
+        value, end = self._value(self._after_space(0))
+        if (end := self._after_space(end)) != len(self._text):
+            raise json.JSONDecodeError("Extra data", self._text, end)
+        return value
+
+    def _value(self, place: int) -> tuple[Any, int]:
+        self._count(_WEIGHT)
+        match self._text[place : place + 1]:
+            case '"':
+                return self._string(place + 1)
+            case "[":
+                return self._within(self._list, place + 1)
+            case "{":
+                return self._within(self._object, place + 1)
+        found = _NUMBER.match(self._text, place)
+        if found is not None and len(found[0]) > _MOST_DIGITS:
+            raise ValueError(f"a number must have at most {_MOST_DIGITS} digits")
+        try:
+            return self._scalar(self._text, place)
+        except StopIteration:
+            raise json.JSONDecodeError("Expecting value", self._text, place) from None
+
+    def _within(self, read: Callable[[int], tuple[Any, int]], place: int) -> tuple[Any, int]:
+        """What is one level deeper."""
+        if self._depth == MOST_DEPTH:
+            raise _too_deep()
+        self._depth += 1
+        found = read(place)
+        self._depth -= 1
+        return found
+
+    def _list(self, place: int) -> tuple[list[Any], int]:
+        values: list[Any] = []
+        place = self._after_space(place)
+        if self._text[place : place + 1] == "]":
+            return values, place + 1
+        while True:
+            if found := _INTEGERS.match(self._text, place):
+                run = json.loads(f"[{found[0].rstrip()[:-1]}]")
+                self._count(len(run))
+                values += run
+                place = self._after_space(found.end())
+                continue
+            value, place = self._value(place)
+            values.append(value)
+            place, is_last = self._behind(place, "]")
+            if is_last:
+                return values, place
+
+    def _object(self, place: int) -> tuple[dict[str, Any], int]:
+        values: dict[str, Any] = {}
+        place = self._after_space(place)
+        if self._text[place : place + 1] == "}":
+            return values, place + 1
+        while True:
+            if self._text[place : place + 1] != '"':
+                told = "Expecting property name enclosed in double quotes"
+                raise json.JSONDecodeError(told, self._text, place)
+            key, place = self._string(place + 1)
+            place = self._after_space(place)
+            if self._text[place : place + 1] != ":":
+                raise json.JSONDecodeError("Expecting ':' delimiter", self._text, place)
+            value, place = self._value(self._after_space(place + 1))
+            values[self._keys.setdefault(key, key)] = value
+            place, is_last = self._behind(place, "}")
+            if is_last:
+                return values, place
+
+    def _behind(self, place: int, end: str) -> tuple[int, bool]:
+        """Where what follows a value begins, and whether it was the last one."""
+        place = self._after_space(place)
+        char = self._text[place : place + 1]
+        if char == end:
+            return place + 1, True
+        if char != ",":
+            raise json.JSONDecodeError("Expecting ',' delimiter", self._text, place)
+        return self._after_space(place + 1), False
+
+    def _string(self, place: int) -> tuple[str, int]:
+        """Its text, and where it ends; `place` is that of its first character."""
+        end = self._text.find('"', place, place + _SHORT)
+        if end >= 0 and self._text.find("\\", place, end) < 0:
+            return _scan(self._text, place)
+        begin, parts = place, list[str]()
+        while True:
+            if found := _PLAIN.match(self._text, place):
+                parts.append(found[0])
+            elif found := _ESCAPES.match(self._text, place):
+                parts.append(_scan(f'{found[0]}"', 0)[0])
+            else:  # it ends here, or is wrong
+                try:
+                    last, end = _scan(self._text, place)
+                except json.JSONDecodeError as error:
+                    at = begin - 1 if error.msg.startswith("Unterminated") else error.pos
+                    raise json.JSONDecodeError(error.msg, self._text, at) from None
+                return "".join([*parts, last]), end
+            place = found.end()
+
+    def _after_space(self, place: int) -> int:
+        while True:
+            found = _SPACE.match(self._text, place)
+            assert found is not None
+            if found.end() == place:
+                return place
+            place = found.end()
+
+    def _count(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise TooManyError(f"at most {MOST_VALUES} integers, or {MOST_VALUES // _WEIGHT} other values")

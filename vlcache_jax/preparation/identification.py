@@ -1,0 +1,282 @@
+"""Which images, and which chunks of videos, the prompts of a call show.
+
+First, for all rows: what hashes and heads of files decide, such as how many tokens an image takes. Then, in windows of
+rows, pixels: those of the next window are decoded while the one before is being answered. A picture that the cache
+knows is not decoded at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, Future
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.cache.keys import Salt, alias_key, owner_key
+from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.engine.completions import RequestMetrics
+from vlcache_jax.engine.request import Request
+from vlcache_jax.inputs.layout import ImageRef, Moment
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
+from vlcache_jax.preparation.recognition import Recognizer, Task
+
+WINDOW_BYTES = 128 * 2**20  # of patches of one window of rows; while it runs, the next one is made
+_HELPERS = 8  # that read heads of files, at most: between two images each needs the interpreter
+_CLOSED = "this LLM is closed"
+
+
+class Identifier:
+    """Identifies images and videos.
+
+    Args:
+      recognizer: of one source after the other.
+      renderer: of the checkpoint.
+      threads: decode and cut images.
+      quick_threads: hash files and read their heads, so that nobody waits for another one's pixels.
+    """
+
+    def __init__(self, recognizer: Recognizer, renderer: PromptRenderer, *, threads: Executor, quick_threads: Executor):
+        self.recognizer, self.renderer = recognizer, renderer
+        self.store = recognizer.store
+        self._threads, self._quick_threads = threads, quick_threads
+
+    def open(
+        self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True, apart: bool = False
+    ) -> Arrivals:
+        """Reads what hashes and heads of files tell of a call's images, on several threads.
+
+        Args:
+          prompts: of a call; errors are rows that are wrong already.
+          salt: see `vlcache_jax.cache`.
+          lookup: whether the cache is asked; else every picture is decoded.
+          apart: see `Call`.
+
+        Raises:
+          ValueError: the salt is no string.
+        """
+        owner = owner_key(salt)
+        if any(isinstance(prompt, Prompt) and prompt.sources for prompt in prompts):
+            self.recognizer.fingerprint()  # once, not on each thread: a directory of the hub hashes all its weights
+        return Arrivals(self, prompts, salt, owner, lookup, apart)
+
+    def identify(
+        self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True
+    ) -> list[Request]:
+        """Identifies all images of some prompts at once.
+
+        Raises:
+          ValueError: an image cannot be decoded or is too large, or its uuid is bound to another one, or the salt is no
+            string.
+        """
+        arrivals = self.open(prompts, salt, lookup=lookup)
+        for error in arrivals.errors.values():
+            raise error
+        requests = []
+        for _, request in itertools.chain.from_iterable(arrivals.windows(keep_patches=True)):
+            if isinstance(request, ValueError):
+                raise request
+            requests.append(request)
+        return requests
+
+    def side_by_side[A, B](self, work: Callable[[A], B], given: Iterable[A]) -> list[B]:
+        """What work that mostly waits makes of each of the given."""
+        given = list(given)
+        if len(given) == 1:  # another thread would make it later
+            return [work(given[0])]
+        try:
+            return list(self._quick_threads.map(work, given))
+        except (RuntimeError, CancelledError) as error:
+            raise RuntimeError(_CLOSED) from error
+
+    def read_heads(self, tasks: Collection[Task]) -> dict[Task, ValueError | None]:
+        """Finds what is known without pixels; returns what is wrong with each."""
+        errors: dict[Task, ValueError | None] = {}
+        left = iter([*tasks])
+
+        def read() -> None:
+            for task in left:  # all threads draw from one iterator
+                errors[task] = task.head()
+
+        # This thread would wait anyway, and others are woken once, not for each image. They are as many as cores: a
+        # single one would often be put on the core of this thread.
+        helpers = min(len(tasks) - 1, os.cpu_count() or 1, _HELPERS)
+        reading = [self._submit(self._quick_threads, read) for _ in range(helpers)]
+        read()
+        for future in reading:
+            if not future.cancel():  # one that has not begun comes too late
+                future.result()
+        return errors
+
+    def decode(self, tasks: Iterable[Task]) -> dict[Task, Future[ValueError | None]]:
+        """Starts the rest, where there is any."""
+        ready = _done(None)
+        return {task: ready if task.is_ready() else self._submit(self._threads, task.run) for task in tasks}
+
+    def _submit[T](self, threads: Executor, work: Callable[[], T]) -> Future[T]:
+        try:
+            return threads.submit(work)
+        except RuntimeError as error:  # the threads have been shut down meanwhile
+            raise RuntimeError(_CLOSED) from error
+
+
+class Arrivals:
+    """The requests of a call, by their rows in it.
+
+    Attributes:
+      errors: by row, of those that are wrong as far as one can tell.
+      lengths: tokens of each other prompt, images expanded, by row.
+    """
+
+    def __init__(
+        self,
+        identifier: Identifier,
+        prompts: Sequence[Prompt | ValueError],
+        salt: Salt,
+        owner: str,
+        lookup: bool,
+        apart: bool,
+    ):
+        self.errors: dict[int, ValueError] = {}
+        self.lengths: dict[int, int] = {}
+        self._identifier, self._salt, self._owner, self._lookup = identifier, salt, owner, lookup
+        self._prompts: dict[int, Prompt] = {}
+        self._tasks: dict[int, list[Task]] = {}
+        self._bound: dict[str, PictureKey] = {}
+        self._counted: set[int] = set()
+        tasks: dict[object, Task] = {}
+        for row, prompt in enumerate(prompts):
+            if isinstance(prompt, ValueError):
+                self.errors[row] = prompt
+                continue
+            self._prompts[row] = prompt
+            self._tasks[row] = []
+            for source, uuid in zip(prompt.sources, prompt.uuids, strict=True):
+                limits = prompt.limits_of(source)
+                task = Task(identifier.recognizer, source, uuid, limits, salt, lookup, apart)
+                same = task.source_id, uuid, tuple(sorted(limits.items()))
+                self._tasks[row].append(tasks.setdefault(same, task))
+        heads = identifier.read_heads(tasks.values())
+        known = [image for task in tasks.values() if task.is_known for image in task.images]
+        identifier.store.look([key for image in known for key in image.keys])
+        for row, own in self._tasks.items():
+            prompt = self._prompts[row]
+            wrong = (
+                task.error_of(source, error)
+                for task, source in zip(own, prompt.sources, strict=True)
+                if (error := heads[task]) is not None
+            )
+            if (error := next(wrong, None)) is not None:
+                self.errors[row] = error
+            else:
+                insets = [task.medium.inset for task in own]
+                self.lengths[row] = identifier.renderer.expander.length(prompt.token_ids, insets)
+
+    def token_ids(self, row: int) -> npt.NDArray[np.int32]:
+        """The prompt of a row that is not wrong, images expanded."""
+        insets = [task.medium.inset for task in self._tasks[row]]
+        return self._identifier.renderer.expander.expand(self._prompts[row].token_ids, insets)[0]
+
+    def windows(self, *, keep_patches: bool = False) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
+        """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.
+
+        When the next window is asked for, the patches of the one before are forgotten, unless they are to be kept.
+        """
+        try:
+            yield from self._windows(keep_patches)
+        finally:
+            for task in itertools.chain.from_iterable(self._tasks.values()):
+                task.use = None  # requests have it by now
+
+    def _windows(self, keep_patches: bool) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
+        cut = list(self._cut())
+        pairs = itertools.pairwise([*cut, []])
+        running = self._start(cut[0] if cut else [])
+        for rows, following in pairs:
+            coming = self._start(following)
+            images: dict[tuple[str, bool], ImageRef] = {}  # requests that run together share them
+            try:
+                yield ((row, self._finish(row, running, images)) for row in rows)
+            except GeneratorExit:
+                for future in coming.values():
+                    future.cancel()
+                raise
+            if not keep_patches:
+                needed = {task for row in following for task in self._tasks[row]}
+                for task in {task for row in rows for task in self._tasks[row]} - needed:
+                    task.forget()
+            running = coming
+
+    def _cut(self) -> Iterator[list[int]]:
+        """Rows that are identified together."""
+        rows: list[int] = []
+        used = 0
+        for row in self.lengths:
+            if row in self.errors:
+                continue
+            cost = sum(task.medium.patch_bytes for task in set(self._tasks[row]))
+            if rows and used + cost > WINDOW_BYTES:
+                yield rows
+                rows, used = [], 0
+            rows.append(row)
+            used += cost
+        if rows:
+            yield rows
+
+    def _start(self, rows: Iterable[int]) -> dict[Task, Future[ValueError | None]]:
+        return self._identifier.decode(dict.fromkeys(task for row in rows for task in self._tasks[row]))
+
+    def _finish(
+        self, row: int, running: dict[Task, Future[ValueError | None]], images: dict[tuple[str, bool], ImageRef]
+    ) -> Request | ValueError:
+        own, prompt, metrics = self._tasks[row], self._prompts[row], RequestMetrics()
+        for task in reversed(own):  # threads begin with the first ones
+            if not running[task].cancelled() and running[task].cancel():  # none has: who waits may as well do it
+                running[task] = _done(task.run())
+        for task, source in zip(own, prompt.sources, strict=True):
+            try:
+                error = running[task].result() or self._bind(task)
+            except CancelledError as cancelled:
+                raise RuntimeError(_CLOSED) from cancelled
+            if error is not None:
+                return task.error_of(source, error)
+            for shared, image in zip(task.shared, task.images, strict=True):
+                images.setdefault(shared, image)
+            if id(task) not in self._counted:  # the request with which an image comes first pays for it
+                self._counted.add(id(task))
+                metrics.lookup += task.lookup
+                metrics.decode_image += task.decode
+                metrics.preprocess += task.preprocess
+        refs = tuple(images[shared] for task in own for shared in task.shared)
+        insets = [task.medium.inset for task in own]
+        token_ids, starts, _ = self._identifier.renderer.expander.expand(prompt.token_ids, insets)
+        moments: list[Moment | None] = []
+        videos = 0
+        for task in own:
+            moments += task.medium.moments(videos)
+            videos += moments[-1] is not None
+        uses = [task.use for task in own if task.use is not None]
+        return Request(prompt, token_ids, tuple(starts.tolist()), refs, tuple(moments), self._owner, metrics, uses)
+
+    def _bind(self, task: Task) -> ValueError | None:
+        """Remembers what aliases stand for, after a check that no uuid stands for two pictures."""
+        store = self._identifier.store
+        if not self._lookup:
+            return None
+        if task.uuid is not None:
+            alias = alias_key(task.uuid, self._salt)
+            bound = self._bound.setdefault(alias, store.pictures.get(alias) or task.picture)
+            if bound.content != task.picture.content:
+                return task.wrong_uuid()
+            store.pictures.put(alias, bound)
+        for alias, picture in task.aliases():
+            store.pictures.put(alias, picture)
+        return None
+
+
+def _done(error: ValueError | None) -> Future[ValueError | None]:
+    done: Future[ValueError | None] = Future()
+    done.set_result(error)
+    return done

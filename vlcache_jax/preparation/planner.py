@@ -1,0 +1,493 @@
+"""What it takes to link an image, to compute it from stored encoder rows, and to compute it from its pixels.
+
+The rates are measured once on a machine, for a model, its dtype and its codec (`vlcache_jax.study.calibration`), and
+kept in a file. They are slopes: what a prompt takes in any case is not in them.
+
+The form of a model's records: all that an engine writes of them before their data, by the image and its prefix.
+
+Plans requests: which images are known, what of them is linked, what is computed and kept (host).
+
+Requests are looked up one after the other, in their order, as if each had run before the next came: a record gets
+its place in the cache when it is planned, and is filled when the engine gets there. So a call means the same as its
+requests run one by one.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import pathlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.cache.keys import context_keys, request_key
+from vlcache_jax.cache.record import Meta, Record, Why
+from vlcache_jax.cache.records import Handle
+from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.writer import Writer
+from vlcache_jax.common.files import cache_home, write_whole
+from vlcache_jax.common.json_files import OBJECT, check_fields, one_of, read_object, real
+from vlcache_jax.device.buckets import round_up
+from vlcache_jax.device.kv_shape import KVShape
+from vlcache_jax.engine.request import Holding, ImageUse, Planned, Request
+from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
+from vlcache_jax.inputs.processor import Grid
+from vlcache_jax.models import ModelConfig
+from vlcache_jax.models.config import TextConfig
+from vlcache_jax.reuse.policies import Plan, Policy
+from vlcache_jax.reuse.selection import RowChoice, computing, decide
+
+_log = logging.getLogger(__name__)
+
+FORMAT = "vlcache-rates/1"
+_RATE = real(0, 1e3)
+_LEAST_LIMIT, _UNKNOWN_LIMIT = 1.0, 10.0  # seconds
+
+Load = Literal["link", "encoder", "compute"]
+"""What is done with an image of which records are found: its K, V are linked; they are computed from its stored encoder
+rows; or from its pixels."""
+
+Identity = dict[str, str | int]
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image, and what is kept of it.
+
+    Attributes:
+      tokens, patches: of the image.
+      kv_bytes: of its record of K, V, as they are moved; None: none can be linked.
+      encoder_bytes: of its encoder rows; None: they are not kept.
+      fresh: share of its rows, over all layers, that are computed though it is linked.
+      has_pixels: whether it can be computed from its pixels.
+    """
+
+    tokens: int
+    patches: int
+    kv_bytes: int | None
+    encoder_bytes: int | None
+    fresh: float = 0.0
+    has_pixels: bool = True
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds that a little more of everything takes.
+
+    Attributes:
+      transfer: a byte of K, V brought to the device, by the tier that it comes from.
+      link: a token linked in all layers, besides its transfer.
+      stage: a byte of stored encoder rows handed to a step.
+      row: a row computed in all layers.
+      encode: a patch encoded.
+      decode: a patch decoded and cut from its file.
+    """
+
+    transfer: Mapping[str, float]
+    link: float
+    stage: float
+    row: float
+    encode: float
+    decode: float
+
+    def costs(self, image: Image, tier: str = "host") -> dict[Load, float]:
+        """Seconds of each load for which there are records, and of computing; infinite where pixels lack.
+
+        Args:
+          tier: where the record of K, V is.
+        """
+        rows = image.tokens * self.row
+        pixels = image.patches * (self.decode + self.encode) if image.has_pixels else math.inf
+        costs: dict[Load, float] = {}
+        if image.kv_bytes is not None:
+            entering = pixels if image.encoder_bytes is None else image.fresh * image.encoder_bytes * self.stage
+            recomputed = image.fresh * rows + entering if image.fresh else 0.0
+            costs["link"] = image.kv_bytes * self.transfer[tier] + image.tokens * self.link + recomputed
+        if image.encoder_bytes is not None:
+            costs["encoder"] = image.encoder_bytes * self.stage + rows
+        return costs | {"compute": pixels + rows}
+
+    def save(self, identity: Identity) -> pathlib.Path:
+        """Writes them for a machine and a model.
+
+        Returns:
+          The file.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        content = {"format": FORMAT, "identity": identity, "seconds": dataclasses.asdict(self)}
+        write_whole(path := place(identity), json.dumps(content, indent=1) + "\n")
+        return path
+
+    @staticmethod
+    def load(identity: Identity) -> Rates | None:
+        """Those that were measured; None where there are none. A damaged file is like none, and the log says so."""
+        path = place(identity)
+        if not path.exists():
+            return None
+        try:
+            found, rates = read_rates(path)
+            if found != identity:
+                raise ValueError(f"{path} must be of {identity}, got {found}")
+        except ValueError as error:
+            _log.warning("rates are not used; `vlcache calibrate` measures them again: %s", error)
+            return None
+        return rates
+
+
+def choose(rates: Rates, image: Image) -> Load:
+    """The load that takes least; of equal ones the first of link, encoder, compute."""
+    costs = rates.costs(image)
+    return min(costs, key=lambda load: costs[load])
+
+
+def time_limit(rates: Rates | None, meta: Meta) -> float:
+    """Seconds after which a record that is awaited is computed instead: as long as that takes."""
+    if rates is None:
+        return _UNKNOWN_LIMIT
+    computing = rates.costs(Image(meta.tokens, math.prod(meta.grid), None, None))["compute"]
+    return max(_LEAST_LIMIT, computing)
+
+
+def identity_of(config: ModelConfig, device: str, kv: KVShape, count: int = 1) -> Identity:
+    """What rates hold for.
+
+    Args:
+      device: kind of the device.
+      kv: of the model, as they are stored.
+      count: of devices.
+    """
+    text, vision = config.text, config.vision
+    return {
+        "device": device,
+        "dtype": kv.dtype.name,
+        "codec": kv.codec_name or "auto",
+        "model": config.model_type,
+        "layers": kv.layers,
+        "width": text.hidden_size,
+        "mlp": text.intermediate_size,
+        "heads": text.num_heads,
+        "kv heads": kv.heads,
+        "head": kv.width,
+        "vision layers": vision.depth,
+        "vision width": vision.hidden_size,
+        "vision mlp": vision.intermediate_size,
+        "vision heads": vision.num_heads,
+        "patch": vision.patch_size,
+        "merge": vision.merge_size,
+        "deepstack": vision.num_deepstack,
+        **_experts(text),
+        **({} if count == 1 else {"devices": count}),
+    }
+
+
+def _experts(text: TextConfig) -> Identity:
+    if (experts := text.experts) is None:
+        return {}
+    return {
+        "experts": experts.count,
+        "experts of a row": experts.chosen,
+        "expert": experts.intermediate_size,
+        "layers with experts": len(experts.layers),
+    }
+
+
+def folder() -> pathlib.Path:
+    """Where the files of rates are."""
+    return cache_home() / "rates"
+
+
+def place(identity: Identity) -> pathlib.Path:
+    """The file of an identity's rates."""
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return folder() / f"{digest[:16]}.json"
+
+
+def read_rates(path: pathlib.Path) -> tuple[Identity, Rates]:
+    """What a file's rates hold for, and the rates.
+
+    Raises:
+      ValueError: the file is damaged, or none of rates.
+    """
+    content = read_object(path)
+    check_fields(content, {"format": one_of(FORMAT), "identity": OBJECT, "seconds": OBJECT}, path, required=True)
+    seconds: dict[str, Any] = content["seconds"]
+    single = [field.name for field in dataclasses.fields(Rates) if field.name != "transfer"]
+    kinds = {"transfer": OBJECT} | dict.fromkeys(single, _RATE)
+    check_fields(seconds, kinds, path, section="seconds.", required=True)
+    tiers = dict.fromkeys({"host", *seconds["transfer"]}, _RATE)
+    check_fields(seconds["transfer"], tiers, path, section="seconds.transfer.", required=True)
+    return content["identity"], Rates(seconds["transfer"], **{name: seconds[name] for name in single})
+
+
+_CONTEXT = re.compile("[0-9a-f]{64}")
+_MOST_TOKENS = 2**31  # of an image; shapes of more are not made
+
+
+class Forms:
+    """Makes what records say of themselves: of those that are reserved, and to compare found ones with.
+
+    Args:
+      config: of the model.
+      kv: of the model, as they are stored.
+      fingerprint: of the weights; asked for when there is a record.
+    """
+
+    def __init__(self, config: ModelConfig, kv: KVShape, fingerprint: Callable[[], str]):
+        self._config, self._kv, self._fingerprint = config, kv, fingerprint
+
+    def encoder(self, entry: str, owner: str, grid: Grid, room: int) -> Meta:
+        """Of encoder rows of an image with this grid, padded to a number of tokens."""
+        shape = 1 + self._config.vision.num_deepstack, room, self._config.text.hidden_size
+        return Meta(
+            entry, owner, None, True, grid, self._tokens(grid), str(self._kv.dtype), shape,
+            model=self._fingerprint(), codec=self._kv.stored_as,
+        )  # fmt: skip
+
+    def keys_and_values(self, entry: str, owner: str, context: str, canonical: bool, grid: Grid, room: int) -> Meta:
+        """Of K, V of an image with this grid, padded to a number of tokens."""
+        data = self._kv.record(room)
+        return Meta(
+            entry, owner, context, canonical, grid, self._tokens(grid), str(data.dtype), data.shape,
+            self._kv.code_bytes, model=self._fingerprint(), codec=self._kv.stored_as,
+        )  # fmt: skip
+
+    def of(self, found: Meta, grid: Grid) -> Meta:
+        """What stands in the place of a found record, if the image has this grid; see `Form`."""
+        side = self._config.vision.merge_size
+        if min(grid) < 1 or grid[1] % side or grid[2] % side or (tokens := self._tokens(grid)) > _MOST_TOKENS:
+            raise ValueError(f"grid must be one of patches in blocks of {side} x {side}, got {grid!r:.80}")
+        if found.context is None:
+            return self.encoder(found.entry, found.owner, grid, tokens)
+        if not _CONTEXT.fullmatch(found.context):
+            raise ValueError(f"context must be 64 hexadecimal digits, got {found.context!r:.80}")
+        return self.keys_and_values(found.entry, found.owner, found.context, found.canonical, grid, tokens)
+
+    def _tokens(self, grid: Grid) -> int:
+        return math.prod(grid) // self._config.vision.merge_size**2
+
+
+class Planner:
+    """Plans requests whose images are identified.
+
+    Args:
+      config: of the model.
+      store, writer: the cache.
+      forms: of records.
+      token_rungs: to which records are padded.
+      rates: by which `CacheConfig.load` = "auto" decides; None: it decides nothing.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        store: Store,
+        writer: Writer,
+        *,
+        forms: Forms,
+        token_rungs: tuple[int, ...],
+        rates: Rates | None = None,
+    ):
+        self.store, self.writer, self.rates = store, writer, rates
+        self._config = config
+        self._forms, self._token_rungs = forms, token_rungs
+
+    def plan(self, request: Request, policy: Policy) -> Planned:
+        """Looks a request up, plans it, and gives what it will compute a place in the cache.
+
+        Whoever asks for it ends `Planned.hold`, once.
+        """
+        start = time.perf_counter()
+        layers = self._config.text.num_layers
+        contexts = self._contexts(request) if policy.links else []
+        handles: list[Handle] = []
+        made: list[Record] = []
+        try:
+            # What is found, and wanted, decides what is computed.
+            for context, image in zip(contexts, request.images, strict=False):
+                handles.append(self._find(image, context, policy.approximates, request.owner))
+                if (load := self.store.config.load) in ("encoder", "compute"):
+                    handles[-1].pass_over(encoder=load == "compute" and image.has_pixels)
+            layout, plan, choice = self._arrange(request, handles, policy)
+            # What turns out not to be worth loading is let go, and computed.
+            if self.rates is not None:
+                dear = self._pass_over(layout, handles, _fresh(layout, plan, choice, layers))
+                layout, plan, choice = computing(dear, layout, plan, choice, layers)
+            # What each image takes from the cache, and the places of what it will give.
+            brought = {name: tier for handle in handles for name, tier in handle.brought.items()}
+            uses = [_use(span, handle, brought) for span, handle in zip(layout.images, handles, strict=False)]
+            uses = uses or [ImageUse(span, why=Why.reuse_off) for span in layout.images]
+            made += self._reserve(uses, contexts, handles, plan, request.owner)
+            for handle in handles:
+                handle.hold()
+        except BaseException:
+            for handle in handles:
+                handle.release()
+            for record in made:
+                self.store.cancel(record)
+            raise
+        for handle in handles:
+            self.store.count(handle)
+        # Whether the same images came together before, for the report.
+        keys = [image.key for image in request.images]
+        key = request_key(keys) if handles else None
+        known = key is not None and self.store.requests.remember(key, keys, request.owner)
+        request.metrics.lookup += time.perf_counter() - start
+        return Planned(
+            request=request,
+            layout=layout,
+            plan=plan,
+            uses=tuple(uses),
+            choice=choice,
+            policy=policy.name,
+            keeps_pages=policy.links,
+            request_key=key,
+            request_known=known,
+            hold=Holding(self.store, handles, made, None if known else key, request.items),
+        )
+
+    def _find(self, image: ImageRef, context: str, approximate: bool, owner: str) -> Handle:
+        """What is kept of an image, under its own key or for everyone."""
+        found: Handle | None = None
+        for key in image.keys:
+            if found is None or not found.exact:
+                whose = owner if key == image.key else image.shared_owner
+                handle = self.store.lookup(key, context, grid=image.grid, approximate=approximate, owner=whose)
+                found = handle if found is None else found.prefer(handle)
+        assert found is not None
+        return found
+
+    def _arrange(
+        self, request: Request, handles: list[Handle], policy: Policy
+    ) -> tuple[Layout, Plan, RowChoice | None]:
+        """Where everything lies and what of it is computed, by what was found."""
+        states: list[State] = [
+            "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
+        ]
+        layout = make_layout(
+            request.token_ids,
+            request.starts,
+            request.images,
+            self._config.vision.merge_size,
+            states or None,
+            request.moments,
+        )
+        return layout, *decide(policy, layout, self._config.text.num_layers)
+
+    def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> list[ImageSpan]:
+        """Lets go of what is not to be used of what was found; returns the images whose K, V are among it.
+
+        Args:
+          fresh: see `Image`; of each image.
+        """
+        dear = []
+        for span, handle, share in zip(layout.images, handles, fresh, strict=False):
+            if (load := self._load(span, handle, share)) == "link":
+                continue
+            if handle.kv is not None:
+                dear.append(span)
+            handle.pass_over(encoder=load == "compute")
+        return dear
+
+    def _load(self, span: ImageSpan, handle: Handle, fresh: float) -> Load:
+        """What is done with an image. It never depends on what happens to be decoded, so that a call means the same as
+        its requests one by one."""
+        assert self.rates is not None
+        image, encoder = span.image, handle.encoder
+        found = Image(
+            tokens=image.num_tokens,
+            patches=math.prod(image.grid),
+            kv_bytes=None if handle.kv is None else handle.kv.meta.nbytes,
+            encoder_bytes=None if encoder is None else encoder.meta.nbytes // encoder.meta.padded * image.num_tokens,
+            fresh=fresh,
+            # What comes under a known id may be no picture at all.
+            has_pixels=image.has_pixels and not self.store.config.trust_uuids,
+        )
+        return choose(self.rates, found)
+
+    def _reserve(
+        self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan, owner: str
+    ) -> list[Record]:
+        """Gives what a request will compute a place in the cache: encoder rows, and K, V. Its `uses` are told."""
+        most = self.store.config.variants
+        wanted: dict[str, tuple[Meta, int]] = {}  # by their names, and whose they are
+        variants: collections.Counter[str] = collections.Counter()
+        canonical = True
+        for i, (context, handle) in enumerate(zip(contexts, handles, strict=True)):
+            use, image = uses[i], uses[i].span.image
+            canonical = canonical and use.span.state != "approximate"
+            if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
+                meta = self._forms.encoder(image.key, owner, image.grid, self._padded(image))
+                wanted.setdefault(meta.name, (meta, i))  # a request may show an image twice
+            is_there = handle.is_coded or _has(handle, context, canonical)
+            if use.linked is None and not is_there and (most is None or variants[image.key] < most):
+                variants[image.key] += 1
+                room = self._padded(image)
+                meta = self._forms.keys_and_values(image.key, owner, context, canonical, image.grid, room)
+                wanted[meta.name] = meta, i
+        if not wanted:
+            return []
+        made = self.store.reserve([meta for meta, _ in wanted.values()])
+        for (meta, i), record in zip(wanted.values(), made, strict=True):
+            why = uses[i].why
+            if meta.context is None:
+                uses[i] = dataclasses.replace(uses[i], encoder=record)
+                continue
+            if record is None and why not in (Why.other_context, Why.displaced, Why.cheaper_to_compute):
+                why = Why.too_large
+            uses[i] = dataclasses.replace(uses[i], captured=record, why=why)
+        return [record for record in made if record is not None]
+
+    def _contexts(self, request: Request) -> list[str]:
+        """Digest of everything before each image, and of where in time it stands behind it."""
+        parts: list[str | int | npt.NDArray[np.int32]] = []
+        done = 0
+        for start, image, moment in zip(request.starts, request.images, request.moments, strict=True):
+            parts.append(request.token_ids[done:start])
+            if moment is not None and moment.time:
+                parts.append(moment.time)
+            parts.append(image.key)
+            done = start + image.num_tokens
+        return list(context_keys(parts))
+
+    def _padded(self, image: ImageRef) -> int:
+        return round_up(image.num_tokens, self._token_rungs)
+
+
+def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:
+    """What an image takes from the cache."""
+    use = ImageUse(span, handle.kv, None, handle.encoder, handle.encoder is not None, handle.why)
+    if not brought:
+        return use
+    kv_tier, encoder_tier = (
+        "host" if record is None else brought.get(record.meta.name, "host") for record in (handle.kv, handle.encoder)
+    )
+    return dataclasses.replace(use, kv_tier=kv_tier, encoder_tier=encoder_tier)
+
+
+def _fresh(layout: Layout, plan: Plan, choice: RowChoice | None, layers: int) -> list[float]:
+    """Of each image the share of its rows, over all layers, that are computed."""
+    chosen = 0.0
+    if choice is not None:
+        chosen = sum(choice.keep) / sum(span.length for span in layout.images if span.state == "approximate")
+    before = np.concatenate([[0], np.cumsum(np.minimum(plan.depth, layers))])
+    return [
+        float((before[span.stop] - before[span.start]) / span.length + chosen * (span.state == "approximate")) / layers
+        for span in layout.images
+    ]
+
+
+def _has(handle: Handle, context: str | None, canonical: bool) -> bool:
+    """Whether a record was passed over that is as good as the one that would be made."""
+    return any(r.meta.context == context and r.meta.canonical >= canonical for r in handle.passed_over)

@@ -1,0 +1,1 @@
+"""Routing: which of several engines gets a request. It imports nothing that imports jax."""
