@@ -1,6 +1,6 @@
-"""The requests of `vlcache bench serve`: seeded chats whose pictures repeat, move and slide, and when they come.
+"""The requests of `vlcache bench serve`, and a server in a process of its own for `--policies`.
 
-A server for one measurement, in a process of its own: `vlcache bench serve --policies`.
+Requests are seeded chats whose images repeat, move and slide.
 """
 
 from __future__ import annotations

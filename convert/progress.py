@@ -1,7 +1,4 @@
-"""How much memory a process takes, and sizes in words.
-
-How far a conversion or a check is, told while it runs.
-"""
+"""Progress and memory of a conversion or a check."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""Reads single weights back from what Orbax wrote, straight into the memory where they stay.
-
-Orbax writes each parameter as a zarr array in one OCDBT store, under the keys of its path joined by dots. Restoring the
-tree with Orbax works too, but takes a second copy of what it has in hand, and seconds to import. Here chunks go from
-the mapped file into the result, whatever its dtype.
-
-Weights in Orbax's format, few tensors in memory at a time.
+"""Weights in Orbax's format: written and read with few tensors in memory at a time.
 
 Orbax's own handlers take a tree of arrays, so all of it is in memory. Here Orbax gets a tree of leaves that become
-arrays only when it is their turn to be written. What lies on disk is an ordinary checkpoint of numpy arrays, which any
-Orbax restores (keys of dicts are strings there, as always).
+arrays only when they are written. The result is an ordinary checkpoint of numpy arrays, which any Orbax restores (keys
+of dicts are strings there, as always). Nothing is compressed: weights hardly shrink, and raw chunks are written
+straight from the array, without a copy.
 
-Nothing is compressed: weights hardly shrink, and raw chunks are written straight from the array, without a copy.
+Reading takes single weights from what Orbax wrote, straight into the memory where they stay. Orbax writes each
+parameter as a zarr array in one OCDBT store, under the keys of its path joined by dots. Restoring the tree with Orbax works too,
+but takes a second copy in memory, and seconds to import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Whether a converted checkpoint is what was written: its sizes always, its contents when that is asked for.
-
-The conversion itself: from a plan, tensor by tensor, into a directory that appears when it is complete.
-"""
+"""The conversion: from a plan, tensor by tensor, into a directory that appears when it is complete; and its checks."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""Model configurations: what `config.json` says, checked, in the field names that the modules use.
+"""Model configurations: `config.json`, checked, in the field names that the modules use.
 
 `config.json` comes in two layouts (`text_config` nested, or the text fields flat at the top) and leaves out keys that
-equal the library's defaults. The library's own configuration classes would read it, but they import torch where it is
-installed, which takes ten seconds; so what they do for these families stands here, and tests compare the two.
+equal the library's defaults. The library's own configuration classes would read it, but they import torch if it is
+installed, which takes ten seconds. So their rules for these families are repeated here, and tests compare the two.
 
-Weights in 8 bits: how the matrices of a published decoder are stored, and what their factors belong to.
-
-Two layouts are published. Qwen's own FP8 has a factor `weight_scale_inv` for each block of 128 x 128 values;
+Two layouts of FP8 weights are published. Qwen's own has a factor `weight_scale_inv` for each block of 128 x 128 values;
 compressed-tensors has `weight_scale`, for each block, or for each output. Either way a weight is its 8 bits (e4m3)
-times its factor, whatever the name says. Embeddings, norms, the output head, routers and the vision tower are stored as
-ever, and so are matrices of the decoder that the file leaves out by name or pattern. Queries, keys and values are one
-product here, as are gate and up, and the experts of a layer: a product of which a matrix is left out is not in 8 bits.
+times its factor, whatever the name says. Embeddings, norms, the output head, routers and the vision tower are not in
+FP8, nor are matrices of the decoder that the file leaves out by name or pattern. Queries, keys and values are one
+product here, as are gate and up, and the experts of a layer: a product of which a matrix is left out is not in FP8.
 """
 
 from __future__ import annotations

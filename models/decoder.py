@@ -1,10 +1,9 @@
-"""A mixture of experts in place of a layer's MLP: a router chooses which few of many MLPs a row passes.
-
-The text decoder of all families, one layer step at a time over a set of rows.
+"""The text decoder of all families, one layer step at a time over a set of rows.
 
 A *row* is one active token. In each layer the rows write their K and V into their slots of the pool, then the first
-`keep` of them attend to the slots in their interval and go on. Full prefill, packed prefill, chunks, selective
-recompute and decode are all this one step with other rows.
+`keep` of them attend to the slots in their interval and continue. Full prefill, packed prefill, chunks, selective
+recompute and decode are all this one step with other rows. `SparseMLP` is a mixture of experts in place of a layer's
+MLP: a router chooses a few of many MLPs for each row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which model families there are, and how a checkpoint directory names its own.
-
-The published sizes as data: each family's folder has its own, and here they are found by name.
-"""
+"""The model families, and the published sizes, by name."""
 
 from __future__ import annotations
 

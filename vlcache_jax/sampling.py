@@ -1,7 +1,4 @@
-"""What an answer is held to, as users say it: JSON of a schema, a regular expression, some texts, or a grammar.
-
-The user's parameters of how tokens are chosen.
-"""
+"""Sampling parameters and structured outputs, as users write them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Deals the tiles of a work list to the programs of a device, in equal shares. Host, numpy.
+"""Makes the work list of a step's attention: rows into octets, octets into tiles, tiles into items (host, numpy).
 
-Makes the work list of a step's attention: rows into octets, octets into tiles, tiles into items. Host, numpy.
+Tiles are dealt to the programs of a device in equal parts.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""Items of the GPU kernels of attention: boxes of rows, and the ranges of pages that they visit.
-
-The unit of packing is a *box*: eight rows of one query head. The boxes of an item's head are numbered octet by octet,
-then query head by query head (`box = octet * group + g`), and eight of them fill the 64 rows that a warpgroup
-multiplies.
-
-The work list of attention over pages: its parts, and how it is cut.
+"""The work list of attention over pages: its parts, and how it is cut.
 
 A page is `PAGE` slots. Every request has a *table*: the pool's page of each of its logical pages. A row of a step sees
 an interval of its request's logical slots. Rows that see something are packed into *octets* of one table each, in the
 order in which their intervals end; several octets are a *tile*; a tile with a range of pages is an *item*. Pages that
 several requests share are items of their own, over the rows of all of them.
 
-Where a device runs many programs side by side, items are dealt to them in equal shares, longest first, and only what
+On a device that runs many programs side by side, items are dealt to them in equal parts, longest first, and only what
 cannot be dealt whole is cut. What is cut or shared gives *partials*, sums that are merged at the end.
 
-`packing.make_work` makes a work list, `shares` deals its items.
+The unit of GPU kernels is a *box*: eight rows of one query head. The boxes of an item's head are numbered octet by
+octet, then query head by query head (`box = octet * group + g`), and eight of them fill the 64 rows that a warpgroup
+multiplies. `packing.make_work` makes a work list.
 """
 
 from __future__ import annotations

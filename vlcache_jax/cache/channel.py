@@ -1,7 +1,4 @@
-"""Whether something that may fail is worth a try.
-
-A tier as the store uses it: with threads of its own, counted, and left alone for a while when it fails.
-"""
+"""A tier as the store uses it: with threads of its own, counted, and left alone for a while after it fails."""
 
 from __future__ import annotations
 

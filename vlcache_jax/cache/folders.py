@@ -1,7 +1,4 @@
-"""Files that one process at a time holds.
-
-Folders that engines of older formats left in a directory: no engine of this one reads or counts them.
-"""
+"""Folders of stores: files that one process at a time holds, and what older formats left."""
 
 from __future__ import annotations
 

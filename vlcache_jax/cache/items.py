@@ -1,12 +1,8 @@
-"""Items of libraries, as rows of their index. Any row that no library would write is damaged.
+"""Images that libraries keep under names: their index (SQLite), and files with their bytes.
 
-Files with the bytes of images that libraries keep.
-
-Pictures that libraries keep under names: an index of them (SQLite), and the bytes of those whose bytes are kept.
-
-An item is a picture, its records and what is said of it. It changes as a whole: whoever has found one goes on with the
-picture that it was then. What belongs to no item, not yet or not any more, is noted, so that it is cleaned up even
-after the process was killed.
+An item is an image, its records and its metadata. It changes as a whole: a reader that has found one continues with the
+image of that moment. Data that belong to no item, not yet or not any more, are noted, so that they are removed even
+after the process was killed. A row that no library would write is damaged.
 """
 
 from __future__ import annotations

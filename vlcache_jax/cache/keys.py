@@ -1,8 +1,6 @@
-"""The keys of images and of what stands before them. What they mean stands at the head of the package.
+"""Keys of images and prefixes, quotas of salts, and bounded memories of what was seen.
 
-How much the records of one salt may take, or of one tenant whatever the salts of its requests.
-
-What is remembered as long as there is room, also of what is not here any more: aliases, requests, ages.
+The head of the package defines the keys.
 """
 
 from __future__ import annotations

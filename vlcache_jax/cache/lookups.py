@@ -1,7 +1,4 @@
-"""What tiers outside host memory did, counted for `CacheStats` and for Prometheus.
-
-What a tier has of images: looked up within a limit, remembered, and compared with what an engine writes.
-"""
+"""Lookups in tiers outside host memory, within a time limit, and the counters of these tiers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Records: what is kept for an image.
-
-The interface of the places outside host memory that keep records.
-"""
+"""Records, which are the cache entries of images, and the interface of the tiers outside host memory."""
 
 from __future__ import annotations
 

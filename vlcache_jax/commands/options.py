@@ -1,9 +1,4 @@
-"""Asking until nothing is left to compile, before times are compared.
-
-The model that answers where none is named, and what it is not for.
-
-Arguments and options that several commands have, so that they are called, explained and checked alike.
-"""
+"""Arguments and options that several commands have, and the model that is used if none is named."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Names and sizes of the codecs of stored keys and values.
+"""Checks of arguments and arrays, with errors that show the value; names and sizes of the codecs of stored KV.
 
-What they compute is in `vlcache_jax.pallas_kernels.link.codec`, which takes long to import.
-
-Arguments and arrays: what they must be, and how errors say what came.
+What codecs compute is in `vlcache_jax.pallas_kernels.link.codec`, which takes long to import.
 """
 
 from __future__ import annotations

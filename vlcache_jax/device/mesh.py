@@ -1,11 +1,10 @@
-"""Whether devices reach each other, found out before anything waits for it.
+"""Several devices as one: how weights, the KV pool and records are placed on them.
 
-Several devices as one: how weights, the KV pool and records lie on them.
-
-The compiler cuts programs by how their arguments lie (GSPMD), and kernels cut themselves (`pallas_kernels.split`). Each
-device has its own KV heads with their queries, columns of gate and up with the rows of down, experts, and a part of the
-vocabulary; hidden states, the vision tower and what the host says are whole everywhere. Where there are fewer KV heads
-than devices, each is there several times, with its share of the queries.
+The compiler partitions programs by the placement of their arguments (GSPMD), and kernels partition themselves
+(`pallas_kernels.split`). Each device has its own KV heads with their queries, columns of gate and up with the rows of
+down, experts, and a part of the vocabulary. Hidden states, the vision tower and inputs from the host are replicated. If
+there are fewer KV heads than devices, each head is replicated, with a part of its queries. `check_exchange` finds out
+whether devices reach each other before anything waits for it.
 """
 
 from __future__ import annotations

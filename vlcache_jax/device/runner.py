@@ -1,16 +1,11 @@
-"""How long the device takes, told by a thread that waits for its results, so that nobody else has to.
-
-The KV pools: K and V of the slots that requests have their tokens in, and of what is kept of compressed prompts.
-
-The work lists of a window whose rows' prompts are compressed (host, numpy).
-
-Every layer keeps as many tokens as it needs, and a list for each would cost the host more time than the device saves.
-So layers that keep nearly as much share one, made for the most that any of them keeps.
-
-The device side: weights, the KV pool, and the programs of a step in their order.
+"""The device side: weights, the KV pools, and the programs of a step in their order.
 
 What programs update in place is donated to them. An interrupted call can leave donated arrays behind; `reset` drops
-everything mutable, and the next call makes it anew.
+everything mutable, and the next call makes it again. `Clock` times the device by a thread that waits for its results.
+
+The work lists of compressed prompts are made here, too: every layer keeps as many tokens as it needs, and a list for
+each layer would cost the host more time than the device saves. So layers that keep nearly as many tokens use one list,
+made for the largest of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""How long a request took, step by step.
-
-What is told of an answer: log-probabilities of its tokens, and what is new of it.
-
-Tokens of answers become text while the answers grow; a stop string is found where it ends (host).
-"""
+"""Outputs of the engine: text while it grows, log-probabilities, and the times of a request (host)."""
 
 from __future__ import annotations
 

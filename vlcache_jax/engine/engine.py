@@ -1,10 +1,9 @@
-"""The step loop's pass: admits, launches a prefill step and a window of tokens, and reads what was launched before.
+"""The engine: one pass of the loop after the other, and the thread that runs it.
 
-The engine knows sequences, tokens and slots; it knows nothing of messages, files or the user's names for things. One
-thread drives it. What it launches takes the pool from program to program, so pages may change hands between launches;
-what lies outside the pool, such as records, is given back when everything launched until then has been read.
-
-The thread that drives the device, and what other threads say to it.
+A pass admits sequences, launches prefill and a multi-step decode, and reads what was launched before. The engine knows
+sequences, tokens and slots; it does not know messages, files or names of users. `Loop` is its thread and takes orders
+from other threads. What a pass launches takes the pool from program to program, so pages may change hands between
+launches. Memory outside the pool, such as records, is released when everything launched until then has been read.
 """
 
 from __future__ import annotations

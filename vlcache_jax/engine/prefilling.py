@@ -1,9 +1,7 @@
-"""A step on its way through the layers, launched as far as what they read is there.
+"""Prefill: uploads, the encoder, and prefill chunks on their way through the layers. Nothing here waits.
 
-Which programs a turn calls for, before anything of it is launched, and which sizes of steps do without those that a
-warm-up has still to compile.
-
-Launches what prompts compute: linking, encoding, and the steps of their rows through the layers. Nothing waits.
+`Passage` launches a chunk as far as the KV that its layers read is there. The functions before `Prefiller` find the
+programs that a group of prompts needs, and sizes of chunks that do without programs that are still to be compiled.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Which sequence comes next: tenants of a server take turns, and the requests of each have an order of their own.
+"""Which sequence runs when, in which decode slot and in which pages (host).
 
-Who runs when, in which lane and in which pages (host).
-
-Tenants take turns, and the sequences of each are admitted in the order of their priority, then of their arrival, as
-long as there are lanes and pages for their prompts. What one links or shares of another, it waits for; others go first.
-Pages are taken as answers grow; where there are none left, the last one gives its own back and waits, to go on where it
-was. One that is compressed changes into pages of another pool. Where there are none left there, the last of these is
-put aside: it keeps its lane, and what its pages held comes back.
-
-Whether prompts can be computed: what they link is there, and the pixels that they need (host).
+Tenants alternate. The sequences of each are admitted in the order of their priority, then of their arrival, while there
+are decode slots, and pages for their prompts. A sequence waits for what it links or shares of another one, and others
+overtake it. Pages are taken as outputs grow. If none is left, the last sequence is preempted: it releases its pages and
+continues later. A compressed sequence has pages of another pool. If none is left there, the last one is swapped out: it
+keeps its decode slot, and its KV returns later. `Readiness` finds prompts whose cached KV and pixels are there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is stored, on the device: linked into the pool, coded, and kept in the device tier.
+"""Cached KV on its way to the device: linked into the pool, encoded, and kept in the device tier.
 
-Stored K, V of a turn's images on their way into the pool: group of layers by group of layers, so that computing can
-begin with those that are there.
+An `Upload` brings the KV of a prefill group's images into the pool, some layers at a time, so that computing can begin
+with the first layers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Images from the network: one deadline over everything, and no address that only this machine can reach.
+"""Which files and URLs images may be read from, and the reading.
 
 A URL from outside may point at what its sender cannot reach: this machine, its network, the metadata of its cloud. So
-the addresses of a host are looked up once and checked, and what was checked is dialled, at every redirect again. A
-server may also be slow on purpose: each read ends at the one deadline, whatever part of the answer it belongs to.
-Errors say what kind of thing went wrong, never what a server sent.
-
-What images may be read from where, and the reading.
+the addresses of a host are looked up once and checked, and the checked address is dialled, again at every redirect. A
+server may also be slow on purpose: each read ends at one deadline, whatever part of the answer it belongs to. Errors
+say what kind of thing went wrong, never what a server sent.
 """
 
 from __future__ import annotations

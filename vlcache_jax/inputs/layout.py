@@ -1,7 +1,4 @@
-"""Where everything of a request lies: tokens, M-RoPE positions, image spans (host, numpy).
-
-Placeholders in the token ids of a prompt, and what comes in their place.
-"""
+"""Where everything of a request lies: tokens, M-RoPE positions, image spans, expanded placeholders (host)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""`mm_processor_kwargs`: how large pictures are, and how videos are sampled that do not say it themselves.
-
-Tools that a conversation offers, in OpenAI's shape.
-
-Messages and their parts: where in them an image or a video is, and what is said of it.
-"""
+"""Messages and their parts: text, images, videos, tools and `mm_processor_kwargs`, read and checked."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Where prompts open a model's thinking: `<think>...</think>` before an answer.
-
-Prompts on the host: conversations and texts with images become token ids with a place for every image.
+"""Prompts on the host: conversations and texts with images become token ids with a placeholder for every image.
 
 A text is tokenised once, with a single `<|image_pad|>` for each image and `<|video_pad|>` for each video. How many
 tokens these take is known when their size is; `PromptRenderer.expand` then repeats the pads in the array of ids, with
 what a family puts between the chunks of a video. Pads are special tokens, so this equals tokenising the text with the
-repeated pads, as the library's processors do.
+repeated pads, as the library's processors do. `thinks` and `is_opened` find prompts that open a model's thinking.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where the frames of a video come from: pictures one by one, or a file that FFmpeg reads.
-
-Videos as callers pass them, and what they ask of them. As with images, nothing is decoded here.
-"""
+"""Videos as callers pass them, and where their frames come from: images, or a file that FFmpeg reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The assembler of the kernels, CUDA's ptxas: which one jax runs, and versions that are known to be wrong.
-
-The GPU as its driver tells of it: no jax, no context on the device, none of its memory.
-"""
+"""The GPU as its driver describes it, without jax or memory on the device; and ptxas, the kernels' assembler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Verdicts on kernels, kept in a file for each GPU, driver, version and state of the kernels.
+"""Runs the kernel self-test: a child process checks the kernels of which no result is known.
 
-Meets the chip: reads the verdicts on it, and has a child process find those that are missing.
+Results are kept in a file for each GPU, driver, version and state of the kernels.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""What it takes to link an image, to compute it from stored encoder rows, and to compute it from its pixels.
+"""Plans requests: which images are cached, which KV is linked, what is computed and saved (host).
 
-The rates are measured once on a machine, for a model, its dtype and its codec (`vlcache_jax.study.calibration`), and
-kept in a file. They are slopes: what a prompt takes in any case is not in them.
-
-The form of a model's records: all that an engine writes of them before their data, by the image and its prefix.
-
-Plans requests: which images are known, what of them is linked, what is computed and kept (host).
-
-Requests are looked up one after the other, in their order, as if each had run before the next came: a record gets
-its place in the cache when it is planned, and is filled when the engine gets there. So a call means the same as its
+Requests are looked up one after the other, in their order, as if each had run before the next came: an entry gets its
+place in the cache when it is planned, and is filled when the engine gets there. So a call means the same as its
 requests run one by one.
+
+`Rates` compare the cost of linking an image, of computing it from encoder output, and of computing it from pixels. They
+are measured once on a machine, for a model, its dtype and its codec (`vlcache_jax.study.calibration`), and kept in a
+file. They are slopes: costs that a prompt has in any case are not in them.
 """
 
 from __future__ import annotations

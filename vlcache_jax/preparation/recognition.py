@@ -1,8 +1,7 @@
-"""What heads of files tell of images and videos: how they stand in a prompt, and how their pixels are made.
+"""Which images a source shows: by aliases, without decoding it, else by its pixels.
 
-A picture is one image, a video as many as it has chunks. From here on nothing asks which of the two it is.
-
-Which images a source shows: by aliases, without decoding it, else by its pixels.
+The head of a file gives an image's place in a prompt and the way to its pixels (`Media`). A still image is one image, a
+video as many as it has chunks; the rest of the package makes no difference between them.
 """
 
 from __future__ import annotations

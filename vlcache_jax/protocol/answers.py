@@ -1,7 +1,4 @@
-"""What a client is answered: outputs and deltas of the engine as OpenAI's objects.
-
-Chats with a model: how its template has requests read, and their answers told apart.
-"""
+"""Outputs and deltas of the engine as OpenAI's objects."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a model thinks before it answers: `<think>...</think>`, told apart from the answer.
-
-An answer's text as deltas: thinking first, then text and tool calls.
-"""
+"""An output's text as deltas: thinking (`<think>...</think>`) first, then text and tool calls."""
 
 from __future__ import annotations
 

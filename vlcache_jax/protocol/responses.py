@@ -1,7 +1,4 @@
-"""OpenAI's tool `file_search`: an answer that may search a library.
-
-Requests of OpenAI's Responses in the terms of chats: their bodies become those of chat completions.
-"""
+"""Requests of OpenAI's Responses: their bodies become those of chat completions, with `file_search` as a tool."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""JSON from clients: read, checked against the schema that is published for it, and refused by field.
+"""JSON of clients: the fields of requests and messages as JSON Schema, and the check of a body against it.
 
-Messages of chats by role, as JSON Schema. `inputs.parts` reads them, and takes a little more: what
-examples of Qwen and Hugging Face write of pictures and videos.
-
-The fields of requests: what each may hold, as JSON Schema. The parsers check by it, and the server publishes it.
+The parsers check by these schemas, and the server publishes them. `inputs.messages` reads messages, and takes a little
+more: forms that examples of Qwen and Hugging Face use for images and videos.
 """
 
 from __future__ import annotations

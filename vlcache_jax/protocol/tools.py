@@ -1,6 +1,6 @@
-"""Tool calls in answers: the JSON between `<tool_call>` tags, as Qwen's and Hermes' models write it.
+"""Tool calls in outputs: the JSON between `<tool_call>` tags, as Qwen's and Hermes' models write it.
 
-Calls that an answer must make: a grammar to which it can be held.
+`forced_call` is the grammar of calls that an output must make.
 """
 
 from __future__ import annotations

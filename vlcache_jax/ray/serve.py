@@ -1,6 +1,6 @@
-"""A replica of a service: an engine behind the server's own routes, which are called without HTTP.
+"""A service of many engines, by Ray Serve.
 
-A service of many engines, by Ray Serve.
+A replica is an engine behind the server's own routes, which are called without HTTP.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Which slots of a request are computed, and through how many layers (host, numpy).
-
-Full prefill is the plan in which every row stays to the last layer. Reuse is a plan with smaller depths.
-
-Schedules: how much of each reused image every layer recomputes, and the files that hold them.
-
-Policies: which tokens of reused images are computed anew, and through how many layers (host, per request).
+"""Reuse policies: which tokens of reused images are recomputed, and in how many layers (host, per request).
 
 A policy sees the layout of one request, in which every image is marked: "miss" (nothing to link, so computed), "exact"
-(its K, V were computed in this very context) or "approximate" (computed in another one). Text and misses are always
-computed, exact images never, whatever the policy; it rules over approximate ones alone.
+(its KV was computed in this very context) or "approximate" (computed in another one). Text and misses are always
+computed, exact images never, whatever the policy; it decides about approximate ones alone. Its result is a `Plan`, the
+number of layers in which each token is computed; in full prefill every token stays to the last layer. A `Schedule` says
+how much of each reused image every layer recomputes, and is kept in a file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Rows chosen on the device: policies that compute the first layers whole and go on with what deviates most.
+"""Policies that choose tokens on the device, and how `reuse` is read.
 
-The number of rows that go on is known before the run, so that shapes stay static; which ones they are is decided inside
-the compiled programs, from the difference between the K, V that were linked and those just computed.
-
-From what users write as `reuse` to a policy.
+Such a policy computes the first layers whole and continues with the tokens that deviate most. How many continue is
+known before the run, so that shapes are static. Which ones is decided inside the compiled programs, from the difference
+between the KV that was linked and the KV just computed.
 """
 
 from __future__ import annotations

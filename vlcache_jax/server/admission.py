@@ -1,8 +1,6 @@
-"""Memory that the process has freed, and that its C library keeps.
+"""Admission: keys, room, and sizes of bodies; and the health of the engine after an error.
 
-What an error says of the engine: whether it will answer any more.
-
-Who comes in: keys, room, and bodies that are not too large. What is refused here has cost nothing yet.
+A request that is refused here has cost nothing yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Libraries that answers search: OpenAI's tool `file_search`.
-
-OpenAI's Responses: chats that the server remembers, and whose answers may search libraries.
-"""
+"""OpenAI's Responses: stored conversations, whose answers may search libraries (`file_search`)."""
 
 from __future__ import annotations
 

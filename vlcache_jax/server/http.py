@@ -1,15 +1,4 @@
-"""Ids that a server gives: where several serve together, they tell whose they are.
-
-HTTP below the application: the parser of requests, and how it refuses them.
-
-What is looked at before anything else: whether a request is meant for this server, and can be read in one way.
-
-Bodies that nobody reads, as their requests were refused: clients that send before they listen see the answer.
-
-What a client is told of what is wrong, by the fields of its own body.
-
-Answers as HTTP has them, and work that ends when nobody waits for it.
-"""
+"""HTTP of the server: the parser and its refusals, checks of heads, bodies left unread, errors, answers, ids."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From a body to what it asks: parsed, checked and turned into settings in threads, for all routes.
-
-Requests that are answered with text: from a body to an answer, whole or as events.
-"""
+"""Requests that are answered with text: from a body, which threads read and check, to an answer, whole or as events."""
 
 from __future__ import annotations
 

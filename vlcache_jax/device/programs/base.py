@@ -1,11 +1,8 @@
-"""The rows of a step as one array, so that they travel together and every layer takes its share of them.
+"""What a program is: its sizes, its arguments, and what it computes.
 
-What the programs of an engine have in common: sizes, and what they take as abstract arrays.
-
-What a program is: its sizes, what it takes, and what it computes.
-
-Every shape follows from its fields and from `Shapes`, and from nothing else. Plain nested dicts cross into programs,
-never modules.
+Every shape follows from a program's fields and from `Shapes`, which all programs of an engine share. Plain nested dicts
+cross into programs, never modules. The integers of a step's tokens are packed into one array: they travel together, and
+every layer takes its part.
 """
 
 from __future__ import annotations

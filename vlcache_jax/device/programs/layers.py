@@ -1,6 +1,6 @@
-"""Programs that take a step's rows through the layers.
+"""Programs that take a step's tokens through the layers, or choose on the device which tokens continue.
 
-Programs that choose on the device which rows go on, for policies that do; see `vlcache_jax.reuse.selection`.
+See `vlcache_jax.reuse.selection` for the policies that choose.
 """
 
 from __future__ import annotations

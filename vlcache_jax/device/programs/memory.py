@@ -1,8 +1,6 @@
-"""Programs that make, and those that change aside, what others update in place: the pool, encoder rows and lanes.
+"""Programs that create and change device memory: the KV pool, encoder rows, decode slots, and the device tier.
 
-Programs that bring what is stored into the pool, and what is computed into the form that is stored.
-
-Programs of the device tier: records that stay on the device, beside the pool.
+They also load stored KV into the pool, and encode new KV as it is stored.
 """
 
 from __future__ import annotations

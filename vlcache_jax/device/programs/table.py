@@ -1,10 +1,8 @@
-"""XLA's alarm about slow compilations, which users can do nothing about.
+"""The table of compiled programs.
 
-The table of compiled programs.
-
-`compile` makes all that a policy can call for ahead, else each is compiled at its first use. Threads that want the same
-program compile it once. While `compile` runs, `are_coming` has programs compiled beside it, so that the engine's thread
-waits for none of them.
+`compile` makes all programs that a policy can need ahead; others are compiled at their first use. Threads that need the
+same program compile it once. While `compile` runs, `are_coming` has programs compiled beside it, so that the engine's
+thread does not wait for them. `Alarm` hides XLA's warning about slow compilation meanwhile.
 """
 
 from __future__ import annotations
