@@ -6,8 +6,8 @@ of dicts are strings there, as always). Nothing is compressed: weights hardly sh
 straight from the array, without a copy.
 
 Reading takes single weights from what Orbax wrote, straight into the memory where they stay. Orbax writes each
-parameter as a zarr array in one OCDBT store, under the keys of its path joined by dots. Restoring the tree with Orbax works too,
-but takes a second copy in memory, and seconds to import.
+parameter as a zarr array in one OCDBT store, under the keys of its path joined by dots. Restoring the tree with Orbax
+works too, but takes a second copy in memory, and seconds to import.
 """
 
 from __future__ import annotations
