@@ -20,7 +20,7 @@ import numpy as np
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.common.files import check_all_readable, check_writable
 from vlcache_jax.common.progress import Progress, say
-from vlcache_jax.reuse.policies import UNITS, Schedule
+from vlcache_jax.reuse.schedule import UNITS, Schedule
 from vlcache_jax.study import accuracy, pairs
 from vlcache_jax.study.questions import Sample, spread
 from vlcache_jax.study.report import environment, show, write

@@ -32,7 +32,8 @@ from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import CODECS
-from vlcache_jax.reuse.policies import Schedule, spread_ranks
+from vlcache_jax.reuse.policies import spread_ranks
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.report import environment
 
 if TYPE_CHECKING:

@@ -1,13 +1,9 @@
-"""Weights in Orbax's format: written and read with few tensors in memory at a time.
+"""Weights in Orbax's format: written with few tensors in memory at a time.
 
 Orbax's own handlers take a tree of arrays, so all of it is in memory. Here Orbax gets a tree of leaves that become
 arrays only when they are written. The result is an ordinary checkpoint of numpy arrays, which any Orbax restores (keys
 of dicts are strings there, as always). Nothing is compressed: weights hardly shrink, and raw chunks are written
 straight from the array, without a copy.
-
-Reading takes single weights from what Orbax wrote, straight into the memory where they stay. Orbax writes each
-parameter as a zarr array in one OCDBT store, under the keys of its path joined by dots. Restoring the tree with Orbax
-works too, but takes a second copy in memory, and seconds to import.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import logging
 import math
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -26,42 +22,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
-
-from vlcache_jax.convert.manifest import expected
-from vlcache_jax.convert.plan import aligned_empty
-
-
-class StoredWeights:
-    """The weights of a converted checkpoint. May be used from several threads."""
-
-    def __init__(self, directory: pathlib.Path):
-        import tensorstore  # it comes with Orbax; who opens a directory of the hub needs neither
-
-        self._tensorstore = tensorstore
-        self._base = f"file://{directory.absolute()}/"
-        self._context = tensorstore.Context({"file_io_mode": {"mode": "memmap"}})
-
-    def read(
-        self, path: Sequence[str | int], dtype: np.dtype | None = None, *, entry: Mapping[str, Any] | None = None
-    ) -> np.ndarray:
-        """One parameter in `dtype`, by default as stored.
-
-        Args:
-          entry: the manifest's, whose shape and dtype it must have.
-
-        Raises:
-          ValueError: it is not there, or damaged.
-        """
-        key = ".".join(map(str, path))
-        spec: dict[str, Any] = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": self._base, "path": key}}
-        stored = self._tensorstore.open(spec, open=True, read=True, context=self._context).result()
-        got = expected(stored.shape, stored.dtype.numpy_dtype)
-        if entry is not None and any(entry[name] != value for name, value in got.items()):
-            raise ValueError(f"{key} must be stored as the manifest says, got {got}")
-        out = aligned_empty(stored.shape, dtype or stored.dtype.numpy_dtype)
-        self._tensorstore.array(out).write(self._tensorstore.cast(stored, out.dtype)).result()
-        return out
-
 
 # Large tensors are stored in chunks of about this size: other readers hold a buffer for each chunk beside the result.
 # Small tensors are written together up to this size: every write makes files.

@@ -32,8 +32,8 @@ from vlcache_jax.convert.manifest import (
 from vlcache_jax.convert.partial import appearing
 from vlcache_jax.convert.plan import Source, as_dtype, make_plan, sha256, source_config, source_digest, stored_dtype
 from vlcache_jax.convert.progress import ConvertMeter, ConvertProgress, PeakMemory
+from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import SIDE_FILES, locate
-from vlcache_jax.convert.store import StoredWeights
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Path, parameters
 from vlcache_jax.models.registry import load_config

@@ -30,7 +30,8 @@ from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
-from vlcache_jax.reuse.policies import Policy, Schedule, Scheduled, full_prefill, make_plan
+from vlcache_jax.reuse.policies import Policy, Scheduled, full_prefill, make_plan
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study import report
 
 MODEL = "Qwen3-VL-8B"

@@ -12,7 +12,8 @@ from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.convert import convert
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.device.memory_plan import activation_bytes, dequantized_bytes, weight_bytes
-from vlcache_jax.reuse.policies import Schedule, Scheduled
+from vlcache_jax.reuse.policies import Scheduled
+from vlcache_jax.reuse.schedule import Schedule
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
 

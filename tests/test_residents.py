@@ -17,7 +17,8 @@ from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.cache import keys
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
-from vlcache_jax.reuse.policies import Schedule, Spread
+from vlcache_jax.reuse.policies import Spread
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.testing import make_checkpoint
 

@@ -22,7 +22,7 @@ from vlcache_jax.benchmarks.tiny_vqa.pictures import render, shipped_pictures
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
 from vlcache_jax.commands.demo import TURNS
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.lifecycle import listening

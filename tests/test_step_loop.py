@@ -25,7 +25,8 @@ from vlcache_jax.engine.request import Generation, Holding
 from vlcache_jax.engine.uploads import Transfers
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.pallas_kernels import PAGE
-from vlcache_jax.reuse.policies import Schedule, Spread
+from vlcache_jax.reuse.policies import Spread
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import parse_policy
 
 SHORT_STEPS = dataclasses.replace(LADDER, rows=(16, 96))

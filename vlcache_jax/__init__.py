@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vlcache_jax.outputs import RequestOutput as RequestOutput
     from vlcache_jax.outputs import Score as Score
     from vlcache_jax.reuse.policies import MPIC as MPIC
-    from vlcache_jax.reuse.policies import Schedule as Schedule
+    from vlcache_jax.reuse.schedule import Schedule as Schedule
     from vlcache_jax.sampling import SamplingParams as SamplingParams
     from vlcache_jax.sampling import StructuredOutputs as StructuredOutputs
 
@@ -31,7 +31,7 @@ _HOMES = {
     "RequestError": "vlcache_jax.calls.groups",
     "RequestOutput": "vlcache_jax.outputs",
     "SamplingParams": "vlcache_jax.sampling",
-    "Schedule": "vlcache_jax.reuse.policies",
+    "Schedule": "vlcache_jax.reuse.schedule",
     "Score": "vlcache_jax.outputs",
     "StructuredOutputs": "vlcache_jax.sampling",
 }

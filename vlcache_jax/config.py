@@ -22,7 +22,8 @@ from vlcache_jax.sampling import StructuredOutputsConfig
 
 if TYPE_CHECKING:
     from vlcache_jax.compress.policies import Compressor
-    from vlcache_jax.reuse.policies import Policy, Schedule
+    from vlcache_jax.reuse.policies import Policy
+    from vlcache_jax.reuse.schedule import Schedule
 
 type Reuse = str | float | os.PathLike[str] | Schedule | Policy
 type Compress = str | Compressor

@@ -13,7 +13,8 @@ from vlcache_jax import LLM, CacheConfig
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.policies import find_schedules, groups_of, policies_of, questions_of, table
 from vlcache_jax.commands.cli import app
-from vlcache_jax.reuse.policies import EPIC, Schedule, Scheduled, Spread
+from vlcache_jax.reuse.policies import EPIC, Scheduled, Spread
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.accuracy import AccuracyResult, Protocol
 from vlcache_jax.study.pairs import cases_of
 from vlcache_jax.study.questions import Sample

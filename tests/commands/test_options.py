@@ -22,7 +22,7 @@ from tests.helper import WORDS
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands.cli import app
 from vlcache_jax.config import EngineConfig
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.study.search import LayerScores, find_schedule
 

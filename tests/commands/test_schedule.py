@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vlcache_jax.commands.cli import app
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.search import LayerScores, LayerTimes
 
 

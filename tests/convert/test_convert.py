@@ -28,7 +28,7 @@ from vlcache_jax.convert.command import convert_command
 from vlcache_jax.convert.partial import describe_leftovers
 from vlcache_jax.convert.plan import make_plan
 from vlcache_jax.convert.progress import PeakMemory
-from vlcache_jax.convert.store import StoredWeights
+from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint

@@ -28,8 +28,9 @@ from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.convert import check_contents, convert, verify_weights
 from vlcache_jax.convert.manifest import expected, parameter_name, read_manifest, weight_files
 from vlcache_jax.convert.plan import make_plan, sha256, tensor_digests
+from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import locate
-from vlcache_jax.convert.store import StoredWeights, save_weights
+from vlcache_jax.convert.store import save_weights
 from vlcache_jax.device import checkpoint as checkpoint_module
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.params import abstract_params

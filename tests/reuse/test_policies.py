@@ -17,7 +17,6 @@ from vlcache_jax.reuse.policies import (
     Exact,
     Off,
     Plan,
-    Schedule,
     Scheduled,
     Spread,
     StaticRatio,
@@ -25,6 +24,7 @@ from vlcache_jax.reuse.policies import (
     make_plan,
     spread_ranks,
 )
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import APPROXIMATE, computing, decide, parse_policy
 
 

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 
 GOOD = {
     "format": "vlcache-schedule/1",

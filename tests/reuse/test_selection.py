@@ -15,7 +15,7 @@ from tests.helper import SHORT, SIZES, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.models import Rows, rope
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import CacheBlend, KVShare, Projected, QuestionScores, choose, narrow, parse_policy
 from vlcache_jax.study.probe import Placed, Probe
 from vlcache_jax.study.questions import user_turn

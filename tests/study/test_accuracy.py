@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.helper import SIZES
 from vlcache_jax import LLM
 from vlcache_jax.commands.cli import app
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.study import accuracy
 from vlcache_jax.study.accuracy import Protocol, batches

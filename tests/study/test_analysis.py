@@ -17,7 +17,7 @@ from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.commands import analyze
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.schedule import profile_samples
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.analysis import (
     answer_attention,

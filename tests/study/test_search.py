@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.search import LayerScores, LayerTimes, find_schedule, find_schedule_within, solve, solve_greedily
 
 EXAMPLE = np.array([[10, 10, 10, 10], [10, 7, 6, 5.5], [10, 9.5, 5, 4.8]])

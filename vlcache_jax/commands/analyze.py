@@ -15,7 +15,7 @@ from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.schedule import open_model, profile_samples
 from vlcache_jax.common.files import PICTURES, check_writable, write_whole
 from vlcache_jax.common.progress import Progress, say_errors
-from vlcache_jax.reuse.policies import FORMAT
+from vlcache_jax.reuse.schedule import FORMAT
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from vlcache_jax.commands import options as opt
 from vlcache_jax.common.checks import parse_bytes, parse_counts, parse_rates
 from vlcache_jax.common.files import PICTURES, check_writable
 from vlcache_jax.common.progress import say, say_errors
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 
 _ALL = f"{','.join(POLICIES)}."
 

@@ -15,7 +15,7 @@ from vlcache_jax.common.progress import Progress, say, say_errors
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
-    from vlcache_jax.reuse.policies import Schedule
+    from vlcache_jax.reuse.schedule import Schedule
     from vlcache_jax.study.questions import Sample
     from vlcache_jax.study.search import LayerScores
 

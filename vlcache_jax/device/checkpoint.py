@@ -43,14 +43,15 @@ from vlcache_jax.convert.plan import (
     stored_dtype,
     tensor_digests,
 )
+from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import locate
-from vlcache_jax.convert.store import StoredWeights
 from vlcache_jax.convert.stream import check_contents, check_sizes
 from vlcache_jax.device.mesh import ONE
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Part, Path, parameters
 from vlcache_jax.models.registry import load_config
-from vlcache_jax.reuse.policies import Policy, Schedule
+from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.reuse.schedule import Schedule
 
 _log = logging.getLogger(__name__)
 _HASHING = threading.Lock()

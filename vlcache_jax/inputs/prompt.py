@@ -25,8 +25,8 @@ from vlcache_jax.common.checks import check_flags, check_text, short
 from vlcache_jax.common.files import check_readable
 from vlcache_jax.common.json_files import OBJECT, TEXT, check_fields, either, optional, read_object
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
+from vlcache_jax.inputs.expansion import Expander
 from vlcache_jax.inputs.images import ImageSource, read_image
-from vlcache_jax.inputs.layout import Expander
 from vlcache_jax.inputs.messages import (
     IMAGE_TOKEN,
     NO_SETTINGS,

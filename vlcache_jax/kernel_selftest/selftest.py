@@ -94,8 +94,8 @@ def read(known: Identity) -> dict[str, Verdict]:
     path = place(known)
     try:
         content = read_object(path)
-        check_fields(content, {"format": one_of(FORMAT), "identity_of": OBJECT, "kernels": OBJECT}, path, required=True)
-        if content["identity_of"] != known:
+        check_fields(content, {"format": one_of(FORMAT), "identity": OBJECT, "kernels": OBJECT}, path, required=True)
+        if content["identity"] != known:
             return {}
         for name, entry in content["kernels"].items():
             check_fields(content["kernels"], {name: OBJECT}, path)
@@ -115,7 +115,7 @@ def keep(known: Identity, verdicts: Mapping[str, Verdict]) -> None:
         name: {"passed": found.passed, "why": found.why} for name, found in verdicts.items() if found.passed is not None
     }
     if kernels:
-        content = {"format": FORMAT, "identity_of": known, "kernels": kernels}
+        content = {"format": FORMAT, "identity": known, "kernels": kernels}
         write_whole(place(known), json.dumps(content, indent=1) + "\n")
 
 

@@ -23,8 +23,9 @@ from vlcache_jax.cache.items import Item, Items, Use
 from vlcache_jax.cache.keys import SHARED, Bounded, Salt, alias_key, content_key, entry_key, group_key, owner_key
 from vlcache_jax.cache.store import PictureKey, Store
 from vlcache_jax.common.checks import short
+from vlcache_jax.inputs.expansion import Inset
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, NamedImage
-from vlcache_jax.inputs.layout import ImageRef, Inset, Moment
+from vlcache_jax.inputs.layout import ImageRef, Moment
 from vlcache_jax.inputs.processor import Grid, ImageProcessor, Patches
 from vlcache_jax.inputs.prompt import PromptRenderer, Source
 from vlcache_jax.inputs.video_processor import VideoProcessor

@@ -28,7 +28,7 @@ from vlcache_jax.protocol.schema import ApiError, read_object, write
 from vlcache_jax.router.affinity import SeenImages, look
 from vlcache_jax.server.admission import FIELD_BYTES, OPEN, ClientGoneError, Entrance, Keys, read_whole
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.http import refuse, tag_in, until_gone
+from vlcache_jax.server.http_layer import refuse, tag_in, until_gone
 from vlcache_jax.server.tenants import Register
 
 _log = logging.getLogger(__name__)

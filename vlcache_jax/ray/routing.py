@@ -12,7 +12,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from vlcache_jax.router.affinity import FACTOR, SLACK, Affinity, SeenImages
-from vlcache_jax.server.http import TAG_DIGITS
+from vlcache_jax.server.http_layer import TAG_DIGITS
 
 PEER = "peer"
 """Among the facts that a replica tells routers: where others may ask for its records."""

@@ -37,7 +37,6 @@ from vlcache_jax.reuse.policies import (
     Off,
     Plan,
     Policy,
-    Schedule,
     Scheduled,
     Spread,
     StaticRatio,
@@ -46,6 +45,7 @@ from vlcache_jax.reuse.policies import (
     full_prefill,
     make_plan,
 )
+from vlcache_jax.reuse.schedule import Schedule
 
 _BLOCK = 128  # rows whose attention is held at once
 

@@ -27,7 +27,7 @@ from vlcache_jax.calls.groups import NotFiniteError
 from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.http import as_api_error, refuse
+from vlcache_jax.server.http_layer import as_api_error, refuse
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.room import AGAIN, ReservedPlace, Room
 from vlcache_jax.server.tenants import Register, Tenant

@@ -30,7 +30,7 @@ from vlcache_jax.server import admin
 from vlcache_jax.server.admission import TENANT, ClientGoneError, Doubt, Entrance, Keys, read_body
 from vlcache_jax.server.config import ServerConfig, check_allowed
 from vlcache_jax.server.conversations import Embedder, Responses, Searching
-from vlcache_jax.server.http import DropUnread, HttpChecks, IdMaker, answer_json, as_api_error, refuse, until_gone
+from vlcache_jax.server.http_layer import DropUnread, HttpChecks, IdMaker, answer_json, as_api_error, refuse, until_gone
 from vlcache_jax.server.inference import (
     Chats,
     Completions,

@@ -22,7 +22,7 @@ from vlcache_jax.protocol.requests import ChatRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.responses import FileSearch, ResponseRequest
 from vlcache_jax.protocol.schema import ApiError
-from vlcache_jax.server.http import as_api_error
+from vlcache_jax.server.http_layer import as_api_error
 from vlcache_jax.server.inference import Chats, Events, More, Writer
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Tenant, owner_of

@@ -26,7 +26,7 @@ from vlcache_jax.protocol.schema import ApiError, read_object, write
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.admission import TENANT, ClientGoneError, Doubt, Entrance, read_body
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.http import IdMaker, answer_json, as_api_error, merged, until_gone
+from vlcache_jax.server.http_layer import IdMaker, answer_json, as_api_error, merged, until_gone
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
 

@@ -25,7 +25,7 @@ from vlcache_jax.llm import LLM
 from vlcache_jax.server.admission import Entrance
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.http import HEAD_BYTES, HttpProtocol
+from vlcache_jax.server.http_layer import HEAD_BYTES, HttpProtocol
 
 FAILED = 1
 """Exit code where the engine failed."""

@@ -25,7 +25,7 @@ from vlcache_jax.protocol.retrieval import (
 from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.server.admission import Entrance
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.http import IdMaker, as_api_error
+from vlcache_jax.server.http_layer import IdMaker, as_api_error
 from vlcache_jax.server.inference import check_model, check_reuse
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.tenants import Register, Tenant, request_salt

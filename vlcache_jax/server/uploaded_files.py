@@ -25,7 +25,7 @@ from vlcache_jax.library import Library
 from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.server.admission import TENANT, ClientGoneError, Entrance, Form, read_form
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.http import IdMaker, answer_json
+from vlcache_jax.server.http_layer import IdMaker, answer_json
 from vlcache_jax.server.tenants import Register, Tenant, owner_of
 
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")

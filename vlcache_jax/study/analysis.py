@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.inputs.layout import ImageSpan
-from vlcache_jax.reuse.policies import UNITS
+from vlcache_jax.reuse.schedule import UNITS
 from vlcache_jax.study.probe import Placed, Probe, Trace
 from vlcache_jax.study.sensitivity import Runs, squared_error
 

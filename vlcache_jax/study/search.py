@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.common.files import write_whole
-from vlcache_jax.reuse.policies import UNITS, Schedule
+from vlcache_jax.reuse.schedule import UNITS, Schedule
 
 MAX_LEVEL = 150  # 0.3, the largest ratio of the paper's grid
 _FORMAT = "vlcache-scores/1"

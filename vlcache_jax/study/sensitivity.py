@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.models import Rows, rope
-from vlcache_jax.reuse.policies import UNITS
+from vlcache_jax.reuse.schedule import UNITS
 from vlcache_jax.study.probe import Placed, Probe, Trace, Values
 from vlcache_jax.study.search import MAX_LEVEL, LayerScores
 from vlcache_jax.study.worklog import WorkLog

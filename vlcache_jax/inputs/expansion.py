@@ -1,0 +1,169 @@
+"""Placeholders in the token ids of a prompt, and what comes in their place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Ids = npt.NDArray[np.int32]
+
+
+class Inset(NamedTuple):
+    """What comes in the place of an image's or a video's placeholder.
+
+    Attributes:
+        ids: tokens.
+        starts: where in them the image begins, or each chunk of the video.
+        length: tokens of the image, or of each chunk.
+        lead: how many tokens at its beginning are text, which runs together with text before it.
+        markers: tokens before and behind the placeholder that go with it where both are there; None: none do.
+    """
+
+    ids: Ids
+    starts: tuple[int, ...]
+    length: int
+    lead: int = 0
+    markers: tuple[int, ...] | None = None
+
+
+class PlaceholderRange(NamedTuple):
+    """Tokens `begin` to `end` of a prompt, and what comes in their place."""
+
+    begin: int
+    end: int
+    inset: Inset
+
+
+class Expander:
+    """Puts into prompts what stands in the place of images and videos.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        tokenized: (text, what errors call it) -> its token ids, int32 [n].
+        special: ids of the tokens that text does not run together with, by name; the placeholders' are among them.
+        image, video: the placeholders.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tokenized: Callable[[str, str], Ids],
+        special: Mapping[str, int],
+        image: str,
+        video: str,
+    ):
+        self._tokenizer, self._tokenized = tokenizer, tokenized
+        self._named, self._special = special, [*special.values()]
+        self._image, self._video = special[image], special[video]
+
+    def image_inset(self, count: int) -> Inset:
+        """An image of so many tokens."""
+        if count < 1:
+            raise ValueError(f"counts must be positive, got [{count}]")
+        return Inset(_repeated(self._image, count), (0,), count)
+
+    def video_inset(self, text: str, count: int, markers: tuple[str, str] | None = None) -> Inset:
+        """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens; see `Videos`."""
+        ids = self._tokenized(text, "video")
+        is_pad = ids == self._video
+        lengths = np.where(is_pad, count, 1)
+        starts = (np.cumsum(lengths) - lengths)[is_pad]
+        lead = int(np.argmax(np.isin(ids, self._special)))
+        pair = None if markers is None else tuple(self._named.get(marker, -1) for marker in markers)
+        return Inset(np.repeat(ids, lengths), tuple(starts.tolist()), count, lead, pair)
+
+    def pads(self, token_ids: Ids, name: str) -> npt.NDArray[np.int64]:
+        """Where the placeholders are.
+
+        Raises:
+            ValueError: two stand side by side.
+        """
+        found = np.flatnonzero((token_ids == self._image) | (token_ids == self._video))
+        if np.any(np.diff(found) == 1):  # their tokens would run together to one image
+            first = found[int(np.argmax(np.diff(found) == 1))]
+            pair = [str(self._tokenizer.convert_ids_to_tokens(int(token))) for token in token_ids[first : first + 2]]
+            got = f"two {pair[0]}" if pair[0] == pair[1] else " and ".join(pair)
+            raise ValueError(f"{name} must have a token between two images, got {got} side by side")
+        return found
+
+    def expand(self, token_ids: Ids, counts: Sequence[int | Inset]) -> tuple[Ids, Ids, Ids]:
+        """Puts in the place of each pad what stands there.
+
+        Args:
+            token_ids: with one pad for each image and video, int32 [n].
+            counts: tokens of each image, or what comes for it or for a video.
+
+        Returns:
+            The ids, int32, and of each image and each chunk of a video where it starts and how many tokens it has,
+            int32 [images].
+
+        Raises:
+            ValueError: as many pads as there are not counts, a count below 1, or two pads side by side.
+        """
+        parts: list[Ids] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        done = length = 0
+        for begin, end, inset in self._places(token_ids, counts):
+            parts += [token_ids[done:begin], inset.ids]
+            length += begin - done
+            starts += [length + start for start in inset.starts]
+            lengths += [inset.length] * len(inset.starts)
+            done, length = end, length + len(inset.ids)
+        parts.append(token_ids[done:])
+        return np.concatenate(parts).astype(np.int32), np.array(starts, np.int32), np.array(lengths, np.int32)
+
+    def length(self, token_ids: Ids, counts: Sequence[int | Inset]) -> int:
+        """How many ids `expand` gives."""
+        places = self._places(token_ids, counts)
+        return len(token_ids) + sum(len(inset.ids) - (end - begin) for begin, end, inset in places)
+
+    def _places(self, token_ids: Ids, counts: Sequence[int | Inset]) -> list[PlaceholderRange]:
+        pads = self.pads(token_ids, "token_ids").tolist()
+        if len(counts) != len(pads):
+            raise ValueError(f"counts must have one entry for each of {len(pads)} images, got {len(counts)}")
+        places: list[PlaceholderRange] = []
+        done = 0
+        for pad, count in zip(pads, counts, strict=True):
+            inset = count if isinstance(count, Inset) else self.image_inset(count)
+            begin, end = pad, pad + 1
+            if begin > done and inset.markers == (int(token_ids[begin - 1]), *token_ids[end : end + 1].tolist()):
+                begin, end = begin - 1, end + 1
+            places.append(self._joined(token_ids, done, PlaceholderRange(begin, end, inset)))
+            done = end
+        return places
+
+    def _joined(self, token_ids: Ids, done: int, place: PlaceholderRange) -> PlaceholderRange:
+        """The place of an inset that begins with text: what stands before it, from `done` on, is one text with it."""
+        begin, end, inset = place
+        first = begin
+        while inset.lead and first > done and int(token_ids[first - 1]) not in self._special:
+            first -= 1
+        if first == begin:
+            return place
+        before, own = token_ids[first:begin], inset.ids[: inset.lead]
+        text = self._text(before)
+        if np.array_equal(self._tokenized(text, "video"), before):
+            together = self._tokenized(text + self._text(own), "video")
+        else:  # a caller's ids that no text has
+            together = np.concatenate([before, own])
+        starts = tuple(start + len(together) - len(own) for start in inset.starts)
+        ids = np.concatenate([together, inset.ids[inset.lead :]])
+        return PlaceholderRange(first, end, inset._replace(ids=ids, starts=starts))
+
+    def _text(self, ids: Ids) -> str:
+        return str(self._tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+@functools.lru_cache(64)  # many images are of one size
+def _repeated(token: int, count: int) -> Ids:
+    ids = np.full(count, token, np.int32)
+    ids.flags.writeable = False
+    return ids
