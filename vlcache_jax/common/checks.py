@@ -6,6 +6,7 @@ What codecs compute is in `vlcache_jax.pallas_kernels.link.codec`, which takes l
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import itertools
 import math
 import re
@@ -87,6 +88,14 @@ def check_text(text: Any, name: str, expected: str = "a string") -> None:
         raise ValueError(
             f"{name} must be text, got {text[error.start]!r} at character {error.start}, half of a surrogate pair"
         ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def parse_bytes(value: int | str, name: str) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.common.checks import is_loopback
 from vlcache_jax.common.progress import say
 from vlcache_jax.config import EngineConfig
 from vlcache_jax.llm import LLM
@@ -46,7 +46,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
       ValueError, OSError, MemoryError: the model cannot be opened, or the address not be listened at.
     """
     with _bound(config) as place:
-        if config.uds is None and not config.has_keys and not _is_own(config.host):
+        if config.uds is None and not config.has_keys and not is_loopback(config.host):
             say(f"warning: every client that reaches {config.host} can send requests; set --api-key to prevent it")
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
         if config.embedder is None:
@@ -257,14 +257,6 @@ def _clear(path: str) -> None:
             os.unlink(path)
         else:
             raise OSError(f"cannot listen at {path}: another server does")
-
-
-def _is_own(host: str) -> bool:
-    """Whether an address is this machine's alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _url(config: ServerConfig, place: socket.socket) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 from vlcache_jax.cache.keys import REMEMBERED, Bounded
-from vlcache_jax.cache.record import EntryGoneError, Found, Line, Meta, Outcome, Part, Place, Planes, Tier, TierError
-from vlcache_jax.cache.tiers.peer import PeerTier
+from vlcache_jax.cache.record import EntryGoneError, Found, Meta, Part, Place, Planes, TierError
+from vlcache_jax.cache.tiers.peer import PeerTier, ReadOnlyTier
 
 _MOST = 16  # peers that are asked for a record
 _SECONDS = 60.0  # for which one that was named counts: who is gone is not named again
@@ -49,16 +49,13 @@ class RecentPeers:
         return RecentPeers, ()
 
 
-class NeighbourTier(Tier):
+class NeighbourTier(ReadOnlyTier):
     """Records of whichever peers are named when one is asked for.
 
     Args:
       urls: gives their addresses now; see `PeerTier`.
       connect: makes the tier of one.
     """
-
-    label = "peer"
-    is_read_only = True
 
     def __init__(self, urls: Callable[[], Collection[str]], connect: Callable[[str], PeerTier]):
         self._urls, self._connect = urls, connect
@@ -88,17 +85,6 @@ class NeighbourTier(Tier):
         if (peer := self._where.get(meta.name)) is None:
             raise EntryGoneError(f"{meta.name}: nobody is known to hold it")
         yield from peer.read(meta, parts, place)
-
-    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
-        """A peer keeps what it computes."""
-        return "refused"
-
-    def delete(self, name: str) -> None:
-        """Does nothing: their records are not ours."""
-
-    def lines(self) -> Iterable[Line]:
-        """None: peers do not tell what they have."""
-        return ()
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
