@@ -23,7 +23,7 @@ from vlcache_jax.common.files import PICTURES, check_all_readable, check_writabl
 from vlcache_jax.common.progress import Progress, say
 from vlcache_jax.study import pairs
 from vlcache_jax.study.questions import ARRANGEMENTS, Sample, rows_of_questions
-from vlcache_jax.study.report import environment, figures, show, write
+from vlcache_jax.study.report import environment, figures, save_figure, show, write
 from vlcache_jax.study.retention import mean_of_rows
 from vlcache_jax.study.worklog import WorkLog
 
@@ -248,5 +248,4 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         axis.xaxis.set_minor_locator(NullLocator())
     left.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)

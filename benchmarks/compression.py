@@ -38,7 +38,7 @@ from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.sampling import SamplingParams
-from vlcache_jax.study.report import environment, figures, show, write
+from vlcache_jax.study.report import environment, figures, save_figure, show, write
 
 if TYPE_CHECKING:
     from vlcache_jax import LLM
@@ -213,8 +213,7 @@ def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.
     all_axes[0, 0].set_ylabel("decode [tokens/s]")
     all_axes[0, 0].legend(fontsize="small")
     figure.suptitle(f"{head['model']}, {head['dtype']}", fontsize="medium")
-    figure.savefig(picture, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, picture)
 
 
 POLICIES = ("vl-cache", "postvision")

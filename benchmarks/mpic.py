@@ -26,7 +26,7 @@ from vlcache_jax.benchmarks.ttft import TtftSetup
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.common.progress import Progress, say
 from vlcache_jax.study.accuracy import COLD, identity
-from vlcache_jax.study.report import environment, figures, publish
+from vlcache_jax.study.report import environment, figures, publish, save_figure
 from vlcache_jax.study.scoring import rouge_l
 from vlcache_jax.study.worklog import WorkLog
 
@@ -260,5 +260,4 @@ def draw(rows: Sequence[Mapping[str, Any]], picture: pathlib.Path) -> None:
         ylim=(0, None),
     )
     figure.legend(*times.get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(picture)
-    pyplot.close(figure)
+    save_figure(figure, picture, dpi=100)

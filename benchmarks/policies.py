@@ -253,7 +253,6 @@ def measure(
     with Progress("reading questions"):
         sets = questions_of(data, sizes, questions=questions, profiled=profiled, split=split)
     rows: list[dict[str, Any]] = []
-    details: list[dict[str, Any]] = []
     levels: list[dict[str, Any]] = []
     cases = {one.case: [other for other in protocols if other.case == one.case] for one in protocols}
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
@@ -275,16 +274,13 @@ def measure(
                     ratios, shares, named, asked=list(asked), image_tokens=image_tokens, num_layers=num_layers
                 )
                 policies = policies_of(groups, named, asked)
-                new, behind = _compare(llm, found, groups, policies, cases[case], max_tokens=max_tokens, work=work)
-                rows += new
-                details += behind
+                rows += _compare(llm, found, groups, policies, cases[case], max_tokens=max_tokens, work=work)
     head = environment("jax") | {
         "model": str(model or "tiny_vqa, shipped with the package"),
         "data": [path.name for path in data] or f"drawn for the trained models, split {split}",
         "auxiliary prompts": len(protocols) // len(cases),
         "dtype": dtype,
         "schedules": levels,
-        "details": details,
     }
     if out is not None:
         write("Policies side by side", rows, head, out)
@@ -299,21 +295,15 @@ def _compare(
     *,
     max_tokens: int,
     work: pathlib.Path | None,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Runs the comparisons of some questions under protocols of one case, and prints their tables.
-
-    Returns:
-      The rows of the tables, and the details of each question.
-    """
+) -> list[dict[str, Any]]:
+    """Run the comparisons of some questions under protocols of one case, print their tables and return the rows."""
     rows: list[dict[str, Any]] = []
-    details: list[dict[str, Any]] = []
     results = accuracy.run(llm, found.asked, policies, protocols, max_tokens=max_tokens, work=work)
     for part in pairs.cases_of(found.asked, results):
         new = [{"size": found.size} | row for row in table(groups, part)]
         show(f"{found.size} images, {part.title}", [pairs.printed(row, ("size", *part.shown)) for row in new])
         rows += new
-        details += [{"size": found.size} | row for row in pairs.summarize([part])[0]]
-    return rows, details
+    return rows
 
 
 def _check(

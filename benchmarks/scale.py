@@ -24,7 +24,7 @@ from vlcache_jax.common.checks import is_a, parse_counts, short
 from vlcache_jax.common.files import PICTURES, check_writable
 from vlcache_jax.common.progress import Progress, say_errors
 from vlcache_jax.router.affinity import RULES, Affinity, Rule, SeenImages, look_at, rule_of
-from vlcache_jax.study.report import publish
+from vlcache_jax.study.report import publish, save_figure
 
 INDEX_BYTES = 3900
 """Of a record in a disk tier's index: K and V of 36 layers, or the encoder's rows."""
@@ -331,7 +331,7 @@ def _draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
         axes.minorticks_off()
     axes.set_yscale("log")
     axes.legend()
-    figure.savefig(picture)
+    save_figure(figure, picture, dpi=100)
 
 
 if __name__ == "__main__":

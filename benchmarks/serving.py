@@ -18,7 +18,7 @@ from vlcache_jax.benchmarks import POLICIES, label, notes
 from vlcache_jax.benchmarks.serving_client import Client, ReceivedAnswer
 from vlcache_jax.benchmarks.serving_load import Chat, RequestLoad
 from vlcache_jax.common.progress import say
-from vlcache_jax.study.report import environment, figures, show, write
+from vlcache_jax.study.report import environment, figures, save_figure, show, write
 
 PERCENTILES = (50, 90, 99)
 COLD = "off"
@@ -293,5 +293,4 @@ def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
     for axes in (times, served):
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.minorticks_off()
-    figure.savefig(picture)
-    pyplot.close(figure)
+    save_figure(figure, picture, dpi=100)

@@ -13,7 +13,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks.floor import DeviceRates, Floor
 from vlcache_jax.outputs import RequestMetrics
-from vlcache_jax.study.report import figures, show, write
+from vlcache_jax.study.report import figures, save_figure, show, write
 
 TITLE = "Time to the first token"
 STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
@@ -159,8 +159,7 @@ def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.
     all_axes[-1, 0].set_xlabel("time to first token [s]")
     figure.suptitle(title or f"{head['model']}, {head['dtype']}\n{head['prompt']}", fontsize="medium")
     all_axes[-1, 0].legend(ncols=2, fontsize="small", loc="lower right")
-    figure.savefig(picture, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, picture)
 
 
 def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]], shown: Sequence[str]) -> None:

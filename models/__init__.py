@@ -1,14 +1,12 @@
 """The models: Flax NNX modules that define Qwen2-VL, Qwen2.5-VL and Qwen3-VL, dense and with mixtures of experts, and
 the seam to their checkpoints.
 
-A family is one folder (`qwen2_vl/`, `qwen3_vl/` and others), each with the same file names where it has its own:
-`config.py` reads `config.json`, `vision.py` is the vision tower and its host-computed tables, `published.py` holds
-tensor names, the published sizes and how prompts show videos as data. `family.py` says what such a folder must hold;
-nothing outside it asks for a family's name.
+A family is one file (`qwen2_vl.py`, `qwen3_vl.py` and others) and a line in `registry.py`. The file reads
+`config.json`, defines the vision tower and its tables, and ends with `FAMILY`, whose fields `family.py` documents.
+`registry.py` also finds published sizes by name. Code outside a family's file never compares model types.
 
-The decoder is the same network in all families, up to flags of its config, and stands once, in `decoder.py`, with
-`experts.py` for layers that have a mixture of experts. `params.py` maps parameters to the tensors of a checkpoint,
-`published.py` finds published sizes by name.
+The decoder is the same network in all families, up to flags of its config: `decoder.py` defines it once, with the
+mixtures of experts. `params.py` maps parameters to the tensors of a checkpoint.
 
 Modules define the mathematics and the shapes. They are split once, at load, into a graph definition and a plain nested
 dict of arrays; only such dicts cross a jit boundary (`bind` puts the module together again while tracing).

@@ -1,16 +1,14 @@
-"""How a family's prompts show videos (host).
+"""What a model family declares: its configuration, tensor names, published sizes, videos and vision tower.
 
-A video is a sequence of chunks, as many frames each as a patch has temporal slots. Each chunk is to the model what an
-image is; families differ in what stands between chunks, and in how time is told.
-
-What a family's folder says of itself, so that nothing outside it asks for its name.
+Each family module ends with one `FAMILY`, and the registry finds it by model type. Code outside a family's module reads
+these fields and never compares model types.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -20,15 +18,18 @@ from vlcache_jax.models.config import Fields, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Videos:
-    """What a family says of videos.
+    """How a family's prompts show videos.
+
+    A video is a sequence of chunks, each with as many frames as a patch has temporal slots. The model treats each chunk
+    as an image; families differ in the text between chunks and in how positions encode time.
 
     Attributes:
-      processor: the library's class of its video processor, which samples frames and sets their size.
-      chunk: what stands in the prompt for a chunk seen at `seconds`, its one placeholder included.
-      markers: the tokens before and behind a video's placeholder that are replaced with it; a placeholder without them
+      processor: the library's class of the video processor, which samples frames and sets their size.
+      chunk: the prompt's text for a chunk at `seconds`, with its one placeholder.
+      markers: the tokens before and after a video's placeholder that are replaced with it; a placeholder without them
         is replaced alone. None: only placeholders are replaced.
-      time_step: (configuration of the tower, seconds from chunk to chunk) -> how far apart chunks that follow each
-        other lie on the first axis of positions.
+      time_step: (configuration of the tower, seconds from chunk to chunk) -> the distance of consecutive chunks on the
+        first axis of positions.
     """
 
     processor: str
@@ -37,22 +38,22 @@ class Videos:
     markers: tuple[str, str] | None = None
 
     def text(self, seconds: Sequence[float]) -> str:
-        """What stands in the prompt for a video whose chunks were seen at `seconds`."""
+        """Return the prompt's text for a video whose chunks are at `seconds`."""
         return "".join(self.chunk.format(seconds=one) for one in seconds)
 
     def times(self, vision: Any, count: int, seconds: float) -> tuple[int, ...]:
-        """What is added to the positions of each of `count` chunks on the first axis, in the library's float32."""
+        """Return the offsets of `count` chunks on the first axis of positions, in float32 as in the library."""
         step = np.float32(self.time_step(vision, seconds))
         return tuple((np.arange(count, dtype=np.float32) * step).astype(np.int64).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """How checkpoints name a family's tensors, where that differs from the modules' paths; all are beginnings.
+    """Prefixes of tensor names that differ from the modules' paths.
 
     Attributes:
-      modules: of our paths, and what the library calls them.
-      published: of tensors in published checkpoints, and what the library calls them.
+      modules: prefix of our path -> the library's prefix.
+      published: prefix in published checkpoints -> the library's prefix.
     """
 
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -61,9 +62,9 @@ class TensorNames:
 
 @dataclasses.dataclass(frozen=True)
 class PublishedSize:
-    """A published model, in the words of its `config.json`; what all of a family have is in `Published`.
+    """A published model, in the keys of its `config.json`; `Published` has what a family's sizes share.
 
-    The width of the tower's output is the text's, whatever `vision` says.
+    The width of the tower's output is the text's, whatever `vision` has.
     """
 
     model_type: str
@@ -75,7 +76,7 @@ class PublishedSize:
 def text_fields(
     width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, vocabulary: int, positions: int, **own: Any
 ) -> dict[str, Any]:
-    """`text_config` of a published size; `own` are fields that not every family has."""
+    """Return `text_config` of a published size; `own` are fields that not every family has."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -92,17 +93,17 @@ def text_fields(
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """What the published checkpoints of a family hold beside weights, in the words of their files.
+    """What the published checkpoints of a family hold next to weights, in the keys of their files.
 
     Attributes:
       architecture: the library's class of the model.
-      rope: of the text: base, sections of M-RoPE, and what else stands beside them.
+      rope: `rope_parameters` of the text: base, sections of M-RoPE, and the family's own keys.
       image_processor: `preprocessor_config.json`.
-      video_processor: `video_preprocessor_config.json`; None: they have none.
+      video_processor: `video_preprocessor_config.json`; None: there is none.
       sizes: by name.
-      has_flat: whether there are old ones, with the text's fields at the top of `config.json`.
-      system_turn: what the chat template says first where no message does; None: nothing.
-      has_fp8: whether each size is published in 8 bits, too.
+      has_flat: whether old checkpoints have the text's fields at the top of `config.json`.
+      system_turn: the chat template's system message if the conversation has none; None: no message.
+      has_fp8: whether each size is also published in FP8.
       output_width: the key of `vision_config` that holds the width of its output, which is the text's.
     """
 
@@ -117,29 +118,25 @@ class Published:
     output_width: str = "out_hidden_size"
 
 
-class Family(Protocol):
-    """A family's package: its description, and the parts of its models that are its own.
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One model family. The decoder and the whole model are shared; `read_config` returns what differs in them.
 
-    The decoder and the whole model are the same for all; `read_config` returns what they differ in.
+    Attributes:
+      fields: the keys of `config.json` and their defaults.
+      names: how checkpoints name tensors.
+      published: the published sizes and the files next to their weights.
+      video: how prompts show videos.
+      vision_tower: the module's class, called with (configuration of the tower, dtype=, rngs=).
+      read_config: (the library's configuration, content of `config.json`) -> our configuration.
+      encoder_tables: (configuration of the tower, grids of the packed images, number of patches after padding) -> the
+        index tables of a call of the tower, by name (host).
     """
 
-    @property
-    def FIELDS(self) -> Fields: ...  # noqa: N802 -- a constant of the package
-
-    @property
-    def NAMES(self) -> TensorNames: ...  # noqa: N802
-
-    @property
-    def PUBLISHED(self) -> Published: ...  # noqa: N802
-
-    @property
-    def VIDEO(self) -> Videos: ...  # noqa: N802
-
-    @property
-    def VisionTower(self) -> Callable[..., nnx.Module]: ...  # noqa: N802
-
-    def read_config(self, config: Any, raw: dict[str, Any]) -> ModelConfig: ...
-
-    def encoder_tables(
-        self, config: Any, grids: Sequence[tuple[int, int, int]], num_patches: int
-    ) -> dict[str, np.ndarray]: ...
+    fields: Fields
+    names: TensorNames
+    published: Published
+    video: Videos
+    vision_tower: Callable[..., nnx.Module]
+    read_config: Callable[[Any, dict[str, Any]], ModelConfig]
+    encoder_tables: Callable[[Any, Sequence[tuple[int, int, int]], int], dict[str, np.ndarray]]

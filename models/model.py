@@ -21,7 +21,7 @@ class QwenVL(nnx.Module):
     """The parameters carry the library's names, so that a checkpoint maps by rule (`params.py`)."""
 
     def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
-        self.visual = FAMILIES[config.model_type].VisionTower(config.vision, dtype=dtype, rngs=rngs)
+        self.visual = FAMILIES[config.model_type].vision_tower(config.vision, dtype=dtype, rngs=rngs)
         self.language_model = Decoder(config.text, dtype=dtype, rngs=rngs)
         if not config.tie_word_embeddings:
             self.lm_head = Table(config.text.vocab_size, config.text.hidden_size, dtype=dtype)

@@ -257,7 +257,7 @@ def _tensor_name(config: ModelConfig, path: Path) -> str:
 
 
 def _names(config: ModelConfig) -> TensorNames:
-    return FAMILIES[config.model_type].NAMES
+    return FAMILIES[config.model_type].names
 
 
 def _rename(name: str, beginnings: Mapping[str, str]) -> str:

@@ -1,11 +1,4 @@
-"""Qwen2.5-VL: window attention in the vision tower, biases on q, k, v, sectioned M-RoPE.
-
-Qwen2.5-VL: window attention in the vision tower, biases on q, k, v, sectioned M-RoPE.
-
-The vision tower of Qwen2.5-VL: attention in windows, and over the whole image in a few blocks.
-
-What published checkpoints of Qwen2.5-VL look like: as Qwen2-VL's, but for what is here; and their videos.
-"""
+"""Qwen2.5-VL: attention in windows in most blocks of the vision tower, else as Qwen2-VL."""
 
 from __future__ import annotations
 
@@ -21,12 +14,11 @@ from flax import nnx
 from vlcache_jax.common.json_files import real, whole
 from vlcache_jax.models import config as base
 from vlcache_jax.models import qwen2_vl, rope, vision
-from vlcache_jax.models import qwen2_vl as qwen2
-from vlcache_jax.models.family import PublishedSize, Videos, text_fields
+from vlcache_jax.models.family import Family, PublishedSize, Videos, text_fields
 from vlcache_jax.models.layers import GatedMLP, RMSNorm
 
 FIELDS = base.Fields(
-    text=qwen2.TEXT,
+    text=qwen2_vl.TEXT,
     vision={
         "depth": 32,
         "hidden_size": 3584,
@@ -42,7 +34,7 @@ FIELDS = base.Fields(
         "fullatt_block_indexes": [7, 15, 23, 31],
         "tokens_per_second": 4,
     },
-    rope_theta=qwen2.ROPE_THETA,
+    rope_theta=qwen2_vl.ROPE_THETA,
     own_vision={
         "window_size": whole(1, 1 << 16),
         "fullatt_block_indexes": base.INDICES,
@@ -52,9 +44,9 @@ FIELDS = base.Fields(
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig(base.VisionConfig):
-    """`window_size` is the side of an attention window in pixels; blocks in `full_blocks` see the whole image. A second
-    of a video is `tokens_per_second` positions long."""
+class Qwen25VLVisionConfig(base.VisionConfig):
+    """`window_size` is the side of an attention window in pixels; blocks in `full_blocks` attend to the whole image. A
+    second of a video is `tokens_per_second` positions long."""
 
     window_size: int
     full_blocks: tuple[int, ...]
@@ -67,24 +59,24 @@ class VisionConfig(base.VisionConfig):
 
 
 def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
-    """Our configuration of the library's `config`; `raw` is the content of `config.json`."""
-    vision = config.vision_config
-    decoder = qwen2.read_text(config)
-    if vision.window_size < (token := vision.spatial_merge_size * vision.patch_size):
-        raise ValueError(f"window_size must be at least the {token} pixels of an image token, got {vision.window_size}")
-    tower = VisionConfig(
-        **base.read_vision(vision, "silu"),
-        window_size=vision.window_size,
-        full_blocks=tuple(vision.fullatt_block_indexes),
-        tokens_per_second=vision.tokens_per_second,
+    """Return our configuration for the library's `config`; `raw` is the content of `config.json`."""
+    given = config.vision_config
+    decoder = qwen2_vl.read_decoder(config)
+    if given.window_size < (token := given.spatial_merge_size * given.patch_size):
+        raise ValueError(f"window_size must be at least the {token} pixels of an image token, got {given.window_size}")
+    tower = Qwen25VLVisionConfig(
+        **base.read_vision(given, "silu"),
+        window_size=given.window_size,
+        full_blocks=tuple(given.fullatt_block_indexes),
+        tokens_per_second=given.tokens_per_second,
     )
-    return base.read_model(config, raw, decoder, tower, tie_word_embeddings=qwen2.is_tied(config))
+    return base.read_model(config, raw, decoder, tower, tie_word_embeddings=qwen2_vl.is_tied(config))
 
 
-class VisionTower(nnx.Module):
+class Qwen25VLVisionTower(nnx.Module):
     """Packed patches to image tokens. Image tokens are reordered window by window, and put back after the merger."""
 
-    def __init__(self, config: VisionConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: Qwen25VLVisionConfig, *, dtype: Any, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm, config.hidden_size, 1e-6, dtype=dtype)
         mlp = functools.partial(
             GatedMLP, config.hidden_size, config.intermediate_size, bias=True, dtype=dtype, rngs=rngs
@@ -115,22 +107,24 @@ class VisionTower(nnx.Module):
         return self.merger(x)[tables["image_order"]][None]
 
 
-def encoder_tables(config: VisionConfig, grids: Sequence[vision.Grid], num_patches: int) -> dict[str, np.ndarray]:
-    """What the tower must know of images packed one after the other and padded to `num_patches` (host).
+def encoder_tables(
+    config: Qwen25VLVisionConfig, grids: Sequence[vision.Grid], num_patches: int
+) -> dict[str, np.ndarray]:
+    """Return the tower's index tables for images packed one after the other and padded to `num_patches` (host).
 
     window_order [P / merge^2]: the image token at each place of the window order; image_order: its inverse;
-    yx [P, 2] in window order; {image, window}_{start, end} [P]: the rows that a row sees.
+    yx [P, 2] in window order; {image, window}_{start, end} [P]: the patches that a patch attends to.
     """
     unit = config.merge_size**2
-    order, yx, base = [], [], 0
+    order, yx, first = [], [], 0
     windows: list[int] = []
     for _, h, w in grids:
         index, lengths = _windows(h // config.merge_size, w // config.merge_size, config.window_side)
-        order.append(index + base)
+        order.append(index + first)
         yx.append(vision.block_coordinates(h, w, config.merge_size).reshape(-1, unit, 2)[index].reshape(-1, 2))
         windows.extend(lengths * unit)
-        base += len(index)
-    order.append(np.arange(base, num_patches // unit, dtype=np.int32))
+        first += len(index)
+    order.append(np.arange(first, num_patches // unit, dtype=np.int32))
     window_order = np.concatenate(order)
     image_start, image_end = vision.segments([h * w for _, h, w in grids], num_patches)
     window_start, window_end = vision.segments(windows, num_patches)
@@ -156,32 +150,40 @@ def _windows(h: int, w: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(windows), np.array([len(window) for window in windows])
 
 
-POSITIONS = 128000
-VISION = {**FIELDS.vision, "hidden_size": 1280, "tokens_per_second": 2}
-WIDER_VISION = {**VISION, "intermediate_size": 3456}
+_POSITIONS = 128000
+_VISION = {**FIELDS.vision, "hidden_size": 1280, "tokens_per_second": 2}
+_WIDER_VISION = {**_VISION, "intermediate_size": 3456}
 
-NAMES = qwen2_vl.NAMES
-PUBLISHED = dataclasses.replace(
-    qwen2_vl.PUBLISHED,
-    architecture="Qwen2_5_VLForConditionalGeneration",
-    image_processor={**qwen2_vl.PUBLISHED.image_processor, "processor_class": "Qwen2_5_VLProcessor"},
-    sizes={
-        "Qwen2.5-VL-3B": PublishedSize(
-            "qwen2_5_vl", text_fields(2048, 36, 16, 2, 11008, 151936, POSITIONS), VISION, True
-        ),
-        "Qwen2.5-VL-7B": PublishedSize("qwen2_5_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), VISION),
-        "Qwen2.5-VL-32B": PublishedSize(
-            "qwen2_5_vl", text_fields(5120, 64, 40, 8, 27648, 152064, POSITIONS), WIDER_VISION
-        ),
-        "Qwen2.5-VL-72B": PublishedSize(
-            "qwen2_5_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), WIDER_VISION
-        ),
-    },
-    output_width="out_hidden_size",
-)
-# All chunks in one run of placeholders, positions by the seconds between them.
-VIDEO = Videos(
-    processor="Qwen2VLVideoProcessor",
-    chunk="<|video_pad|>",
-    time_step=lambda vision, seconds: vision.tokens_per_second * seconds,
+FAMILY = Family(
+    fields=FIELDS,
+    names=qwen2_vl.FAMILY.names,
+    published=dataclasses.replace(
+        qwen2_vl.FAMILY.published,
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        image_processor={**qwen2_vl.FAMILY.published.image_processor, "processor_class": "Qwen2_5_VLProcessor"},
+        sizes={
+            "Qwen2.5-VL-3B": PublishedSize(
+                "qwen2_5_vl", text_fields(2048, 36, 16, 2, 11008, 151936, _POSITIONS), _VISION, True
+            ),
+            "Qwen2.5-VL-7B": PublishedSize(
+                "qwen2_5_vl", text_fields(3584, 28, 28, 4, 18944, 152064, _POSITIONS), _VISION
+            ),
+            "Qwen2.5-VL-32B": PublishedSize(
+                "qwen2_5_vl", text_fields(5120, 64, 40, 8, 27648, 152064, _POSITIONS), _WIDER_VISION
+            ),
+            "Qwen2.5-VL-72B": PublishedSize(
+                "qwen2_5_vl", text_fields(8192, 80, 64, 8, 29568, 152064, _POSITIONS), _WIDER_VISION
+            ),
+        },
+        output_width="out_hidden_size",
+    ),
+    # All chunks stand in one run of placeholders; the seconds between them set their positions.
+    video=Videos(
+        processor="Qwen2VLVideoProcessor",
+        chunk="<|video_pad|>",
+        time_step=lambda vision, seconds: vision.tokens_per_second * seconds,
+    ),
+    vision_tower=Qwen25VLVisionTower,
+    read_config=read_config,
+    encoder_tables=encoder_tables,
 )

@@ -1,12 +1,6 @@
-"""Qwen2-VL: the whole image is seen in every block of the vision tower, biases on q, k, v, sectioned M-RoPE.
+"""Qwen2-VL: attention over the whole image in every block of the vision tower, biases on q, k, v, sectioned M-RoPE.
 
-Qwen2-VL: the whole image is seen in every block of the vision tower, biases on q, k, v, sectioned M-RoPE.
-
-The decoder, and how a file says that the embeddings are tied, are those of Qwen2.5-VL, too.
-
-The vision tower of Qwen2-VL: attention over the whole image in every block.
-
-What published checkpoints of Qwen2-VL look like, and how their prompts show videos.
+Qwen2.5-VL shares its decoder, its tensor names and the rule for tied embeddings.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ from vlcache_jax.common.json_files import whole
 from vlcache_jax.models import config as base
 from vlcache_jax.models import rope, vision
 from vlcache_jax.models.config import VisionConfig
-from vlcache_jax.models.family import Published, PublishedSize, TensorNames, Videos, text_fields
+from vlcache_jax.models.family import Family, Published, PublishedSize, TensorNames, Videos, text_fields
 from vlcache_jax.models.layers import by_chunks, layer_norm, linear
 
 TEXT = {
@@ -59,26 +53,26 @@ FIELDS = base.Fields(
 
 
 def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
-    """Our configuration of the library's `config`; `raw` is the content of `config.json`."""
-    vision, text = config.vision_config, config.text_config
-    decoder = read_text(config)
+    """Return our configuration for the library's `config`; `raw` is the content of `config.json`."""
+    given, text = config.vision_config, config.text_config
+    decoder = read_decoder(config)
     # The width of the tower is `embed_dim` here, and `hidden_size` that of its output.
-    if vision.hidden_size != text.hidden_size:
-        raise ValueError(f"vision hidden_size must equal hidden_size = {text.hidden_size}, got {vision.hidden_size}")
-    tower = base.VisionConfig(
+    if given.hidden_size != text.hidden_size:
+        raise ValueError(f"vision hidden_size must equal hidden_size = {text.hidden_size}, got {given.hidden_size}")
+    tower = VisionConfig(
         **base.read_vision(
-            vision,
+            given,
             "quick_gelu",
-            hidden_size=vision.embed_dim,
-            intermediate_size=vision.embed_dim * vision.mlp_ratio,
-            out_hidden_size=vision.hidden_size,
+            hidden_size=given.embed_dim,
+            intermediate_size=given.embed_dim * given.mlp_ratio,
+            out_hidden_size=given.hidden_size,
         )
     )
     return base.read_model(config, raw, decoder, tower, tie_word_embeddings=is_tied(config))
 
 
-def read_text(config: Any) -> base.TextConfig:
-    """The decoder of Qwen2-VL and Qwen2.5-VL."""
+def read_decoder(config: Any) -> base.TextConfig:
+    """Return the configuration of the decoder of Qwen2-VL and Qwen2.5-VL."""
     text = config.text_config
     if text.hidden_size % text.num_attention_heads:
         heads = text.num_attention_heads
@@ -94,7 +88,7 @@ def read_text(config: Any) -> base.TextConfig:
 
 
 def is_tied(config: Any) -> bool:
-    """Whether the output head is the table of embeddings. Some checkpoints say it of the text alone."""
+    """Return whether the output head is the embedding table. Some checkpoints declare it in `text_config` only."""
     return bool(config.tie_word_embeddings or getattr(config.text_config, "tie_word_embeddings", False))
 
 
@@ -113,7 +107,7 @@ class Qwen2VLMLP(nnx.Module):
         return self.fc2((y * jax.nn.sigmoid(1.702 * y)).astype(x.dtype))
 
 
-class VisionTower(nnx.Module):
+class Qwen2VLVisionTower(nnx.Module):
     """Packed patches to image tokens."""
 
     def __init__(self, config: VisionConfig, *, dtype: Any, rngs: nnx.Rngs):
@@ -143,49 +137,54 @@ class VisionTower(nnx.Module):
 
 
 def encoder_tables(config: VisionConfig, grids: Sequence[vision.Grid], num_patches: int) -> dict[str, np.ndarray]:
-    """What the tower must know of images packed one after the other and padded to `num_patches` (host)."""
+    """Return the tower's index tables for images packed one after the other and padded to `num_patches` (host)."""
     return vision.image_tables(config, grids, num_patches)
 
 
-POSITIONS = 32768
-NAMES = TensorNames(
-    modules={
-        "visual.merger.norm.": "visual.merger.ln_q.",
-        "visual.merger.linear_fc1.": "visual.merger.mlp.0.",
-        "visual.merger.linear_fc2.": "visual.merger.mlp.2.",
-    },
-    published={"visual.": "model.visual.", "model.": "model.language_model."},
-)
-PUBLISHED = Published(
-    architecture="Qwen2VLForConditionalGeneration",
-    rope={"rope_theta": ROPE_THETA, "mrope_section": [16, 24, 24]},
-    image_processor={
-        "patch_size": 14,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "min_pixels": 3136,
-        "max_pixels": 12845056,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor",
-    },
-    sizes={
-        "Qwen2-VL-2B": PublishedSize(
-            "qwen2_vl", text_fields(1536, 28, 12, 2, 8960, 151936, POSITIONS), FIELDS.vision, True
-        ),
-        "Qwen2-VL-7B": PublishedSize("qwen2_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), FIELDS.vision),
-        "Qwen2-VL-72B": PublishedSize(
-            "qwen2_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), FIELDS.vision
-        ),
-    },
-    has_flat=True,
-    system_turn="You are a helpful assistant.",
-    output_width="hidden_size",
-)
-# All chunks in one run of placeholders, one position apart.
-VIDEO = Videos(
-    processor="Qwen2VLVideoProcessor",
-    chunk="<|video_pad|>",
-    time_step=lambda vision, seconds: 1,
+_POSITIONS = 32768
+
+FAMILY = Family(
+    fields=FIELDS,
+    names=TensorNames(
+        modules={
+            "visual.merger.norm.": "visual.merger.ln_q.",
+            "visual.merger.linear_fc1.": "visual.merger.mlp.0.",
+            "visual.merger.linear_fc2.": "visual.merger.mlp.2.",
+        },
+        published={"visual.": "model.visual.", "model.": "model.language_model."},
+    ),
+    published=Published(
+        architecture="Qwen2VLForConditionalGeneration",
+        rope={"rope_theta": ROPE_THETA, "mrope_section": [16, 24, 24]},
+        image_processor={
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "min_pixels": 3136,
+            "max_pixels": 12845056,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2VLProcessor",
+        },
+        sizes={
+            "Qwen2-VL-2B": PublishedSize(
+                "qwen2_vl", text_fields(1536, 28, 12, 2, 8960, 151936, _POSITIONS), FIELDS.vision, True
+            ),
+            "Qwen2-VL-7B": PublishedSize(
+                "qwen2_vl", text_fields(3584, 28, 28, 4, 18944, 152064, _POSITIONS), FIELDS.vision
+            ),
+            "Qwen2-VL-72B": PublishedSize(
+                "qwen2_vl", text_fields(8192, 80, 64, 8, 29568, 152064, _POSITIONS), FIELDS.vision
+            ),
+        },
+        has_flat=True,
+        system_turn="You are a helpful assistant.",
+        output_width="hidden_size",
+    ),
+    # All chunks stand in one run of placeholders, one position apart.
+    video=Videos(processor="Qwen2VLVideoProcessor", chunk="<|video_pad|>", time_step=lambda vision, seconds: 1),
+    vision_tower=Qwen2VLVisionTower,
+    read_config=read_config,
+    encoder_tables=encoder_tables,
 )

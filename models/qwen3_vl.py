@@ -1,11 +1,4 @@
-"""Qwen3-VL (dense): learned positions and DeepStack in the vision tower, q/k norms, interleaved M-RoPE.
-
-Qwen3-VL (dense): learned positions and DeepStack in the vision tower, q/k norms, interleaved M-RoPE.
-
-The vision tower of Qwen3-VL: learned positions, full attention per image, DeepStack.
-
-What published checkpoints of Qwen3-VL look like, and how their prompts show videos.
-"""
+"""Qwen3-VL (dense): learned positions and DeepStack in the vision tower, q and k norms, interleaved M-RoPE."""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ from flax import nnx
 from vlcache_jax.common.json_files import whole
 from vlcache_jax.models import config as base
 from vlcache_jax.models import rope, vision
-from vlcache_jax.models.family import Published, PublishedSize, TensorNames, Videos, text_fields
+from vlcache_jax.models.family import Family, Published, PublishedSize, TensorNames, Videos, text_fields
 from vlcache_jax.models.layers import Table, by_chunks, layer_norm, linear
 
 FIELDS = base.Fields(
@@ -60,7 +53,7 @@ FIELDS = base.Fields(
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig(base.VisionConfig):
+class Qwen3VLVisionConfig(base.VisionConfig):
     """The output of the blocks in `deepstack_blocks` is added to the hidden states after decoder layers 0, 1, 2..."""
 
     num_position_embeddings: int
@@ -77,19 +70,19 @@ class VisionConfig(base.VisionConfig):
 
 
 def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
-    """Our configuration of the library's `config`; `raw` is the content of `config.json`."""
-    vision, text = config.vision_config, config.text_config
+    """Return our configuration for the library's `config`; `raw` is the content of `config.json`."""
+    given, text = config.vision_config, config.text_config
     base.expect("attention_bias", text.attention_bias, False)
-    blocks = vision.deepstack_visual_indexes
+    blocks = given.deepstack_visual_indexes
     # Ascending: the library adds the features in the order of the blocks, whatever the order of the list.
-    if len(blocks) > text.num_hidden_layers or list(blocks) != [i for i in range(vision.depth) if i in blocks]:
+    if len(blocks) > text.num_hidden_layers or list(blocks) != [i for i in range(given.depth) if i in blocks]:
         raise ValueError(
-            f"deepstack_visual_indexes must be ascending indices below depth = {vision.depth}, "
+            f"deepstack_visual_indexes must be ascending indices below depth = {given.depth}, "
             f"at most num_hidden_layers = {text.num_hidden_layers} of them, got {blocks}"
         )
-    tower = VisionConfig(
-        **base.read_vision(vision, "gelu_pytorch_tanh"),
-        num_position_embeddings=vision.num_position_embeddings,
+    tower = Qwen3VLVisionConfig(
+        **base.read_vision(given, "gelu_pytorch_tanh"),
+        num_position_embeddings=given.num_position_embeddings,
         deepstack_blocks=tuple(blocks),
     )
     decoder = base.read_text(
@@ -104,7 +97,7 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
 
 
 class Qwen3VLMLP(nnx.Module):
-    def __init__(self, config: VisionConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: Qwen3VLVisionConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.linear_fc1 = linear(config.hidden_size, config.intermediate_size, bias=True, dtype=dtype, rngs=rngs)
         self.linear_fc2 = linear(config.intermediate_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
 
@@ -112,10 +105,10 @@ class Qwen3VLMLP(nnx.Module):
         return by_chunks(lambda x: self.linear_fc2(jax.nn.gelu(self.linear_fc1(x), approximate=True)), x)
 
 
-class VisionTower(nnx.Module):
+class Qwen3VLVisionTower(nnx.Module):
     """Packed patches to image tokens."""
 
-    def __init__(self, config: VisionConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: Qwen3VLVisionConfig, *, dtype: Any, rngs: nnx.Rngs):
         norm = functools.partial(layer_norm, config.hidden_size, dtype=dtype, rngs=rngs)
         mlp = functools.partial(Qwen3VLMLP, config, dtype=dtype, rngs=rngs)
         merger = functools.partial(vision.Merger, config, dtype=dtype, rngs=rngs)
@@ -152,10 +145,12 @@ class VisionTower(nnx.Module):
         return jnp.stack([self.merger(x), *(deepstack[j] for j in range(len(deepstack)))])
 
 
-def encoder_tables(config: VisionConfig, grids: Sequence[vision.Grid], num_patches: int) -> dict[str, np.ndarray]:
-    """What the tower must know of images packed one after the other and padded to `num_patches` (host).
+def encoder_tables(
+    config: Qwen3VLVisionConfig, grids: Sequence[vision.Grid], num_patches: int
+) -> dict[str, np.ndarray]:
+    """Return the tower's index tables for images packed one after the other and padded to `num_patches` (host).
 
-    Beside `vision.image_tables`: tap [P, 4] and tap_weight [P, 4] of the learned positions.
+    In addition to `vision.image_tables`: tap [P, 4] and tap_weight [P, 4] of the learned positions.
     """
     per_image = [_position_taps(h, w, config.merge_size, config.position_side) for _, h, w in grids]
     return {
@@ -167,7 +162,8 @@ def encoder_tables(config: VisionConfig, grids: Sequence[vision.Grid], num_patch
 
 @functools.lru_cache(maxsize=256)
 def _position_taps(h: int, w: int, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """The four learned positions around each patch, [h * w, 4], and their bilinear weights; corners meet corners."""
+    """Return the four learned positions around each patch, [h * w, 4], and their bilinear weights. The corners of the
+    image are those of the grid of positions."""
 
     def axis(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         at = np.arange(n, dtype=np.float32) * np.float32(side - 1) / np.float32(max(n - 1, 1))
@@ -188,51 +184,58 @@ SMALL_VISION = {
     **VISION, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17],
 }  # fmt: skip
 
-NAMES = TensorNames()  # published as the library has them
-
-PUBLISHED = Published(
-    architecture="Qwen3VLForConditionalGeneration",
-    rope={"rope_theta": FIELDS.rope_theta, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
-    image_processor={
-        "patch_size": 16,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "processor_class": "Qwen3VLProcessor",
-    },
-    video_processor={
-        "patch_size": 16,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "size": {"shortest_edge": 4096, "longest_edge": 25165824},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "processor_class": "Qwen3VLProcessor",
-    },
-    sizes={
-        "Qwen3-VL-2B": PublishedSize(
-            "qwen3_vl", text_fields(2048, 28, 16, 8, 6144, 151936, POSITIONS, **OWN), SMALL_VISION, True
-        ),
-        "Qwen3-VL-4B": PublishedSize(
-            "qwen3_vl", text_fields(2560, 36, 32, 8, 9728, 151936, POSITIONS, **OWN), SMALL_VISION, True
-        ),
-        "Qwen3-VL-8B": PublishedSize("qwen3_vl", text_fields(4096, 36, 32, 8, 12288, 151936, POSITIONS, **OWN), VISION),
-        "Qwen3-VL-32B": PublishedSize(
-            "qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION
-        ),
-    },
-    has_fp8=True,
-)
-# Each chunk stands on its own behind the text that says when it was seen. Each has markers of its own; those that a
-# chat template puts around the whole video go, as in the code at the models' release (transformers 4.57). The library
-# of today leaves them around the chunks.
-VIDEO = Videos(
-    processor="Qwen3VLVideoProcessor",
-    chunk="<{seconds:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>",
-    time_step=lambda vision, seconds: 0,
-    markers=("<|vision_start|>", "<|vision_end|>"),
+FAMILY = Family(
+    fields=FIELDS,
+    names=TensorNames(),  # published under the library's names
+    published=Published(
+        architecture="Qwen3VLForConditionalGeneration",
+        rope={"rope_theta": FIELDS.rope_theta, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+        image_processor={
+            "patch_size": 16,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "processor_class": "Qwen3VLProcessor",
+        },
+        video_processor={
+            "patch_size": 16,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 4096, "longest_edge": 25165824},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "processor_class": "Qwen3VLProcessor",
+        },
+        sizes={
+            "Qwen3-VL-2B": PublishedSize(
+                "qwen3_vl", text_fields(2048, 28, 16, 8, 6144, 151936, POSITIONS, **OWN), SMALL_VISION, True
+            ),
+            "Qwen3-VL-4B": PublishedSize(
+                "qwen3_vl", text_fields(2560, 36, 32, 8, 9728, 151936, POSITIONS, **OWN), SMALL_VISION, True
+            ),
+            "Qwen3-VL-8B": PublishedSize(
+                "qwen3_vl", text_fields(4096, 36, 32, 8, 12288, 151936, POSITIONS, **OWN), VISION
+            ),
+            "Qwen3-VL-32B": PublishedSize(
+                "qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION
+            ),
+        },
+        has_fp8=True,
+    ),
+    # Each chunk stands after the text of its time and has markers of its own. The markers that a chat template puts
+    # around the whole video are dropped, as in the code at the models' release (transformers 4.57). Today's library
+    # leaves them around the chunks.
+    video=Videos(
+        processor="Qwen3VLVideoProcessor",
+        chunk="<{seconds:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>",
+        time_step=lambda vision, seconds: 0,
+        markers=("<|vision_start|>", "<|vision_end|>"),
+    ),
+    vision_tower=Qwen3VLVisionTower,
+    read_config=read_config,
+    encoder_tables=encoder_tables,
 )

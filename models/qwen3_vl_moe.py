@@ -1,9 +1,4 @@
-"""Qwen3-VL with mixtures of experts: a decoder whose rows pass a few of many MLPs; all else is as in Qwen3-VL.
-
-Qwen3-VL with mixtures of experts: which layers have how many experts.
-
-What published checkpoints of Qwen3-VL with mixtures of experts look like.
-"""
+"""Qwen3-VL with mixtures of experts: each token passes a few of the many MLPs of a layer; else as Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -13,13 +8,7 @@ from typing import Any
 from vlcache_jax.common.json_files import optional, whole
 from vlcache_jax.models import config as base
 from vlcache_jax.models import qwen3_vl
-from vlcache_jax.models.family import PublishedSize, TensorNames, text_fields
-from vlcache_jax.models.qwen3_vl import OWN, POSITIONS, VISION
-from vlcache_jax.models.qwen3_vl import VIDEO as VIDEO
-from vlcache_jax.models.qwen3_vl import VisionTower as VisionTower
-from vlcache_jax.models.qwen3_vl import encoder_tables as encoder_tables
-
-VisionConfig = qwen3_vl.VisionConfig
+from vlcache_jax.models.family import PublishedSize, text_fields
 
 FIELDS = dataclasses.replace(
     qwen3_vl.FIELDS,
@@ -46,14 +35,14 @@ FIELDS = dataclasses.replace(
         "moe_intermediate_size": whole(1, 1 << 20),
         "num_experts_per_tok": whole(1, 1 << 12),
         "num_experts": whole(0, 1 << 12),
-        "num_local_experts": whole(0, 1 << 12),  # another name that the library has for `num_experts`
+        "num_local_experts": whole(0, 1 << 12),  # the library's other name for `num_experts`
         "mlp_only_layers": optional(base.INDICES),
     },
 )
 
 
 def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
-    """Our configuration of the library's `config`; `raw` is the content of `config.json`."""
+    """Return our configuration for the library's `config`; `raw` is the content of `config.json`."""
     text = config.text_config
     if text.head_dim is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
@@ -63,7 +52,7 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
 
 
 def read_experts(text: Any) -> base.ExpertsConfig | None:
-    """The experts of the library's `text_config`; None: no layer has any."""
+    """Return the experts of the library's `text_config`; None: no layer has any."""
     count = getattr(text, "num_local_experts", text.num_experts)
     layers = tuple(
         i
@@ -77,11 +66,9 @@ def read_experts(text: Any) -> base.ExpertsConfig | None:
     return base.ExpertsConfig(count, text.num_experts_per_tok, text.moe_intermediate_size, layers)
 
 
-NAMES = TensorNames()  # published as the library has them
-
-
 def _text(width: int, layers: int, heads: int, mlp_width: int, expert_width: int) -> dict[str, Any]:
-    """Every layer has 128 experts, of which a row passes 8; `mlp_width` is said, but no layer has such an MLP."""
+    """Return `text_config` with 128 experts in every layer, of which a token passes 8. No layer has the MLP of
+    `mlp_width`."""
     experts = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
@@ -89,14 +76,19 @@ def _text(width: int, layers: int, heads: int, mlp_width: int, expert_width: int
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    return text_fields(width, layers, heads, 4, mlp_width, 151936, POSITIONS, **OWN, **experts)
+    return text_fields(width, layers, heads, 4, mlp_width, 151936, qwen3_vl.POSITIONS, **qwen3_vl.OWN, **experts)
 
 
-PUBLISHED = dataclasses.replace(
-    qwen3_vl.PUBLISHED,
-    architecture="Qwen3VLMoeForConditionalGeneration",
-    sizes={
-        "Qwen3-VL-30B-A3B": PublishedSize("qwen3_vl_moe", _text(2048, 48, 32, 6144, 768), VISION),
-        "Qwen3-VL-235B-A22B": PublishedSize("qwen3_vl_moe", _text(4096, 94, 64, 12288, 1536), VISION),
-    },
+FAMILY = dataclasses.replace(
+    qwen3_vl.FAMILY,
+    fields=FIELDS,
+    published=dataclasses.replace(
+        qwen3_vl.FAMILY.published,
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        sizes={
+            "Qwen3-VL-30B-A3B": PublishedSize("qwen3_vl_moe", _text(2048, 48, 32, 6144, 768), qwen3_vl.VISION),
+            "Qwen3-VL-235B-A22B": PublishedSize("qwen3_vl_moe", _text(4096, 94, 64, 12288, 1536), qwen3_vl.VISION),
+        },
+    ),
+    read_config=read_config,
 )

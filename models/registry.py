@@ -1,4 +1,4 @@
-"""The model families, and the published sizes, by name."""
+"""The model families by model type, and the published sizes of all families by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vlcache_jax.models.config import ModelConfig, check_config, library_config,
 from vlcache_jax.models.family import Family, PublishedSize
 
 FAMILIES: dict[str, Family] = {
-    "qwen2_vl": qwen2_vl,
-    "qwen2_5_vl": qwen2_5_vl,
-    "qwen3_vl": qwen3_vl,
-    "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen2_vl": qwen2_vl.FAMILY,
+    "qwen2_5_vl": qwen2_5_vl.FAMILY,
+    "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
 }
 
 
@@ -46,10 +46,10 @@ def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")
     family = FAMILIES[model_type]
-    check_config(raw, family.FIELDS, path)
+    check_config(raw, family.fields, path)
     read_quantization(raw, path)  # a format that is not read is named before what else may be wrong
     try:
-        model = family.read_config(library_config(raw, family.FIELDS), raw)
+        model = family.read_config(library_config(raw, family.fields), raw)
     except Exception as error:  # whatever the fields together lead to
         reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} must describe a model that is supported: {reason}") from error
@@ -59,14 +59,14 @@ def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
 
 
 SIZES: dict[str, PublishedSize] = {
-    name: size for family in FAMILIES.values() for name, size in family.PUBLISHED.sizes.items()
+    name: size for family in FAMILIES.values() for name, size in family.published.sizes.items()
 }
 
 LIKE = {f"Qwen3-VL-{kind}-{size}": f"Qwen3-VL-{size}" for kind in ("Embedding", "Reranker") for size in ("2B", "8B")}
 """Published models that are of another one's size, with another use of their last token."""
 
 
-FP8 = {f"{name}-FP8": name for name, size in SIZES.items() if FAMILIES[size.model_type].PUBLISHED.has_fp8}
+FP8 = {f"{name}-FP8": name for name, size in SIZES.items() if FAMILIES[size.model_type].published.has_fp8}
 """Published models whose decoders are in 8 bits, and the size that each is of."""
 
 _FP8_CONFIG = {
@@ -99,7 +99,7 @@ def config_file(size: PublishedSize, *, dtype: str, **tokens: int) -> dict[str, 
 
     Heads of another width than the published ones share out their frequencies among T, H and W alike.
     """
-    published, text = FAMILIES[size.model_type].PUBLISHED, size.text
+    published, text = FAMILIES[size.model_type].published, size.text
     half = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
     section = published.rope["mrope_section"]
     side = half * section[1] // sum(section)  # H and W have as many

@@ -144,7 +144,7 @@ CASES = (
     KernelCase("one slot", 3, 1, 3, 3, 24, whole),
 )
 
-# On a GPU only: ways to cut that no heuristic chooses for cases so small, as fields of the kernel's `Config`.
+# On a GPU only: ways to cut that no heuristic chooses for cases so small, as fields of `AttentionConfig`.
 WAYS: tuple[tuple[KernelCase, dict[str, Any]], ...] = (
     (KernelCase("causal", 45, 300, 6, 2, 64, causal), {"block": 128}),
     (KernelCase("no turns", 45, 300, 4, 1, 64, causal), {"block": 64, "stages": 3, "take_turns": False}),

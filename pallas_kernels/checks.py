@@ -80,7 +80,7 @@ def _cut(implementation: str, *args: jax.Array, scale: float, **fields: Any) -> 
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
     interpret = dispatch.interpreter(dispatch.Choice("attention", "", implementation, "checked"))
-    return mosaic_gpu.attention(*args, scale=scale, config=mosaic_gpu.Config(**fields), interpret=interpret)
+    return mosaic_gpu.attention(*args, scale=scale, config=mosaic_gpu.AttentionConfig(**fields), interpret=interpret)
 
 
 def _paged(

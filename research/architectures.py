@@ -333,7 +333,7 @@ def main() -> None:
                     "capability": target.chip.capability,
                     "cases": {case: found[case] for case in CASES if case in found},
                 }
-            write_whole(arguments.out, json.dumps(content, indent=1) + "\n")
+            write_whole(arguments.out, report.to_json(content))
 
 
 if __name__ == "__main__":

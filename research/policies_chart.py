@@ -14,7 +14,7 @@ from typing import Any
 from research.published import RESULTS
 from vlcache_jax.reuse.selection import APPROXIMATE
 from vlcache_jax.study.accuracy import COLD
-from vlcache_jax.study.report import figures
+from vlcache_jax.study.report import figures, save_figure
 
 STUDY = "study_unnumbered_small.json"
 CASE = {"arrangement": "text_first", "donors": "apart", "images": "several"}
@@ -53,8 +53,7 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     axes.set_title("tiny-vqa: two images cached separately, new text before them", fontsize="medium")
     axes.legend(fontsize=8, loc="center right")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def _held(name: str, config: ModelConfig, count: int) -> dict[str, Any]:
     """Bytes on each GPU, and tokens of the pool of all."""
     computed = widened(config, count)
     kv = KVShape.of(computed, BFLOAT16)
-    images = FAMILIES[SIZES[name].model_type].PUBLISHED.image_processor
+    images = FAMILIES[SIZES[name].model_type].published.image_processor
     most = int(images["size"]["longest_edge"]) // config.vision.patch_size**2
     ladder = limit_patches(Ladder(), most, config.vision.merge_size)
     weights, activations = weight_bytes(computed, BFLOAT16, count), activation_bytes(computed, kv, ladder, count)

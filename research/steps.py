@@ -326,7 +326,7 @@ def measure(checkout: pathlib.Path, only: Sequence[str], limit: float, out: path
         found[name] = compile_apart(case, checkout, limit)
         print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
         content = {"title": TITLE, **head, **same, "cases": found, "rows": summary(found)}
-        write_whole(out, json.dumps(content, indent=1) + "\n")
+        write_whole(out, report.to_json(content))
     return summary(found)
 
 

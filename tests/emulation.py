@@ -108,7 +108,7 @@ def emulated(chosen: str | None = IMPLEMENTATION) -> Iterator[None]:
             return dispatch.Choice(kernel, case, IMPLEMENTATION, "emulated")
         return choose(kernel, case, "xla", checks)
 
-    config = mosaic_gpu_mma.Config(3, 32, False, PROGRAMS)
+    config = mosaic_gpu_mma.AttentionMmaConfig(3, 32, False, PROGRAMS)
     with pytest.MonkeyPatch.context() as patch:
         for module in (mosaic_gpu_mma, ring, fragments):
             patch.setattr(module, "plgpu", stands)

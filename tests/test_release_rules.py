@@ -31,7 +31,7 @@ from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import PromptRenderer
 from vlcache_jax.inputs.video_processor import VideoProcessor
 from vlcache_jax.inputs.videos import NO_OPTIONS, read_video
-from vlcache_jax.models.qwen3_vl import VisionTower, encoder_tables
+from vlcache_jax.models.qwen3_vl import Qwen3VLVisionTower, encoder_tables
 from vlcache_jax.models.registry import FAMILIES, load_config
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.testing import make_checkpoint
@@ -69,7 +69,7 @@ def cut(directory, video):
 )
 def test_text_behind_a_video(directory, name, frames, text, answer):
     chunks, config = frames // 2, load_config(directory(name))
-    times = FAMILIES[name].VIDEO.times(config.vision, chunks, 1.0)
+    times = FAMILIES[name].video.times(config.vision, chunks, 1.0)
     starts = [4 + 6 * i for i in range(chunks)]
     positions, delta = mrope_positions(8 + 6 * chunks, starts, [(2, 3)] * chunks, times)
     assert positions[:, -4:].tolist() == [list(range(text, text + 4))] * 3
@@ -96,7 +96,7 @@ def test_markers_around_a_video(directory, text):
     renderer = PromptRenderer.from_pretrained(directory("qwen3_vl"))
     tokens = lambda words: np.array(renderer.tokenizer(words)["input_ids"], np.int32)  # noqa: E731
     assert len(tokens(" <")) == 1
-    videos = FAMILIES["qwen3_vl"].VIDEO
+    videos = FAMILIES["qwen3_vl"].video
     shown = [videos.text(seconds) for seconds in ([0.25, 1.25], [3.0])][: text.count("<|video_pad|>")]
     expected = release.with_videos(text, [one.replace("<|video_pad|>", "<|video_pad|>" * 3) for one in shown])
     insets = [renderer.expander.video_inset(one, 3, videos.markers) for one in shown]
@@ -171,7 +171,7 @@ def test_tied_embeddings_where_the_levels_disagree(tmp_path, name, has_head, top
 
 def test_learned_positions_in_bfloat16(directory):
     config = load_config(directory("qwen3_vl")).vision
-    tower = nnx.eval_shape(lambda: VisionTower(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    tower = nnx.eval_shape(lambda: Qwen3VLVisionTower(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     learned = rng.standard_normal((config.num_position_embeddings, config.hidden_size)).astype(jnp.bfloat16)
     tables = encoder_tables(config, [(1, 14, 10)], 140)

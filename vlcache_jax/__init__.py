@@ -1,5 +1,6 @@
 """Serves Qwen vision-language models in JAX and reuses the work done on images it has seen."""
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from vlcache_jax.sampling import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
+
+_MODELS = os.path.join(os.path.dirname(__file__), "models")
+if os.path.isfile(_MODELS):
+    raise ImportError(
+        f"{_MODELS} must be a folder, got a file: the repository's symbolic links were unpacked as text files. "
+        "Clone it with `git -c core.symlinks=true clone`, or replace models, pallas_kernels, convert and benchmarks in "
+        "vlcache_jax/ by copies of the folders of the same names next to it",
+        name=__name__,
+    )
 
 _HOMES = {
     "AsyncLLM": "vlcache_jax.async_llm",

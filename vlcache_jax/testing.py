@@ -209,7 +209,7 @@ def make_checkpoint(
     """
     if model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
-    published = FAMILIES[model_type].PUBLISHED
+    published = FAMILIES[model_type].published
     if layout == "flat" and not published.has_flat:
         raise ValueError(f"layout must be 'nested' for {model_type}, got 'flat'")
     directory = pathlib.Path(directory)

@@ -67,7 +67,7 @@ def run_step(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
 
 def run(module: Any, task: dict[str, Any]) -> dict[str, Any]:
     """Opens the engine and takes all steps that it can; see `jobs.Task`."""
-    engine = module.Engine(task["model"], task["dtype"], task["options"])
+    engine = module.ENGINE(task["model"], task["dtype"], task["options"])
     opened = time.time() - task["begun"]
     run_step(engine, task["first"])
     start = {"open": opened, "first answer": time.time() - task["begun"], "memory": memory()}

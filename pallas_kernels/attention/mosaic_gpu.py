@@ -68,7 +68,7 @@ ACC = functools.partial(plgpu.ACC, dtype=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttentionConfig:
     """How the kernel works on items.
 
     Attributes:
@@ -112,7 +112,7 @@ class Config:
         return min(2, room // queries)
 
 
-def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: bool = False) -> Config:
+def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: bool = False) -> AttentionConfig:
     """What was measured to be fastest for the next larger N of these heads, if `TUNED` has one up to four times as
     large. Otherwise, where requests have few packed rows, one warpgroup and many pages in flight."""
     tuned = _tuned().get((heads, kv_heads, width, decode), ())
@@ -121,8 +121,8 @@ def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: boo
         return measured[min(measured)]
     group = heads // kv_heads
     if group <= EIGHT and (decode or n * group <= M):
-        return Config(tile=EIGHT, stages=3)
-    return Config() if SPLITS_REGISTERS else Config(block=64, stages=4)
+        return AttentionConfig(tile=EIGHT, stages=3)
+    return AttentionConfig() if SPLITS_REGISTERS else AttentionConfig(block=64, stages=4)
 
 
 def is_tuned_here(entry: Mapping[str, Any]) -> bool:
@@ -131,14 +131,14 @@ def is_tuned_here(entry: Mapping[str, Any]) -> bool:
 
 
 @functools.cache
-def _tuned() -> dict[tuple[int, int, int, bool], list[tuple[int, Config]]]:
+def _tuned() -> dict[tuple[int, int, int, bool], list[tuple[int, AttentionConfig]]]:
     """(H, K, D, decode) -> (N, fastest way to work), as `benchmarks.gpu` wrote them; those that do not hold are not
     among them."""
-    table: dict[tuple[int, int, int, bool], list[tuple[int, Config]]] = {}
+    table: dict[tuple[int, int, int, bool], list[tuple[int, AttentionConfig]]] = {}
     if TUNED.exists():
         for entry in filter(is_tuned_here, json.loads(TUNED.read_text())["rows"]):
             key = entry["H"], entry["K"], entry["D"], entry.get("decode", False)
-            table.setdefault(key, []).append((entry["N"], Config(**entry["config"])))
+            table.setdefault(key, []).append((entry["N"], AttentionConfig(**entry["config"])))
     return table
 
 
@@ -200,7 +200,7 @@ def paged_attention(
     *,
     packed: bool = False,
     scale: float,
-    config: Config | None = None,
+    config: AttentionConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Attention over pages.
@@ -241,7 +241,7 @@ def attention(
     k_end: jax.Array,
     *,
     scale: float,
-    config: Config | None = None,
+    config: AttentionConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.attention`, for arguments that it and `check` have checked.
@@ -280,7 +280,7 @@ def _launch(
     lists: Lists,
     outputs: _Outputs,
     scale: float,
-    config: Config,
+    config: AttentionConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
     """Does the items.

@@ -57,7 +57,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)  # as in `mosaic_gpu`
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttentionMmaConfig:
     """How the kernel works on items.
 
     Attributes:
@@ -73,7 +73,7 @@ class Config:
     programs: int
 
 
-def default_config(width: int, chip: Chip | None = None, programs: int | None = None) -> Config:
+def default_config(width: int, chip: Chip | None = None, programs: int | None = None) -> AttentionMmaConfig:
     """As many places as let two programs run on a multiprocessor.
 
     Args:
@@ -87,7 +87,7 @@ def default_config(width: int, chip: Chip | None = None, programs: int | None = 
     # TMA moves wide rows faster; threads' copies, 16 bytes each, do not care.
     swizzles = (128, 64, 32) if chip.has_bulk_copies else (32,)
     swizzle = next(size for size in swizzles if 2 * width % size == 0)
-    return Config(places, swizzle, chip.has_bulk_copies, programs or TOGETHER * chip.multiprocessors)
+    return AttentionMmaConfig(places, swizzle, chip.has_bulk_copies, programs or TOGETHER * chip.multiprocessors)
 
 
 def work_config(
@@ -140,7 +140,7 @@ def paged_attention(
     *,
     packed: bool = False,
     scale: float,
-    config: Config | None = None,
+    config: AttentionMmaConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Attention over pages. Arguments, result and errors as of `mosaic_gpu.paged_attention`; work is that of this
@@ -166,7 +166,7 @@ def attention(
     k_end: jax.Array,
     *,
     scale: float,
-    config: Config | None = None,
+    config: AttentionMmaConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.attention`, for arguments that it and `check` have checked.
@@ -203,7 +203,7 @@ def _launch(
     lists: Lists,
     sizes: tuple[int, int, int],
     scale: float,
-    config: Config,
+    config: AttentionMmaConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
     """Does the items.

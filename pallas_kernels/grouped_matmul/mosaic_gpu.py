@@ -34,7 +34,7 @@ STAGES = 8  # blocks in flight at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class GroupedMatmulConfig:
     """How the kernels work.
 
     Attributes:
@@ -46,9 +46,9 @@ class Config:
     programs: int
 
 
-def default_config(choices: int, experts: int, programs: int | None = None) -> Config:
+def default_config(choices: int, experts: int, programs: int | None = None) -> GroupedMatmulConfig:
     """Large tiles where experts have more rows than a small one holds."""
-    return Config(2 if choices > M * experts else 1, programs or MULTIPROCESSORS)
+    return GroupedMatmulConfig(2 if choices > M * experts else 1, programs or MULTIPROCESSORS)
 
 
 def check(x: jax.Array, hidden: int) -> None:
@@ -73,7 +73,7 @@ def mix_experts(
     gate_up: jax.Array,
     down: jax.Array,
     *,
-    config: Config | None = None,
+    config: GroupedMatmulConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.mix_experts`, for arguments that it and `check` have checked.
@@ -148,7 +148,7 @@ def _multiply(
     tiles: ExpertTiles,
     *,
     gated: bool,
-    config: Config,
+    config: GroupedMatmulConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
     """Packed rows [P, K] times the matrices [E, K, width] of their experts; rows that no tile holds are left undefined.

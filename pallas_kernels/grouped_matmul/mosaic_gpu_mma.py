@@ -31,7 +31,7 @@ PLACES = 4  # of the ring at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class GroupedMatmulMmaConfig:
     """How the kernels work.
 
     Attributes:
@@ -45,11 +45,11 @@ class Config:
     programs: int
 
 
-def default_config(chip: Chip | None = None, programs: int | None = None) -> Config:
+def default_config(chip: Chip | None = None, programs: int | None = None) -> GroupedMatmulMmaConfig:
     """Room for two programs on a multiprocessor of the chip, which is the one at hand if None."""
     chip = chip or chip_at_hand()
     room = chip.shared_memory // TOGETHER - RESERVED - (RESERVED if chip.has_bulk_copies else 0)  # of barriers
-    return Config(room, chip.has_bulk_copies, programs or TOGETHER * chip.multiprocessors)
+    return GroupedMatmulMmaConfig(room, chip.has_bulk_copies, programs or TOGETHER * chip.multiprocessors)
 
 
 def mix_experts(
@@ -59,7 +59,7 @@ def mix_experts(
     gate_up: jax.Array,
     down: jax.Array,
     *,
-    config: Config | None = None,
+    config: GroupedMatmulMmaConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.mix_experts`; arguments as of `mosaic_gpu.mix_experts`."""
@@ -101,7 +101,7 @@ def _multiply(
     tiles: ExpertTiles,
     *,
     gated: bool,
-    config: Config,
+    config: GroupedMatmulMmaConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
     """Packed rows times the matrices of their experts, as in `mosaic_gpu`."""

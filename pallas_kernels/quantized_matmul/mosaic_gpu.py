@@ -34,7 +34,7 @@ FACTORS = LOADED.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class QuantizedMatmulConfig:
     """How the kernel works.
 
     Attributes:
@@ -48,7 +48,9 @@ class Config:
     programs: int
 
 
-def default_config(rows: int, outputs: int, programs: int | None = None, tiles: int | None = None) -> Config:
+def default_config(
+    rows: int, outputs: int, programs: int | None = None, tiles: int | None = None
+) -> QuantizedMatmulConfig:
     """Tiles as large as the rows fill; items of 64 outputs where there are too few of 128 for all programs.
 
     Args:
@@ -57,7 +59,7 @@ def default_config(rows: int, outputs: int, programs: int | None = None, tiles: 
     programs = programs or MULTIPROCESSORS
     tile = min(MOST_ROWS, -(-rows // BOX) * BOX)
     items = (tiles or -(-rows // tile)) * (outputs // (2 * M))
-    return Config(tile, 1 if outputs % (2 * M) or items < programs else 2, programs)
+    return QuantizedMatmulConfig(tile, 1 if outputs % (2 * M) or items < programs else 2, programs)
 
 
 def rows_of_experts(choices: int, experts: int) -> int:
@@ -88,7 +90,7 @@ def float8_matmul(
     weight: jax.Array,
     scale: jax.Array,
     *,
-    config: Config | None = None,
+    config: QuantizedMatmulConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.float8_matmul`, for arguments that it and `check` have checked.
@@ -123,7 +125,7 @@ def multiply(
     count: Any,
     *,
     gated: bool,
-    config: Config,
+    config: QuantizedMatmulConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
     """Rows [P, K] times matrices in 8 bits [E, width, K]; rows that no tile holds are left undefined.

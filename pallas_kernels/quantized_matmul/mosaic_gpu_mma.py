@@ -45,7 +45,7 @@ NEAR = 16  # tiles whose items follow each other output by output: what they rea
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class QuantizedMatmulMmaConfig:
     """How the kernel works.
 
     Attributes:
@@ -76,7 +76,7 @@ def default_config(
     tiles: int | None = None,
     chip: Chip | None = None,
     programs: int | None = None,
-) -> Config:
+) -> QuantizedMatmulMmaConfig:
     """Tiles as large as the rows fill, and shared memory has room for; items as large as leave some for all programs.
 
     Args:
@@ -98,7 +98,7 @@ def default_config(
     shares = -(-blocks // -(-blocks // shares))  # none is empty
     parts = 2 if wide or gated else 1
     places = min(PLACES, room // _of_place(tile, parts))
-    return Config(tile, parts, shares, places, chip.has_bulk_copies, chip.converts_8_bits, programs)
+    return QuantizedMatmulMmaConfig(tile, parts, shares, places, chip.has_bulk_copies, chip.converts_8_bits, programs)
 
 
 def rows_of_tile(rows: int, chip: Chip) -> int:
@@ -118,7 +118,7 @@ def float8_matmul(
     weight: jax.Array,
     scale: jax.Array,
     *,
-    config: Config | None = None,
+    config: QuantizedMatmulMmaConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.float8_matmul`; arguments as of `mosaic_gpu.float8_matmul`."""
@@ -139,7 +139,7 @@ def multiply_tiles(
     count: Any,
     *,
     gated: bool,
-    config: Config,
+    config: QuantizedMatmulMmaConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
     """Rows times matrices in 8 bits. Arguments and result as of `mosaic_gpu.multiply`."""

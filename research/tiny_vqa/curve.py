@@ -10,7 +10,7 @@ import pathlib
 import numpy as np
 
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
-from vlcache_jax.study.report import figures
+from vlcache_jax.study.report import figures, save_figure
 
 
 def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
@@ -39,7 +39,7 @@ def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
     axes[0, 0].set_ylabel("accuracy [%]")
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    save_figure(figure, out)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ import json, os, sys
 PACKAGES, REUSE = ("psutil",), {reuse}
 def setup(folder):
     return sys.executable, dict(SPOKEN="once")
-class Engine:
+class ENGINE:
     def __init__(self, model, dtype, options):
         assert os.environ["SPOKEN"] == "once" and options["requests"] and dtype == "float32", dtype
     def warm(self, reuse):

@@ -58,7 +58,12 @@ UNEVEN = {
     "rescale_factor": 0.005,
     "resample": 2,
 }
-FAMILIES = {"qwen2": {**qwen2_vl.PUBLISHED.image_processor}, "qwen2_5": QWEN2_5, "qwen3": QWEN3, "uneven": UNEVEN}
+FAMILIES = {
+    "qwen2": {**qwen2_vl.FAMILY.published.image_processor},
+    "qwen2_5": QWEN2_5,
+    "qwen3": QWEN3,
+    "uneven": UNEVEN,
+}
 SIZES = [(300, 200), (70, 70), (10, 10), (331, 517), (17, 950), (801, 9), (28, 56), (640, 480)]
 
 

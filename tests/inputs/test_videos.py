@@ -162,7 +162,7 @@ def test_a_video_in_a_prompt(checkpoints):
         "qwen3_vl": "".join(f"<{t} seconds><|vision_start|>{VIDEO_TOKEN * 3}<|vision_end|>" for t in ("0.2", "1.5")),
     }
     for name, family in families.items():
-        videos = FAMILIES[family].VIDEO
+        videos = FAMILIES[family].video
         inset = renderer.expander.video_inset(videos.text([0.25, 1.5]), 3, videos.markers)
         ids, starts, lengths = renderer.expander.expand(
             np.array(renderer.tokenizer(text)["input_ids"], np.int32), [inset]

@@ -63,9 +63,9 @@ def test_windows():
 
 
 def load_config_of_windows(window_size):
-    from vlcache_jax.models.qwen2_5_vl import VisionConfig
+    from vlcache_jax.models.qwen2_5_vl import Qwen25VLVisionConfig
 
-    return VisionConfig(
+    return Qwen25VLVisionConfig(
         depth=1,
         hidden_size=32,
         intermediate_size=48,

@@ -86,7 +86,7 @@ def test_rings_of_any_size(places: int, width: int) -> None:
     """Two places, where shared memory has no more, to four; windows, as towers see them."""
     case = KernelCase("", 70, 300, 2, 1, width, windows)
     args = case.inputs("bfloat16", poison=True)
-    config = mosaic_gpu_mma.Config(places, 32, True, 3)
+    config = mosaic_gpu_mma.AttentionMmaConfig(places, 32, True, 3)
     races = dispatch.interpreter(dispatch.Choice("attention", "", INTERPRETED, ""))
     out = mosaic_gpu_mma.attention(*args, scale=width**-0.5, config=config, interpret=races)
     assert relative_error(np.asarray(out, np.float64), reference(*args, None)) < 0.04

@@ -28,7 +28,7 @@ from vlcache_jax.pallas_kernels import (
     rotate_write,
 )
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu, mosaic_gpu_merge
-from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
+from vlcache_jax.pallas_kernels.attention.mosaic_gpu import AttentionConfig
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import merge
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
@@ -65,7 +65,7 @@ from vlcache_jax.pallas_kernels.shapes import ATTENTION, AttentionShape
 ATOL = 2e-2  # weights and results are rounded to bfloat16
 RACES = dispatch.interpreter(dispatch.Choice("attention", "", "mosaic_gpu_interpreted", ""))
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
-SMALL, LARGE = Config(tile=8, stages=3), Config(block=128)
+SMALL, LARGE = AttentionConfig(tile=8, stages=3), AttentionConfig(block=128)
 # Every class of the plain contract once: what towers ask for, and what has only one row or many.
 PLAIN = [s for s in ATTENTION["Qwen3-VL-8B"] if s.name in ("cold 4096", "stage 512 of 20480", "decode 1 x 20480")]
 PLAIN += [s for model in ("Qwen3-VL-8B", "Qwen2.5-VL-7B") for s in ATTENTION[model] if s.H == s.K]
@@ -97,7 +97,7 @@ def test_real_shapes_in_small(shape: AttentionShape) -> None:
 )
 def test_ways_to_cut(case: KernelCase, fields: dict[str, Any]) -> None:
     args = case.inputs("bfloat16")
-    assert_close(plain(args, scale=case.scale, config=Config(**fields)), args, case.scale)
+    assert_close(plain(args, scale=case.scale, config=AttentionConfig(**fields)), args, case.scale)
 
 
 @not_a_number
@@ -246,20 +246,20 @@ def few(rng: np.random.Generator) -> PagedRows:
 @pytest.mark.parametrize(
     ("group", "width", "config"),
     [
-        (3, 72, Config(block=64, stages=3, take_turns=False)),
+        (3, 72, AttentionConfig(block=64, stages=3, take_turns=False)),
         *(
             pytest.param(*case, marks=pytest.mark.interpreted)
             for case in (
                 (1, 24, None),
-                (4, 128, Config(stages=3)),
+                (4, 128, AttentionConfig(stages=3)),
                 (7, 80, None),
                 (9, 64, None),
-                (32, 64, Config(block=128)),
+                (32, 64, AttentionConfig(block=128)),
             )
         ),
     ],
 )
-def test_groups_and_widths(group: int, width: int, config: Config | None) -> None:
+def test_groups_and_widths(group: int, width: int, config: AttentionConfig | None) -> None:
     rows, arrays, cut = paged_inputs(few, 5, group, 1, width, pages=9)
     assert cut.heads * cut.group == group
     out, parts = paged(rows, arrays, cut, config=config)
@@ -502,12 +502,12 @@ ENTRY = {"N": 512, "H": 32, "K": 8, "D": 128, "splits registers": mosaic_gpu.SPL
 def test_the_table_of_fastest_settings_is_read(tuned) -> None:
     tuned([])
     usual = mosaic_gpu.default_config(512, 32, 8, 128)
-    fastest = Config(8, 64, 4, take_turns=False, programs=264)
+    fastest = AttentionConfig(8, 64, 4, take_turns=False, programs=264)
     tuned([ENTRY | {"config": dataclasses.asdict(fastest)}, ENTRY | {"N": 64, "config": {"stages": 3}}])
     assert mosaic_gpu.default_config(512, 32, 8, 128) == fastest
     assert mosaic_gpu.default_config(300, 32, 8, 128) == fastest
     assert mosaic_gpu.default_config(100, 32, 8, 128) == usual  # far below it
-    assert mosaic_gpu.default_config(64, 32, 8, 128) == Config(stages=3)
+    assert mosaic_gpu.default_config(64, 32, 8, 128) == AttentionConfig(stages=3)
     assert mosaic_gpu.default_config(513, 32, 8, 128) == usual  # beyond the table
     assert mosaic_gpu.default_config(512, 32, 8, 64) != fastest
     cut = mosaic_gpu.work_config(512, 1, 160, 32, 8, 128, decode=False)
@@ -523,7 +523,7 @@ def test_settings_of_a_jax_that_uses_registers_otherwise_are_passed_over(tuned, 
     tuned([entry if splits is not None else {key: entry[key] for key in entry if key != "splits registers"}])
     assert mosaic_gpu.default_config(512, 32, 8, 128) == usual != LARGE
     tuned([entry, ENTRY | {"config": {"stages": 5}}])
-    assert mosaic_gpu.default_config(512, 32, 8, 128) == Config(stages=5)
+    assert mosaic_gpu.default_config(512, 32, 8, 128) == AttentionConfig(stages=5)
 
 
 @pytest.mark.parametrize("wrong", [{"block": 96}, {"block": 256}, {"tile": 24}, {"stages": 1}, {"programs": 1}])
@@ -534,9 +534,10 @@ def test_a_table_of_settings_that_cannot_be_is_refused(tuned, wrong) -> None:
 
 
 def test_settings_that_do_not_fit_into_shared_memory_are_refused() -> None:
-    assert Config(stages=2).queries(128) == 2
-    assert Config(stages=3).queries(128) == 1
-    assert Config(tile=8, stages=3).queries(128) == 2
+    assert AttentionConfig(stages=2).queries(128) == 2
+    assert AttentionConfig(stages=3).queries(128) == 1
+    assert AttentionConfig(tile=8, stages=3).queries(128) == 2
     x, index = np.zeros((4, 2, 128), jnp.bfloat16), np.zeros(4, np.int32)
-    with pytest.raises(ValueError, match="config must fit into 232448 bytes of shared memory at D = 128, got Config"):
-        plain((x, x, x, index, index), config=Config(block=128, stages=4))
+    reason = "config must fit into 232448 bytes of shared memory at D = 128, got AttentionConfig"
+    with pytest.raises(ValueError, match=reason):
+        plain((x, x, x, index, index), config=AttentionConfig(block=128, stages=4))

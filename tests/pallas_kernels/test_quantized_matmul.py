@@ -145,7 +145,7 @@ def portable(args, gated, **config):
     """The portable kernel's product with experts 0 and 1 of 8 rows each, and its reference in float64."""
     x, weight, scale, whole = args
     table = [np.array(part, np.int32) for part in ([0, 1], [0, 1], [1, 1], [2])]
-    cut = mosaic_gpu_mma.Config(16, places=2, bulk=True, native=True, programs=3, **config)
+    cut = mosaic_gpu_mma.QuantizedMatmulMmaConfig(16, places=2, bulk=True, native=True, programs=3, **config)
     races = dispatch.interpreter(dispatch.Choice("", "", "mosaic_gpu_mma_interpreted", ""))
     made = mosaic_gpu_mma.multiply_tiles(x, weight, scale, *table, gated=gated, config=cut, interpret=races)[:16]
     products = np.einsum("erk,eok->ero", np.asarray(x[:16], np.float64).reshape(2, 8, -1), whole).reshape(16, -1)

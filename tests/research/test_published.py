@@ -368,6 +368,11 @@ def test_pages_say_what_their_files_say():
         assert published.rewrite(text) == text, f"{page}: run python -m research.published"
 
 
+def test_results_are_small():
+    """`study.report` writes compact JSON and pictures with a palette."""
+    assert sum(file.stat().st_size for file in published.RESULTS.rglob("*") if file.is_file()) <= 3e6
+
+
 def test_results_name_no_path_of_a_machine():
     """Lists of libraries and folders of work are told by name."""
     files = list(published.RESULTS.rglob("*.json"))

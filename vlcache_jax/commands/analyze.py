@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -379,8 +378,10 @@ def _figure(panels: int) -> Any:
 
 
 def _save(figure: Any, report: dict[str, Any], out: pathlib.Path) -> None:
+    from vlcache_jax.study.report import save_figure, to_json
+
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    save_figure(figure, out)
     data = out.with_suffix(".json")
-    write_whole(data, json.dumps(report, indent=1) + "\n")
+    write_whole(data, to_json(report))
     typer.echo(f"written to {out} and {data}")

@@ -158,7 +158,7 @@ def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
     """Where a model is from, its configuration and its image processor."""
     name = find_name(model)
     if name is not None and not pathlib.Path(model).is_dir():
-        settings = FAMILIES[SIZES[FP8.get(name, name)].model_type].PUBLISHED.image_processor
+        settings = FAMILIES[SIZES[FP8.get(name, name)].model_type].published.image_processor
         return f"as published: {name}", published_config(name), ImageProcessor.from_settings(settings, name)
     try:
         directory = locate(model, weights=False).directory

@@ -208,7 +208,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
 def _draw(scores: LayerScores, schedule: Schedule, path: pathlib.Path) -> None:
     import numpy as np
 
-    from vlcache_jax.study.report import figures
+    from vlcache_jax.study.report import figures, save_figure
 
     pyplot = figures()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
@@ -216,8 +216,7 @@ def _draw(scores: LayerScores, schedule: Schedule, path: pathlib.Path) -> None:
     right.bar(np.arange(scores.num_layers), [level / 500 for level in schedule.levels], color="tab:green")
     right.set(xlabel="layer", ylabel="ratio recomputed", title=f"Schedule, mean {schedule.mean_text}")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def draw_scores(axis: Any, scores: LayerScores) -> None:

@@ -95,7 +95,7 @@ class VideoProcessor:
             ValueError: a field that is out of bounds, another kind, or pixels that are not made as those of images are.
         """
         given, path = _read_settings(Path(directory))
-        family = FAMILIES[config.model_type].VIDEO
+        family = FAMILIES[config.model_type].video
         name = given.get("video_processor_type", family.processor)
         if name not in KINDS:
             raise ValueError(f"video_processor_type of {path} must be {' or '.join(KINDS)}, got {shorten(str(name))}")

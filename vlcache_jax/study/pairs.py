@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vlcache_jax.study.accuracy import COLD, AccuracyResult, Protocol
 from vlcache_jax.study.questions import Sample, rows_of_questions
-from vlcache_jax.study.report import figures
+from vlcache_jax.study.report import figures, save_figure
 
 # What else a table of totals has.
 _COLUMNS = (
@@ -269,5 +269,4 @@ def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     axes[1, 0].set_ylabel("same most likely token [%]")
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)

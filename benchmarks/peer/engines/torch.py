@@ -19,7 +19,7 @@ def setup(folder: Path) -> tuple[str, dict[str, str]]:
     return sys.executable, {}
 
 
-class Engine:
+class TorchEngine:
     """See `engines`."""
 
     def __init__(self, model: str, dtype: str, options: dict[str, int]):
@@ -79,3 +79,6 @@ class Engine:
             "matches": None,
             "logprobs": [dict(zip(map(str, one.indices.tolist()), one.values.tolist(), strict=True)) for one in top],
         }
+
+
+ENGINE = TorchEngine

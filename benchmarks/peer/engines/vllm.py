@@ -90,7 +90,7 @@ def _run(*command: str) -> str | None:
     return None if run.returncode == 0 else (lines or [f"status {run.returncode}"])[-1].strip()
 
 
-class Engine:
+class VllmEngine:
     """See `engines`."""
 
     def __init__(self, model: str, dtype: str, options: dict[str, int]):
@@ -143,3 +143,6 @@ class Engine:
 
     def close(self) -> None:
         del self._llm
+
+
+ENGINE = VllmEngine
