@@ -24,7 +24,7 @@ MODES = {BASE: "off", "exact": "exact", "approximate": "approximate", "full": "f
 """Reuse modes by the name that a reader sees, in the order of the report, and their values of `reuse`."""
 
 _CELL = 32  # pixels of a glyph's square
-# Parts of the time to the first token: a name, and fields of `Metrics`; the last one is the remainder.
+# Parts of the time to the first token: a name, and fields of `RequestMetrics`; the last one is the remainder.
 _PARTS = {
     "decode images": ("lookup", "decode_image", "preprocess"),
     "vision encoder": ("encode",),
