@@ -1,6 +1,6 @@
 """JSON from clients: read, checked against the schema that is published for it, and refused by field.
 
-Messages of chats by role, as JSON Schema. `inputs.parts` reads them, and takes a little more: what
+Messages of chats by role, as JSON Schema. `inputs.messages` reads them, and takes a little more: what
 examples of Qwen and Hugging Face write of pictures and videos.
 
 The fields of requests: what each may hold, as JSON Schema. The parsers check by it, and the server publishes it.
@@ -100,7 +100,6 @@ def check(value: Any, schema: Schema, name: str) -> None:
     Args:
       schema: of JSON Schema `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`, `minItems`, `maxItems`,
         `items`, `properties` and `required`; whatever else it says is not looked at.
-      name: of the field.
 
     Raises:
       ApiError: it is not.
