@@ -229,7 +229,7 @@ class CompressionSetup:
     """What is measured.
 
     Attributes:
-      model, random_weights, layers: as of `ttft.Setup`.
+      model, random_weights, layers: as of `ttft.TtftSetup`.
       dtype: of the model.
       lengths: image tokens of the prompts.
       answers: together.

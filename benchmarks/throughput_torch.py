@@ -20,7 +20,7 @@ class Torch:
     """Answers the load in batches.
 
     Args:
-      task: see `throughput_engine.Server`.
+      task: see `throughput_engine.EngineServer`.
     """
 
     def __init__(self, task: dict[str, Any]):

@@ -5,7 +5,7 @@ their headers and finds the stored tensor of every parameter of the model, or sa
 `stream.py` takes one tensor after the other through memory into Orbax (`store.py`), under the model's own names,
 matrices as [in, out], in one dtype, with a manifest (`manifest.py`) and the tokenizer's files beside them, in a
 directory that appears when it is complete (`partial.py`). The engine opens both kinds of directory; a converted one
-needs no transposing at load, knows its fingerprint, and can be compared with its hashes (`check.py`).
+needs no transposing at load, knows its fingerprint, and can be compared with its hashes (`check_contents`).
 
 This folder knows the models and nothing else of the library.
 """

@@ -35,7 +35,7 @@ class Paged(NamedTuple):
     """A case in pages of 128 slots: arguments of `make_work`.
 
     Attributes:
-      table, start, end: as in `Seen`.
+      table, start, end: as in `SeenSlots`.
       tables: of each request the pool's page of each of its pages, in random order; page 0 is nobody's.
       shared: the prefix that they have in common, if there is one.
       pages: of the pool, with page 0.

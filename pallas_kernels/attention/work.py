@@ -44,7 +44,7 @@ def part_of_group(group: int, tile: int, rows: int) -> int:
 def items_of_tiles(
     start: jax.Array, end: jax.Array, heads: int, boxes: int, tile: int, programs: int
 ) -> tuple[np.ndarray, jax.Array]:
-    """Items of tiles of rows [tiles, rows], longest first, dealt to the programs: (ctas, items) as in `work.Parts`.
+    """Items of tiles of rows [tiles, rows], longest first, dealt to the programs: (ctas, items) as in `WorkParts`.
 
     The last tile may be longer than what is left of a head's `boxes`, and its items name no others. What is copied to a
     place beyond an array is lost, but a compiled copy of eight rows to an array of eight goes there from any place.
@@ -74,7 +74,7 @@ def items_of_tiles(
 
 
 class Lists(NamedTuple):
-    """Where the lists of `work.Parts` lie in the buffer; the lengths of tables, groups and programs.
+    """Where the lists of `WorkParts` lie in the buffer; the lengths of tables, groups and programs.
 
     `tables` is None where pages lie in order.
     """

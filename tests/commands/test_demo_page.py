@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import re
 from types import SimpleNamespace
 
 import pytest
+from markupsafe import escape
 
 from vlcache_jax.commands.demo_page import BASE, MODES, DemoRun, DemoTurn, lesson, make_page, result
 from vlcache_jax.engine.completions import RequestMetrics
@@ -55,7 +55,7 @@ def test_the_report_compares_four_modes(runs):
     assert "&lt;b&gt; ✗" in page
     assert "If 1 &lt; 2: Image one: [left.png]" in page
     # In this order: the result in one sentence, the modes, the questions, the terms.
-    places = [page.index(html.escape(part)) for part in (result(runs), lesson(runs))]
+    places = [page.index(escape(part)) for part in (result(runs), lesson(runs))]
     places += [page.index(part) for part in ("<table", "<h2>Images", "<h2>Questions", "<h2>Terms")]
     assert places == sorted(places)
     assert "http" not in page  # nothing is loaded from elsewhere

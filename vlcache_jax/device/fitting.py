@@ -23,11 +23,7 @@ from vlcache_jax.device.sampler import FIXED, Choice
 
 
 class Fitting:
-    """Chooses sizes, and says what they need.
-
-    Args:
-      programs: those of the engine.
-    """
+    """Chooses sizes, and says what they need."""
 
     def __init__(self, programs: Programs):
         self._programs, self._shapes = programs, programs.shapes

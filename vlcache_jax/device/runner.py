@@ -172,7 +172,6 @@ class Runner:
     """Runs the model.
 
     Args:
-      config: of the model.
       params: nested dict of device arrays, all of one dtype.
       normalization: each byte's pixel value per channel, float32 [3, 256].
       num_slots: S of the pool, whole pages; the first page is nobody's.

@@ -133,7 +133,8 @@ class Detokenizer:
     """The text of one answer, and whether a stop string has ended it.
 
     A token is bytes, which may be parts of characters; the text is what all of them spell. A token costs the same
-    however long the answer is.
+    however long the answer is. `tokenizers.DecodeStream` keeps neither rule: it holds back all of a token that ends
+    within a character, so that stop strings in it are found later, and a run of invalid bytes costs it quadratic time.
 
     Args:
       tokenizer: of the checkpoint; a byte-level one.
@@ -165,7 +166,7 @@ class Detokenizer:
         self._least = least
         self._kept = max(map(len, self._stop), default=1) - 1  # characters that may begin a stop string
         self.count = 0
-        self._pending = b""  # of a character that is not complete
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._parts: list[str] = []  # of the text, behind what has been taken
         self._taken = 0  # characters that have been
         self._length = 0  # characters in all
@@ -185,19 +186,15 @@ class Detokenizer:
             if self._end is not None:
                 break
             self.count += 1
-            data = self._pending + self._bytes[token]
-            text, used = codecs.utf_8_decode(data, "replace", False)
-            self._pending = data[used:]
-            if text:
+            if text := self._decoder.decode(self._bytes[token]):
                 self._extend(text)
         return None if self._end is None else self.count
 
     def finish(self) -> None:
         """The answer has ended: what is left of a character that never became complete is shown as such."""
         self._is_finished = True
-        if self._end is None and self._pending:
-            self._parts.append(self._pending.decode(errors="replace"))
-            self._pending = b""
+        if self._end is None:
+            self._parts.append(self._decoder.decode(b"", final=True))
 
     def take(self) -> str:
         """What the tokens spell behind what has been taken.
@@ -208,7 +205,7 @@ class Detokenizer:
         text, self._parts = "".join(self._parts), []
         if self._end is not None:
             text = text[: self._end - self._taken]
-        elif not (self._is_finished or self._include_stop):
+        elif self._kept and not (self._is_finished or self._include_stop):
             begun = (k for stop in self._stop for k in range(1, len(stop)) if text.endswith(stop[:k]))
             shown = len(text) - max(begun, default=0)
             text, self._parts = text[:shown], [text[shown:]]

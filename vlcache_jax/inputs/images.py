@@ -107,7 +107,8 @@ class ImageSource:
 
         Raises:
             ValueError: corrupt, truncated, empty, of another format than `FORMATS`, 16- or 32-bit grey, over
-                `max_pixels`, more than 200 times as long as wide, or with more metadata than `heads.MOST` allows.
+                `max_pixels`, more than 200 times as long as wide, or with more metadata than `image_headers.MOST`
+                allows.
         """
         if isinstance(self.value, np.ndarray):
             self.size(max_pixels)

@@ -179,7 +179,7 @@ def written_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
     messages.
 
     Args:
-      messages: as `parts.read_message` returns them.
+      messages: as `read_message` returns them.
       tools: see `read_tools`.
     """
     first, *others = (

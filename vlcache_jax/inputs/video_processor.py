@@ -89,7 +89,6 @@ class VideoProcessor:
 
         Args:
             config: of the model. Its family says which kind it is where the files do not.
-            image: processor of the checkpoint.
 
         Raises:
             ValueError: a field that is out of bounds, another kind, or pixels that are not made as those of images are.

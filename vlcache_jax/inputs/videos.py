@@ -90,7 +90,7 @@ class Film(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """Pictures one by one; `fps`, `numbers` and `total` as in `Head`."""
+    """Pictures one by one; `fps`, `numbers` and `total` as in `VideoHeader`."""
 
     name: str
     pictures: tuple[ImageSource, ...]

@@ -106,7 +106,6 @@ class ThinkingTokens:
     one, to that with which the closing tag is.
 
     Args:
-      tokenizer: of the model.
       is_opened: see `ReasoningParser`.
     """
 

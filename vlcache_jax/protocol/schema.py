@@ -98,7 +98,6 @@ def check(value: Any, schema: Schema, name: str) -> None:
     Args:
       schema: of JSON Schema `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`, `minItems`, `maxItems`,
         `items`, `properties` and `required`; whatever else it says is not looked at.
-      name: of the field.
 
     Raises:
       ApiError: it is not.

@@ -293,7 +293,7 @@ def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True) -> str |
     """What an answer must be if it is to call tools, as a grammar of Lark in llguidance's syntax.
 
     Args:
-      tools: see `inputs.tools.read_tools`.
+      tools: see `inputs.messages.read_tools`.
       tool_choice: OpenAI's: "required", any of the tools; or `{"type": "function", "function": {"name": ...}}`, that
         one. Also, as in requests to `/v1/responses`, `{"type": "function", "name": ...}`.
       parallel: there may be several calls, where no tool is named.

@@ -52,7 +52,6 @@ class Ingress:
 
     Args:
       engines: handle of the replicas.
-      server: of the routes.
       secret: see `EngineReplica`.
     """
 

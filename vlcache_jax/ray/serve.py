@@ -48,8 +48,6 @@ class EngineReplica:
     """An engine of a service.
 
     Args:
-      config: of the engine.
-      server: of the routes.
       secret: of tenants' salts, the same for all replicas.
       token: that replicas tell each other.
     """

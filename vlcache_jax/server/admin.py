@@ -37,7 +37,6 @@ def apply(cache: ImageCache, register: Register | None, verb: str, body: Mapping
     """Does what a body asks; it may take as long as an image takes to compute.
 
     Args:
-      register: of the tenants, if there are any.
       verb: one of `VERBS`.
 
     Raises:

@@ -170,13 +170,7 @@ class Entrance:
 
 
 class Keys:
-    """Lets those in who have a key, and notes whose tenants they are (middleware).
-
-    Args:
-      app: what is behind.
-      config: has the keys.
-      register: of the tenants, if there are any.
-    """
+    """Lets those in who have a key, and notes whose tenants they are (middleware)."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, register: Register | None):
         self._app, self._register = app, register

@@ -62,7 +62,7 @@ class Server:
       config: how.
       embedder: finds pictures for `file_search`: an `LLM`, or a function of inputs; None: the engine's model does.
       secret: of tenants' salts, where several servers share what they keep; None: see `server_secret`.
-      tag: tells its ids from those of other servers; see `Names`.
+      tag: tells its ids from those of other servers; see `IdMaker`.
 
     Attributes:
       app: an ASGI application.

@@ -37,8 +37,6 @@ class Searching:
     """Finds pictures for answers, of the operator's libraries and of what clients have uploaded.
 
     Args:
-      engine: answers.
-      register: of the tenants; None: there are none.
       embedder: makes vectors; None: the engine's model.
 
     Raises:
@@ -96,12 +94,7 @@ class AskedResponse(ChatRequest):
 
 
 class Responses(Chats):
-    """OpenAI's Responses, which are chats that the server remembers.
-
-    Args:
-      stored: those that are remembered.
-      searching: knows the libraries that answers may search.
-    """
+    """OpenAI's Responses, which are chats that the server remembers."""
 
     prefix, most_field = "resp_", "max_output_tokens"
 

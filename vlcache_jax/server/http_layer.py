@@ -79,10 +79,6 @@ class HttpChecks:
 
     A server without keys answers whoever reaches it, and so would a page elsewhere whose name leads a browser to this
     machine (DNS rebinding). The Host, which no page can choose, tells it from the server's own.
-
-    Args:
-      app: what is behind.
-      config: where the server stands.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
@@ -141,9 +137,7 @@ class DropUnread:
     read by the HTTP server to the end of the body, which may never come.
 
     Args:
-      app: what is behind.
-      config: how large a body may be.
-      ended: nobody is waited for any more.
+      ended: set once the server waits for no client any more.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, ended: asyncio.Event):

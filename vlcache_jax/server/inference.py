@@ -81,14 +81,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     """Answers requests of one kind (an ASGI application).
 
     Args:
-      engine: answers.
-      config: of the server.
       models: what clients may call the model; the first is what answers call it.
-      entrance: has room for them.
-      metrics: are told of them.
-      register: of the tenants, if there are any.
-      names: of answers.
-      doubt: hears of errors.
+      names: makes ids of answers.
     """
 
     prefix: ClassVar[str]

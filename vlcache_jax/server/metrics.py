@@ -25,9 +25,6 @@ class ServerMetrics:
 
     Args:
       model: as clients call it.
-      engine: answers.
-      room: counts requests and their bodies.
-      stored: responses that are kept.
     """
 
     def __init__(self, model: str, engine: AsyncLLM, room: Room, stored: StoredResponses):

@@ -34,11 +34,7 @@ _TOGETHER = 32  # inputs of one request that are under way; others need room, to
 
 
 class Retrieval:
-    """Embeds and ranks.
-
-    Args:
-      engine, config, models, entrance, metrics, register, names: see `Inference`.
-    """
+    """Embeds and ranks."""
 
     def __init__(
         self,

@@ -34,15 +34,7 @@ _LEAST, _MOST = 3600, 2592000  # seconds that OpenAI lets a file have
 
 
 class Files:
-    """Keeps what clients upload.
-
-    Args:
-      engine: computes it.
-      config: of the server.
-      entrance: has room for uploads.
-      register: of the tenants; None: there are none.
-      names: of files.
-    """
+    """Keeps what clients upload."""
 
     def __init__(
         self, engine: AsyncLLM, config: ServerConfig, entrance: Entrance, register: Register | None, names: IdMaker

@@ -61,7 +61,6 @@ class ProgramFiles:
     """Those of one engine.
 
     Args:
-      shapes: of the engine.
       options: of the compiler.
     """
 
