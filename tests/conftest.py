@@ -236,7 +236,9 @@ def programs_made_once() -> Iterator[None]:
     of_compressed = (
         compress.EmptyCompressed, compress.Compact, window.CompressedWindow, compress.ReadPages, compress.WritePages,
     )  # fmt: skip
-    of_records = tuple(kind for kind in table.PROGRAMS if kind.__module__ in (memory.__name__, memory.__name__))
+    of_records = (
+        memory.Link, memory.Recall, memory.Code, memory.EmptyTier, memory.KeepLayer, memory.KeepRows, memory.Restage,
+    )  # fmt: skip
     init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
     def noted(self: Shapes, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:
