@@ -76,6 +76,7 @@ def measure(tmp_path, **options):
     return json.loads(out.read_text())
 
 
+@pytest.mark.ladder
 def test_engines_are_asked_in_turn_and_compared(stand_ins, tmp_path):
     stand_ins()
     content = measure(tmp_path, repeats=2)

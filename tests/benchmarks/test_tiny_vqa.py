@@ -223,6 +223,7 @@ def unfinished(training, tmp_path_factory):
     return directory
 
 
+@pytest.mark.ladder
 def test_splits_show_no_picture_of_training(training, unfinished, tmp_path, monkeypatch):
     """Both draw from so many pictures that none comes twice, of the same sizes."""
     drawn = {splits: [], training: []}

@@ -107,6 +107,7 @@ def logits_by_hand(probe, runs, check, chosen):
     return probe.run(runs.placed, write, runs.donor).logits
 
 
+@pytest.mark.ladder_for("0.6")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("ratio", ["0.15", "0.6"])
 def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, probe, runs, name, ratio):

@@ -74,6 +74,7 @@ def test_table():
     assert rows[1]["questions"] == 3
 
 
+@pytest.mark.ladder
 def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
     samples, work = read_tsv(tsv)[1:4], tmp_path / "work.jsonl"
     settings = settings_of(["vl-cache", "random", "h2o-stream"], [0.3, 1.0], seeds=2, every=2)
