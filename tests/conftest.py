@@ -6,6 +6,7 @@ import base64
 import csv
 import dataclasses
 import functools
+import gc
 import importlib.util
 import io
 import itertools
@@ -201,8 +202,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, kind in itertools.product(items, ("ladder", "thorough")):
         names = tuple(name for mark in item.iter_markers(f"{kind}_for") for name in mark.args)
         given = getattr(item, "callspec", None)
-        if names and given is not None and any(str(one).startswith(names) for one in given.params.values()):
-            item.add_marker(kind)
+        if names and given is not None:
+            told = (*map(str, given.params.values()), *given.id.split("-"))  # parameters may be named by their ids
+            if any(one.startswith(names) for one in told):
+                item.add_marker(kind)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported and collected out of garbage collections, which tests also ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

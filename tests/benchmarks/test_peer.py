@@ -15,6 +15,8 @@ from vlcache_jax.benchmarks.peer import table
 from vlcache_jax.benchmarks.peer.jobs import QUICK, SECTIONS, first, make_steps
 from vlcache_jax.benchmarks.throughput import IMAGE
 
+pytestmark = pytest.mark.ladder  # a tool of the clone
+
 CASES = {
     "cold",
     "repeat",
@@ -76,7 +78,6 @@ def measure(tmp_path, **options):
     return json.loads(out.read_text())
 
 
-@pytest.mark.ladder
 def test_engines_are_asked_in_turn_and_compared(stand_ins, tmp_path):
     stand_ins()
     content = measure(tmp_path, repeats=2)

@@ -20,6 +20,8 @@ from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples, write_sp
 from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, RELATED, SEARCHES, TASKS, ask
 from vlcache_jax.study.questions import ARRANGEMENTS, read_tsv
 
+pytestmark = pytest.mark.ladder  # a tool of the clone
+
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 
 

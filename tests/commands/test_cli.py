@@ -131,6 +131,7 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert re.search(r"(?m)^48 GB +FP8 +33.18 GB .* 24576 ", experts)
 
 
+@pytest.mark.ladder
 def test_info_says_how_a_model_fits(run):
     """With the sizes that an engine chooses: steps and images are made smaller where a pool has no room."""
     told = run("info", "qwen3-vl-8b").stdout

@@ -13,7 +13,6 @@ from vlcache_jax.pallas_kernels.shapes import ATTENTION, PAGE
 SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
 
 
-@pytest.mark.ladder
 @pytest.mark.parametrize(
     "case",
     ["text rows", "decode 64 beside 448 rows, 4096 to 20480", "64 x 20 rows over one prefix of 16384"],

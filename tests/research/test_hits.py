@@ -50,7 +50,6 @@ def test_the_rows(config):
     assert {row["launches"] for row in here} == {alone_here["launches"]}
 
 
-@pytest.mark.ladder
 def test_bytes_are_those_that_the_engine_moves(config, monkeypatch):
     monkeypatch.setattr(hits, "moved_bytes", lambda config, hit, dtype: 1)
     with pytest.raises(ValueError, match="bytes counted must be those that the engine moved"):

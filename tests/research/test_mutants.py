@@ -150,7 +150,6 @@ sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "test_small.py"], pl
 """
 
 
-@pytest.mark.ladder
 def test_a_run_continues_where_it_stopped(clone):
     def step(name: str) -> None:
         root = pathlib.Path(__file__).parents[2]

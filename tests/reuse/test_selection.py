@@ -188,6 +188,7 @@ def test_deepstack_follows_the_rows(checkpoints, case, name):
         np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
 
 
+@pytest.mark.ladder_for("kvshare", "cacheblend-lmcache", "cacheblend-proto")
 @pytest.mark.parametrize("name", POLICIES)
 def test_all_rows_are_full_prefill(llm, case, name):
     """P1, and the answers of a call are those of single requests; a mixed call works too."""

@@ -39,6 +39,7 @@ def case(llm, textured_image):
     )
 
 
+@pytest.mark.ladder
 def test_the_probe_runs_as_the_engine_does(llm, case):
     probe = Probe(llm)
     runs = prepare(probe, case)
