@@ -72,7 +72,7 @@ class Mutant:
 
     Attributes:
       file: path of the module from the root of the clone.
-      line: first line of what changes.
+      line: first line of what changes; of a default argument, that of the function's body.
       operator: kind of change, such as `comparison`.
       index: number among the places of this operator in the file.
     """
@@ -91,23 +91,26 @@ class Place:
       operator: kind of change.
       node: what changes.
       change: changes the tree in place, and returns the node that stands there now.
+      line: what a test that may notice it executes.
     """
 
     operator: str
     node: ast.stmt | ast.expr
     change: Callable[[], ast.AST]
+    line: int
 
 
 def places(tree: ast.Module) -> Iterator[Place]:
     """Every place of a module that a mutant changes, in the order of the source."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = next((one for one in function.body if not _is_idle(one)), function).lineno
             for default in (*function.args.defaults, *function.args.kw_defaults):
                 match default:
                     case ast.Constant(value=bool(value)):
-                        yield _setting("default argument", default, "value", not value)
+                        yield _setting("default argument", default, "value", not value, first)
                     case ast.Constant(value=int(value) | float(value)):
-                        yield _setting("default argument", default, "value", value + 1)
+                        yield _setting("default argument", default, "value", value + 1, first)
             yield from _of_body(function.body)
 
 
@@ -170,12 +173,12 @@ def _of_expressions(statement: ast.stmt) -> Iterator[Place]:
                 waiting += [one for one in values if isinstance(one, ast.AST)]
 
 
-def _setting(operator: str, node: ast.stmt | ast.expr, field: str, value: Any) -> Place:
+def _setting(operator: str, node: ast.stmt | ast.expr, field: str, value: Any, line: int | None = None) -> Place:
     def change() -> ast.AST:
         setattr(node, field, value)
         return node
 
-    return Place(operator, node, change)
+    return Place(operator, node, change, line or node.lineno)
 
 
 def _replacing(operator: str, body: list[ast.stmt], position: int, other: ast.stmt) -> Place:
@@ -183,7 +186,7 @@ def _replacing(operator: str, body: list[ast.stmt], position: int, other: ast.st
         body[position] = other
         return other
 
-    return Place(operator, body[position], change)
+    return Place(operator, body[position], change, body[position].lineno)
 
 
 def _is_idle(statement: ast.stmt) -> bool:
@@ -213,7 +216,7 @@ def mutants(file: str, source: str) -> list[Mutant]:
     counts: dict[str, int] = defaultdict(int)
     found = []
     for place in places(ast.parse(source)):
-        found.append(Mutant(file, place.node.lineno, place.operator, counts[place.operator]))
+        found.append(Mutant(file, place.line, place.operator, counts[place.operator]))
         counts[place.operator] += 1
     return found
 
