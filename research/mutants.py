@@ -298,14 +298,19 @@ def _functions(path: pathlib.Path) -> list[types.FunctionType]:
     """The functions of this process that a file defines."""
     resolved: dict[str, bool] = {}
     found = []
-    for one in gc.get_objects():
-        if type(one) is types.FunctionType:  # some objects compute their `__class__`
-            name = one.__code__.co_filename
-            if name not in resolved:
-                resolved[name] = pathlib.Path(name).resolve() == path
-            if resolved[name]:
-                found.append(one)
+    for function in _all_functions():
+        name = function.__code__.co_filename
+        if name not in resolved:
+            resolved[name] = pathlib.Path(name).resolve() == path
+        if resolved[name]:
+            found.append(function)
     return found
+
+
+def _all_functions() -> list[types.FunctionType]:
+    gc.unfreeze()  # conftest.py freezes what was imported, which nobody would find
+    # Not isinstance: some objects compute their `__class__`.
+    return [one for one in gc.get_objects() if type(one) is types.FunctionType]
 
 
 def _codes(code: types.CodeType) -> dict[tuple[str, int], types.CodeType]:
@@ -345,7 +350,7 @@ class Coverage:
         monitoring.use_tool_id(_TOOL, "research.mutants")
         monitoring.register_callback(_TOOL, monitoring.events.LINE, self._on_line)
         files: dict[str, str] = {}
-        for function in [one for one in gc.get_objects() if type(one) is types.FunctionType]:
+        for function in _all_functions():
             name = function.__code__.co_filename
             path = files.setdefault(name, str(pathlib.Path(name).resolve()))
             if path.startswith(self.folders):
@@ -522,9 +527,9 @@ class Runner:
             os.write(writing, json.dumps(result).encode())
             os._exit(0)
         os.close(writing)
-        with os.fdopen(reading, "rb") as file:
-            is_told = bool(select.select([file], [], [], self.limit)[0])
-            text = file.read() if is_told else b""
+        is_told = bool(select.select([reading], [], [], self.limit)[0])
+        text = os.read(reading, 2**16) if is_told else b""  # not to its end: processes of tests may hold it open
+        os.close(reading)
         _end_group(child)
         if not is_told:
             return {"status": "time-out"}
