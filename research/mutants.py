@@ -162,7 +162,7 @@ def _of_expressions(statement: ast.stmt) -> Iterator[Place]:
                 yield _setting("constant", node, "value", value - 1)
             case ast.IfExp(test=test):
                 yield _setting("negated condition", node, "test", ast.UnaryOp(ast.Not(), test))
-            case ast.Call(args=[first, second, *rest]) if not any(isinstance(x, ast.Starred) for x in node.args):
+            case ast.Call(args=[first, second, *rest]) if not _is_symmetric(node):
                 yield _setting("arguments swapped", node, "args", [second, first, *rest])
         match node:
             case ast.Call(func=ast.Name(id="min" | "max" as name) as function):
@@ -198,6 +198,12 @@ def _is_idle(statement: ast.stmt) -> bool:
 
 def _is_log(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOGS
+
+
+def _is_symmetric(node: ast.Call) -> bool:
+    """Whether the order of two arguments decides nothing, or cannot be changed."""
+    is_chosen = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
+    return is_chosen or any(isinstance(one, ast.Starred) for one in node.args)
 
 
 def _is_constant(node: ast.AST, value: Any) -> bool:
@@ -242,7 +248,7 @@ def draw(root: pathlib.Path, covered: dict[str, set[int]], number: int, seed: in
         for mutant in mutants(file, (root / file).read_text(encoding="utf-8"))
         if mutant.line in covered[file]
     ]
-    random.Random(seed).shuffle(found)
+    found.sort(key=lambda one: random.Random(f"{seed} {one}").random())  # changes elsewhere do not change the order
     return found[:number]
 
 

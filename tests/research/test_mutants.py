@@ -38,7 +38,7 @@ def name(size: int) -> str:
 def never(size: int) -> int:
     if not size:
         size = max(size, 1)
-    return size
+    return pow(size, 1)
 
 
 def wait(ready: bool) -> None:
@@ -100,7 +100,7 @@ def test_what_changes():
         ("arithmetic", "x * 3", "x // 3"),
         ("not removed", "not size", "not not size"),
         ("min and max", "max", "min"),
-        ("arguments swapped", "max(size, 1)", "max(1, size)"),
+        ("arguments swapped", "pow(size, 1)", "pow(1, size)"),
     } <= told
     lines = {one.line for one in mutants.mutants("small/code.py", SOURCE)}
     assert not lines & {1, 2, 3, 5, 9, 10}  # docstrings, constants of the module, and what is logged
@@ -180,8 +180,8 @@ def test_a_run_continues_where_it_stopped(clone):
     changed = results["comparison", "size < limit", "size <= limit"]
     assert (changed["status"], changed["killer"]) == ("killed", "test_small.py::test_full")
     assert results["not removed", "not ready", "not not ready"]["status"] == "time-out"
-    assert results["arguments swapped", "max(size, 1)", "max(1, size)"]["status"] == "survived"
+    assert results["arguments swapped", "pow(size, 1)", "pow(1, size)"]["status"] == "survived"
     assert 31 not in {row["line"] for row in rows}  # no test executes it
     table = mutants.table(rows)
-    assert "small/code.py:25 arguments swapped: max(size, 1) -> max(1, size) (1 of 1 tests)" in table
+    assert "small/code.py:26 arguments swapped: pow(size, 1) -> pow(1, size) (1 of 1 tests)" in table
     assert table.startswith(f"killed {sum(row['status'] == 'killed' for row in rows)}, survived ")
