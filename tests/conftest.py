@@ -6,6 +6,8 @@ import base64
 import csv
 import dataclasses
 import functools
+import gc
+import importlib.util
 import io
 import itertools
 import os
@@ -21,6 +23,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads of XLA's CPU client: interpreted kernels wait in them for each other.
 os.environ.setdefault("NPROC", "16")
+# Tests compile thousands of programs, and each computes next to nothing. Set XLA_FLAGS, empty or not, for other flags:
+# `.ci/run` also compiles as for users. What compiles for a GPU is about the compiler.
+if importlib.util.find_spec("jax_cuda13_plugin") is None:
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import numpy as np
@@ -196,8 +202,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, kind in itertools.product(items, ("ladder", "thorough")):
         names = tuple(name for mark in item.iter_markers(f"{kind}_for") for name in mark.args)
         given = getattr(item, "callspec", None)
-        if names and given is not None and any(str(one).startswith(names) for one in given.params.values()):
-            item.add_marker(kind)
+        if names and given is not None:
+            told = (*map(str, given.params.values()), *given.id.split("-"))  # parameters may be named by their ids
+            if any(one.startswith(names) for one in told):
+                item.add_marker(kind)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported and collected out of garbage collections, which tests also ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -236,7 +250,9 @@ def programs_made_once() -> Iterator[None]:
     of_compressed = (
         compress.EmptyCompressed, compress.Compact, window.CompressedWindow, compress.ReadPages, compress.WritePages,
     )  # fmt: skip
-    of_records = tuple(kind for kind in table.PROGRAMS if kind.__module__ in (memory.__name__, memory.__name__))
+    of_records = (
+        memory.Link, memory.Recall, memory.Code, memory.EmptyTier, memory.KeepLayer, memory.KeepRows, memory.Restage,
+    )  # fmt: skip
     init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
     def noted(self: Shapes, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:

@@ -184,6 +184,7 @@ def test_approximate_reuse_links_what_is_coded(opened, made, image, family, plan
     assert (now.stored, now.hits_approximate - stats.hits_approximate) == (stats.stored, 4)
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.ladder)])
 @pytest.mark.parametrize(("codec", "bits", "less"), [("int8", 8.25, 1.9), ("int4", 5, 3.1)])
 def test_bytes_do_not_depend_on_the_engine(opened, made, image, codec, bits, less, dtype):
@@ -218,6 +219,7 @@ def test_the_bias_of_keys_costs_nothing(opened, made, image, plant, codec):
     assert 0 < divergence(plain, coded) < MOST_KL[codec]
 
 
+@pytest.mark.ladder_for("int4")
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_bias_that_stays_in_costs_much(opened, made, image, monkeypatch, codec):
     directory = made("qwen2_5_vl", large_bias)
@@ -227,6 +229,7 @@ def test_a_bias_that_stays_in_costs_much(opened, made, image, monkeypatch, codec
         assert divergence(plain, log_probabilities(llm, image)) > 100 * MOST_KL[codec]
 
 
+@pytest.mark.ladder_for("int4")
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     directory = made("qwen3_vl", zero_channel)

@@ -93,6 +93,7 @@ def test_python_blocks_run(block, folder):
     exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize("block", quick([block for block in blocks("sh") if "vlcache" in block.text]))
 def test_commands_run(block, folder):
     for words in commands(block):

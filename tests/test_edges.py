@@ -434,6 +434,7 @@ for bomb in bombs:
 """
 
 
+@pytest.mark.ladder
 def test_refused_pictures_take_little_memory():
     bombs = [
         ("1", 13000, 13000, "PNG", 0),

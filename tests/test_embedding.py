@@ -184,6 +184,7 @@ def test_a_page_behind_twenty_queries_is_encoded_once(empty, pictures):
     assert empty.cache.stats().encoder_hits == before.encoder_hits + 19
 
 
+@pytest.mark.ladder
 def test_nothing_compiles_after_warmup(directory, pictures):
     with LLM(directory, **SIZES) as engine:
         engine.warmup(verbose=False)

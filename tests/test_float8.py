@@ -53,6 +53,7 @@ def assert_alike(found, expected):
         np.testing.assert_allclose(chosen, others, atol=2e-5)
 
 
+@pytest.mark.ladder
 def test_a_model_in_8_bits_answers_and_its_conversion_finds_what_it_kept(made, picture, tmp_path):
     source, converted, _ = made
     first = asked(source, tmp_path, ("See ", picture, {}))

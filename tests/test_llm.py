@@ -73,7 +73,7 @@ def llm(family_checkpoint):
         yield engine
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe")
+@pytest.mark.ladder_for("qwen2_vl", "qwen3_vl-tied", "qwen3_vl_moe")
 @pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen2_5_vl-library-names")
 @pytest.mark.thorough_for("qwen3_vl-sharded", "qwen3_vl_moe-sharded", "qwen3_vl_moe-every", "qwen2_5_vl-flat-tied")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
@@ -238,6 +238,7 @@ def test_nearly_equal_pools_have_the_same_programs(family_checkpoint):
     assert all(one != other for one, other in zip(texts[1], texts[2], strict=True))
 
 
+@pytest.mark.ladder
 def test_bf16(llm, family_checkpoint, conversations):
     """Any tokens are as likely as float32 says, but for bfloat16's rounding (test_bfloat16.py has the numerics)."""
     params = SamplingParams(temperature=5, seed=0, max_tokens=4, ignore_eos=True, logprobs=1)
@@ -592,6 +593,7 @@ def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
                 llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}])
 
 
+@pytest.mark.ladder
 def test_the_core_needs_little(checkpoints):
     """Machines with a GPU may lack the rest. Neither templates nor images need torch."""
     code = f"""

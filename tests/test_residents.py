@@ -337,6 +337,7 @@ EVERY_KIND = [
 ]
 
 
+@pytest.mark.ladder_for("cacheblend-0.2")
 @pytest.mark.parametrize("reuse", EVERY_KIND)
 def test_tiny_pools(llm, directory, picture, reuse, monkeypatch):
     """Pages run out while answers grow: who is put back goes on as if nothing had been."""

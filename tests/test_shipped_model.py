@@ -45,6 +45,7 @@ def test_the_model_is_a_small_directory_as_the_hub_has_them():
     assert config["text_config"]["head_dim"] == 64  # as the kernels take
 
 
+@pytest.mark.ladder
 def test_opening_imports_no_torch_and_says_what_is_done():
     """Nor does it keep others from importing it."""
     code = f"""

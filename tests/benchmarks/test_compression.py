@@ -26,6 +26,7 @@ LAYERS = 3
 ONE = pytest.mark.parametrize("family_checkpoint", ["qwen3_vl-tied"], indirect=True, scope="session")
 
 
+@pytest.mark.ladder
 @ONE
 def test_the_tables(family_checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compression, "TURNS", 3)

@@ -15,6 +15,8 @@ from vlcache_jax.benchmarks.peer import table
 from vlcache_jax.benchmarks.peer.jobs import QUICK, SECTIONS, first, make_steps
 from vlcache_jax.benchmarks.throughput import IMAGE
 
+pytestmark = pytest.mark.ladder  # a tool of the clone
+
 CASES = {
     "cold",
     "repeat",

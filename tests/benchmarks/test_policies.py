@@ -163,6 +163,7 @@ def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, qu
     assert {row["donors"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]} == {"together"}
 
 
+@pytest.mark.ladder
 def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
     Schedule((9,) * 4, "qwen3_vl", "f").save(tmp_path / "four.json")
     work = tmp_path / "four.json"

@@ -13,6 +13,8 @@ from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, SimulatedRequest, d
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.router.affinity import RULES, Affinity, rule_of
 
+pytestmark = pytest.mark.ladder  # a tool of the clone
+
 ONE = Costs(request=1.0, compute=0.01, link=0.001, token_bytes=10, bandwidth=1e4, answer=5.0)
 
 

@@ -20,6 +20,8 @@ from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples, write_sp
 from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, RELATED, SEARCHES, TASKS, ask
 from vlcache_jax.study.questions import ARRANGEMENTS, read_tsv
 
+pytestmark = pytest.mark.ladder  # a tool of the clone
+
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 
 
@@ -223,6 +225,7 @@ def unfinished(training, tmp_path_factory):
     return directory
 
 
+@pytest.mark.ladder
 def test_splits_show_no_picture_of_training(training, unfinished, tmp_path, monkeypatch):
     """Both draw from so many pictures that none comes twice, of the same sizes."""
     drawn = {splits: [], training: []}

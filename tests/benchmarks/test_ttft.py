@@ -108,6 +108,7 @@ def test_the_floor_reads_what_a_codec_keeps(small):
     assert {**plain, "link": 0} == {**coded, "link": 0}
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize(
     ("codec", "message"), [("auto", "a repeat must hit exactly"), ("int8", "encoder cached must find its images as")]
 )
@@ -148,6 +149,7 @@ def test_a_hit_must_be_the_one_that_is_claimed():
         check_found("r = 0", "host", output(hit, tokens=()))
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize(("fill", "message"), [(np.nan, "finite"), (0.0, "cold must have log-probabilities")])
 def test_weights_that_answer_nothing_are_not_measured(monkeypatch, fill, message):
     load = random_models._Drawn.load
@@ -210,6 +212,7 @@ def test_of_rates_the_best_count():
     assert rates.best([DeviceRates(1.0, 5.0, 2.0), DeviceRates(4.0, 3.0, 2.0)]) == DeviceRates(4.0, 5.0, 2.0)
 
 
+@pytest.mark.ladder
 def test_records_on_device_and_disk_are_measured_beside_those_in_host_memory(tmp_path):
     out = tmp_path / "ttft.json"
     ttft.measure(

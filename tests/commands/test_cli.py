@@ -83,6 +83,7 @@ def test_the_version(run):
     assert run("--version").stdout == f"vlcache {vlcache_jax.__version__}\n"
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_info_counts_what_an_engine_counts(run, checkpoints, family):
     """The figures are those of an engine that opens the model."""
@@ -130,6 +131,7 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert re.search(r"(?m)^48 GB +FP8 +33.18 GB .* 24576 ", experts)
 
 
+@pytest.mark.ladder
 def test_info_says_how_a_model_fits(run):
     """With the sizes that an engine chooses: steps and images are made smaller where a pool has no room."""
     told = run("info", "qwen3-vl-8b").stdout

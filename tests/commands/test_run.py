@@ -396,6 +396,7 @@ def test_options_reach_the_engine_and_the_rows(run, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.ladder
 @pytest.mark.usefixtures("few_rungs")
 def test_the_shipped_model_is_told_to_know_no_photographs(tmp_path, textured_image):
     """Once, where nobody named it, and not of the package's own pictures."""

@@ -48,6 +48,7 @@ def large(tmp_path_factory):
     return directory, total, largest
 
 
+@pytest.mark.ladder_for("float32", "bfloat16")
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
 def test_converted_weights_are_exact(checkpoint, tmp_path, dtype):
     seen = []
@@ -291,6 +292,7 @@ def start_conversion(source, destination):
     return process, partial
 
 
+@pytest.mark.ladder
 def test_a_killed_conversion_leaves_nothing_that_opens(large, tmp_path):
     source, _, _ = large
     process, partial = start_conversion(source, tmp_path / "out")

@@ -101,6 +101,7 @@ def parameter_of(tree, path):
     return np.asarray(tree)
 
 
+@pytest.mark.ladder_for("qwen3_vl_moe")
 @pytest.mark.parametrize(
     ("kind", "quantization", "modules", "listed", "products"),
     [

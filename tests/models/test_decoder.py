@@ -39,6 +39,7 @@ def padded(rows):
     return join(rows, padding_rows(ROWS - len(rows.slot), SLOTS))
 
 
+@pytest.mark.ladder_for("qwen3_vl-sharded", "qwen2_5_vl-library-names", "qwen2_vl")
 def test_prefill_of_images_and_text(checkpoint, reference):
     """Keys before and after rotation and values of every layer, and logits at every position."""
     model = helper.load(checkpoint)
@@ -148,6 +149,7 @@ def test_queries_that_nobody_needs(case, monkeypatch):
     assert parity.difference(*map(list, projected)) <= TOLERANCE
 
 
+@pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
 def test_the_order_of_rows_does_not_matter(case):
     order = np.random.default_rng(1).permutation(case.length)
     logits, pool, _ = case.run(take(case.rows, order))

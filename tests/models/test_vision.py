@@ -23,7 +23,7 @@ def reference(checkpoint, load_oracle, textured_image):
     return parity.reference(load_oracle(checkpoint), checkpoint, textured_image)
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe")
+@pytest.mark.ladder_for("qwen3_vl_moe", "qwen3_vl-tied", "qwen2_5_vl-library-names", "qwen3_vl-sharded", "qwen2_vl")
 def test_packed_and_padded_images(checkpoint, reference):
     """Image tokens and DeepStack features of three images in one call."""
     model = helper.load(checkpoint)
@@ -32,6 +32,7 @@ def test_packed_and_padded_images(checkpoint, reference):
     assert parity.difference(rows, reference.encoder_rows) <= TOLERANCE
 
 
+@pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
 @each_family
 def test_neither_padding_nor_neighbours_are_seen(family_checkpoint, textured_image):
     model = helper.load(family_checkpoint)

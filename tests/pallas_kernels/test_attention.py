@@ -19,6 +19,7 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
+@pytest.mark.ladder_for("bfloat16")
 @each_case
 @pytest.mark.parametrize("dtype", ATOL)
 def test_agrees_with_the_reference(case: KernelCase, dtype: str) -> None:

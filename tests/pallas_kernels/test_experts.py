@@ -117,6 +117,7 @@ print("equal")
 """
 
 
+@pytest.mark.ladder
 def test_experts_spread_over_devices() -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}\n{SHARDED}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

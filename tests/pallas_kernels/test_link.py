@@ -158,6 +158,7 @@ KERNELS = [
 ]
 
 
+@pytest.mark.ladder_for("float16", "bfloat16")
 @pytest.mark.parametrize(("implementation", "dtype"), KERNELS)
 @pytest.mark.parametrize("kind", [None, "bias", "weight"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -174,6 +175,7 @@ def test_what_is_coded_is_linked_as_its_decoded_values(codec, kind, implementati
     np.testing.assert_allclose(np.asarray(k, np.float64), want_k, atol=atol, rtol=0)
 
 
+@pytest.mark.ladder_for("int4")
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu_interpreted"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -253,6 +255,7 @@ def test_what_a_code_does_not_hold_decodes_to_what_is_not_finite(codec, value):
             assert np.isfinite(decoded[1, 0]).all()
 
 
+@pytest.mark.ladder_for("int4")
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_the_model_s_own_constants_cost_nothing_where_they_are_taken_out(codec):
     rng = np.random.default_rng(0)

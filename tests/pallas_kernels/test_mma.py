@@ -75,12 +75,14 @@ def portable_checks() -> list[Any]:
     return found
 
 
+@pytest.mark.ladder_for("paged_attention: requests", "attention: packed", "experts: one row")
 @not_a_number
 @pytest.mark.parametrize("check", portable_checks())
 def test_interpreted(check: Check) -> None:
     check.error(INTERPRETED)
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize(("places", "width"), [(2, 128), (3, 80)])
 def test_rings_of_any_size(places: int, width: int) -> None:
     """Two places, where shared memory has no more, to four; windows, as towers see them."""
@@ -446,6 +448,7 @@ def test_a_device_that_is_none_stands_for_hopper() -> None:
     assert set(SINCE_AMPERE) == set(chips._SHARED_MEMORY)
 
 
+@pytest.mark.ladder
 def test_packed_rows(monkeypatch) -> None:
     """Rows whose intervals begin anywhere, which towers have where images are packed."""
     args = KernelCase("", 40, 300, 4, 2, 72, packed).inputs("float16")

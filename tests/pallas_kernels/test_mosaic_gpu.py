@@ -86,12 +86,14 @@ def first_quick(cases):
     return [pytest.param(*first), *(pytest.param(*case, marks=pytest.mark.interpreted) for case in others)]
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize("shape", first_quick(PLAIN), ids=lambda s: f"{s.name}, {s.H}x{s.D}")
 def test_real_shapes_in_small(shape: AttentionShape) -> None:
     args = shape.in_small().arrays()
     assert_close(np.asarray(attention(*args, implementation="mosaic_gpu_interpreted"), np.float32), args)
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize(
     ("case", "fields"), first_quick(WAYS), ids=lambda x: x.name if isinstance(x, KernelCase) else None
 )
@@ -100,6 +102,7 @@ def test_ways_to_cut(case: KernelCase, fields: dict[str, Any]) -> None:
     assert_close(plain(args, scale=case.scale, config=AttentionConfig(**fields)), args, case.scale)
 
 
+@pytest.mark.ladder
 @not_a_number
 def test_keys_that_nobody_sees_may_be_anything() -> None:
     clean, poisoned = (KernelCase("", 20, 400, 4, 1, 64, packed).inputs("bfloat16", poison=poison) for poison in (0, 1))
@@ -243,6 +246,7 @@ def few(rng: np.random.Generator) -> PagedRows:
     return PagedRows(np.array([0, 1, 0]), np.array([0, 7, 140]), np.array([880, 90, 690]), tables)
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize(
     ("group", "width", "config"),
     [

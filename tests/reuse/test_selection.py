@@ -107,6 +107,7 @@ def logits_by_hand(probe, runs, check, chosen):
     return probe.run(runs.placed, write, runs.donor).logits
 
 
+@pytest.mark.ladder_for("0.6")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("ratio", ["0.15", "0.6"])
 def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, probe, runs, name, ratio):
@@ -187,6 +188,7 @@ def test_deepstack_follows_the_rows(checkpoints, case, name):
         np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
 
 
+@pytest.mark.ladder_for("kvshare", "cacheblend-lmcache", "cacheblend-proto")
 @pytest.mark.parametrize("name", POLICIES)
 def test_all_rows_are_full_prefill(llm, case, name):
     """P1, and the answers of a call are those of single requests; a mixed call works too."""

@@ -155,6 +155,7 @@ def test_a_secret_is_kept_for_its_owner_alone(tmp_path):
         server_secret(folder)
 
 
+@pytest.mark.ladder
 def test_servers_that_begin_together_have_one_secret(tmp_path):
     code = f"from vlcache_jax.server.tenants import server_secret; print(server_secret({str(tmp_path)!r}).hex())"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]

@@ -84,6 +84,7 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
         accuracy.name_settings(["shift-1.5"])
 
 
+@pytest.mark.ladder
 def test_a_run(llm, tsv, tmp_path, monkeypatch):
     samples = read_tsv(tsv)
     protocols = [Protocol(name) for name in ARRANGEMENTS] + [Protocol("question_first", donors="apart")]

@@ -58,6 +58,7 @@ def runs(probe, textured_image):
     return prepare(probe, case)
 
 
+@pytest.mark.ladder
 def test_errors_of_attention_outputs(probe, runs):
     errors = {level: attention_error(runs.placed, runs.cold, recompute(probe, runs, level)) for level in (0, 250, 500)}
     assert errors[0].shape == (probe.num_layers, 4)
@@ -171,6 +172,7 @@ def test_deviation_and_what_all_tokens_of_an_image_share(runs):
     np.testing.assert_allclose(moved.k, added / np.square(np.asarray(k[:, images])).sum((1, 2, 3)), rtol=1e-5)
 
 
+@pytest.mark.ladder
 def test_images_that_were_cached_apart(llm, probe, textured_image):
     images = [textured_image(150, 120), textured_image(90, 200)]
     turn = lambda shown, other: [{"role": "user", "content": user_turn(shown, "What?", "text_first", other)}]  # noqa: E731
@@ -263,6 +265,7 @@ def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_case
     np.testing.assert_array_equal(drawn[4]["layer 1"], layered["r = 0"][1])
 
 
+@pytest.mark.ladder
 def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
     arguments = checkpoints("qwen3_vl"), "--data", questions_tsv, "--samples", 2
     report = run("attention", tmp_path / "attention.png", *arguments)

@@ -74,6 +74,7 @@ def test_table():
     assert rows[1]["questions"] == 3
 
 
+@pytest.mark.ladder
 def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
     samples, work = read_tsv(tsv)[1:4], tmp_path / "work.jsonl"
     settings = settings_of(["vl-cache", "random", "h2o-stream"], [0.3, 1.0], seeds=2, every=2)
@@ -117,6 +118,7 @@ def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
         assert 0 <= np.min(told.sparsity) < np.max(told.sparsity) < 1
 
 
+@pytest.mark.ladder
 def test_sparsity_of_prefill_and_decoding_is_as_defined(checkpoints, textured_image):
     """D.9: entries below p x the maximum of their row, over those that the row sees, head by head."""
     with LLM(checkpoints("qwen3_vl-tied"), **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:

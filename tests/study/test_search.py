@@ -94,6 +94,7 @@ def falling(layers=36):
     return scores(np.stack([(2 + i % 3) * np.exp(-n / (5 + 40 * (i < layers // 2))) for i in range(layers)]))
 
 
+@pytest.mark.ladder
 def test_a_schedule_from_scores(tmp_path):
     found = find_schedule(falling(), "0.025")
     assert found.mean <= 25 / 1000

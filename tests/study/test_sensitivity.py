@@ -39,6 +39,7 @@ def case(llm, textured_image):
     )
 
 
+@pytest.mark.ladder
 def test_the_probe_runs_as_the_engine_does(llm, case):
     probe = Probe(llm)
     runs = prepare(probe, case)
@@ -56,6 +57,7 @@ def test_the_probe_runs_as_the_engine_does(llm, case):
     np.testing.assert_allclose(probe.run(runs.placed, write, runs.donor).logits, third.logits, atol=2e-5 * scale)
 
 
+@pytest.mark.ladder
 def test_fast_is_direct(llm, case):
     profiler = Profiler(llm)
     runs = prepare(profiler.probe, case)
@@ -70,6 +72,7 @@ def test_fast_is_direct(llm, case):
     assert np.abs(np.diff(expected[1:]) / expected[0, 0]).min() > 0.01  # levels can be told apart
 
 
+@pytest.mark.ladder
 def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
     other = ProfileCase(case.donors[0], [case.formal], case.answer[:2])
     whole = profile(llm, [case, other], max_level=40)

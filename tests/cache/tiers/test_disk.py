@@ -826,6 +826,7 @@ def killed_loads(directory, count, root):
             assert len(list(directory.rglob("*.writer"))) == 1  # our own
 
 
+@pytest.mark.ladder
 def test_killed_writers(tmp_path, request):
     killed_loads(tmp_path, 4, str(request.config.rootpath))
 
