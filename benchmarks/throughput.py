@@ -1,13 +1,12 @@
-"""The requests of `vlcache bench batch`: prompts with pictures, lengths of their answers, and when they come.
+"""Requests and tokens a second that engines serve: `vlcache bench throughput`.
 
-Requests and tokens a second that engines serve: `vlcache bench batch`.
+Requests are prompts with images, lengths of their answers, and times at which they come. Engines take turns on the same
+requests: this checkout, another one, and transformers + torch on the same weights. Each has a process of its own,
+compiles and answers other prompts before it is timed, and begins every run with an empty cache. All give answers of the
+lengths asked for, and those of exact settings must have the same tokens in both checkouts. Medians of the runs are
+printed.
 
-Engines take turns on the same requests: this checkout, another one, and transformers + torch on the same weights. Each
-has a process of its own, compiles and answers other prompts before it is timed, and begins every run with an empty
-cache. All give answers of the lengths asked for, and those of exact settings must have the same tokens in both
-checkouts. Medians of the runs are printed.
-
-    vlcache bench batch --against ../before --transformers --out benchmarks/results/throughput_cpu.json
+    vlcache bench throughput --against ../before --transformers --out benchmarks/results/throughput_cpu.json
 """
 
 from __future__ import annotations

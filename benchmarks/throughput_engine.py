@@ -1,4 +1,4 @@
-"""An engine of `vlcache bench batch`, in a process of its own.
+"""An engine of `vlcache bench throughput`, in a process of its own.
 
 This file is run as a script, with PYTHONPATH at the checkout to measure, which may be another version than the one
 this file comes from: it imports nothing of its own checkout, uses the public API that all versions have, and leaves out

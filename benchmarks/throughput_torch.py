@@ -1,6 +1,7 @@
-"""transformers + torch as an engine of `vlcache bench batch`, in a process of its own: static batches, padded left.
+"""transformers + torch as an engine of `vlcache bench throughput`, in a process of its own.
 
-A batch decodes until its longest answer is done; of the others the beginning counts, as long as was asked for.
+Batches are static and padded left. One decodes until its longest answer is done; of the others the beginning counts, as
+long as was asked for.
 """
 
 from __future__ import annotations

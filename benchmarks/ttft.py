@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, floor, pairs
+from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, best, floor, measure_rates, pairs, told
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
-from vlcache_jax.benchmarks.rates import best, measure_rates, told
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.device import PAGE_TOKENS

@@ -2,4 +2,7 @@
 
 Each is a command, such as `uv run --group test python -m research.prefill`. Those that count or measure print a table
 and write JSON, which docs quote from `benchmarks/results`; `published` writes the tables of the docs from these files.
+
+`policies`, `budgets`, `mpic` and `analyze` are the studies of reuse and compression: policies side by side, compressed
+prompts by method and budget, requests about many images, and errors inside a model. They take any checkpoint.
 """

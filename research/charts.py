@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vlcache_jax.benchmarks import mpic, serving, ttft_table
+from research import mpic
+from vlcache_jax.benchmarks import serving, ttft_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

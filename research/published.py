@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from research.policies import OWN
+from research.scale import INDEX_BYTES, Costs, zipf_hits
 from vlcache_jax.benchmarks import SCHEDULE, label
-from vlcache_jax.benchmarks.policies import OWN
-from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, zipf_hits
 from vlcache_jax.benchmarks.serving import spread
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
 from vlcache_jax.benchmarks.ttft_table import MODES, mode
@@ -180,7 +180,7 @@ def _together(case: tuple[str, str, str]) -> str:
 
 
 def inside() -> Iterator[list[str]]:
-    """Yield the errors of reuse inside the shipped model (`vlcache analyze errors`) in three cases."""
+    """Yield the errors of reuse inside the shipped model (`research.analyze errors`) in three cases."""
     names = ("text_first", "question_first", "apart")
     found = [json.loads((RESULTS / f"tiny_vqa_errors_{name}.json").read_text(encoding="utf-8")) for name in names]
     pages = ("new text", "another question", "new text, images cached separately")
@@ -486,7 +486,7 @@ def peer_speed(dtype: str, ours: str, theirs: str = "") -> str:
 
 
 def variants() -> Iterator[list[str]]:
-    """Throughput of 96 requests under ways to reuse, and beside transformers (`vlcache bench batch`)."""
+    """Throughput of 96 requests under ways to reuse, and beside transformers (`vlcache bench throughput`)."""
     yield [
         "", "output tokens/s", "spread (max - min) [%]", "runs", "decode steps", "program launches per token",
         "same answer as no reuse [%]",
@@ -530,7 +530,7 @@ def policies_first(rows: Sequence[Row], rate: float = 1.0) -> Iterator[list[str]
 
 
 def by_images(column: str, form: str, rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A figure of each way to reuse by the number of images (`vlcache bench mpic`)."""
+    """A figure of each way to reuse by the number of images (`research.mpic`)."""
     counts = list(dict.fromkeys(row["images"] for row in rows))
     yield ["reuse mode", *(f"{count} image{'s' * (count > 1)}" for count in counts)]
     for name in dict.fromkeys(row["reuse"] for row in rows):
@@ -556,7 +556,7 @@ def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """How 16 simulated engines are given requests (`vlcache_jax.benchmarks.scale`), at two rates."""
+    """How 16 simulated engines are given requests (`research.scale`), at two rates."""
     yield ["requests/s per engine", "routing rule", "cached in the engine, %", "loaded from another engine, %",
            "computed, %", "TTFT p50, ms", "TTFT p99, ms", "largest load / mean load"]  # fmt: skip
     for rate, found in ((8, rows), (24, _rows("scale_busy.json"))):
@@ -568,7 +568,7 @@ def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def routing(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What a router does with a request (`vlcache_jax.benchmarks.routing`)."""
+    """What a router does with a request (`research.routing`)."""
     yield ["engines", "parse JSON, ms", "hash images, ms", "walk the body, ms",
            "choose an engine, ms", "choose p99, ms"]  # fmt: skip
     for row in rows:
@@ -650,7 +650,7 @@ def slowest_refusal() -> str:
 
 
 def budgets(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Yield accuracy by method and budget (`vlcache bench budgets`), and the memory where it is not the budget."""
+    """Yield accuracy by method and budget (`research.budgets`), and the memory where it is not the budget."""
     [whole, *rest] = rows
     shares = list(dict.fromkeys(row["budget %"] for row in rest))
     yield ["`compress`", *(f"{share:g} % of the KV" for share in shares)]
@@ -735,7 +735,7 @@ def held_out(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def looked_at(name: str) -> Iterator[list[str]]:
-    """Yield the sparsity of attention and what decoded tokens attend to, by layer (`vlcache bench budgets`)."""
+    """Yield the sparsity of attention and what decoded tokens attend to, by layer (`research.budgets`)."""
     found = _file(name)
     lines = {"sparsity after the last image": found["sparsity by layer"]}
     lines["attention on image tokens"] = found["contribution of images by layer"]
@@ -748,7 +748,7 @@ def looked_at(name: str) -> Iterator[list[str]]:
 
 
 def sparse(name: str) -> Iterator[list[str]]:
-    """Yield the sparsity of attention by layer: mean, minimum and maximum over heads (`vlcache bench budgets`)."""
+    """Yield the sparsity of attention by layer: mean, minimum and maximum over heads (`research.budgets`)."""
     found = _file(name)["sparsity of heads by layer"]
     yield ["sparsity [%]", *(f"layer {layer}" for layer in range(len(found["prefill"]["mean"])))]
     for rows, values in found.items():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.budget_answers import POLICIES
 from tests.compress.example import kept_of
 from tests.helper import (
     ALONE,
@@ -39,7 +40,6 @@ from vlcache_jax.engine.compressed_pages import Compression
 from vlcache_jax.engine.scheduler import order
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
-from vlcache_jax.study.budgets import POLICIES
 from vlcache_jax.study.probe import Probe
 
 SETTINGS = SIZES | {"ladder": ALONE, "compressed_kv_bytes": 2**22, "use_tqdm": False}

@@ -1,6 +1,7 @@
 """Every Python block and command of the README and of docs/ does what it says, as written and without a network."""
 
 import dataclasses
+import importlib
 import importlib.util
 import itertools
 import json
@@ -66,7 +67,7 @@ def quick(found):
 
 def _later(block):
     """Studies take minutes each."""
-    is_study = any(f"vlcache bench {name}" in block.text for name in ("accuracy", "policies", "ttft"))
+    is_study = any(name in block.text for name in ("vlcache bench accuracy", "research.policies", "vlcache bench ttft"))
     return pytest.mark.thorough if is_study else pytest.mark.ladder
 
 
@@ -94,19 +95,29 @@ def test_python_blocks_run(block, folder):
 
 
 @pytest.mark.ladder
-@pytest.mark.parametrize("block", quick([block for block in blocks("sh") if "vlcache" in block.text]))
+@pytest.mark.parametrize("block", quick([block for block in blocks("sh") if re.search("vlcache|research", block.text)]))
 def test_commands_run(block, folder):
     for words in commands(block):
-        if words[0] != "vlcache" or words[1:] == ["demo"]:  # test_cli.py has the demo
+        command, given = command_of(words)
+        if command is None or given == ["demo"]:  # test_cli.py has the demo
             understood(words)
             continue
-        result = CliRunner().invoke(app, words[1:])
+        result = CliRunner().invoke(command, given)
         assert result.exit_code == 0, (words, result.output, result.exception)
         assert result.output
-        if words[1] == "run":
+        if given[0] == "run":
             answers = [json.loads(line) for line in pathlib.Path(words[3]).read_text().splitlines()]
             assert not any(answer["error"] for answer in answers)
             assert list(map(text_of, answers)) == RIGHT
+
+
+def command_of(words):
+    """The typer application of a command, None if it has none, and what it is given."""
+    if words[0] == "vlcache":
+        return app, words[1:]
+    if words[:2] == ["python", "-m"] and words[2].startswith("research."):
+        return getattr(importlib.import_module(words[2]), "app", None), words[3:]
+    return None, []
 
 
 def text_of(answer):
@@ -146,14 +157,14 @@ def understood(words):
         words = words[2:]
         while words[0] in ("--group", "--extra"):
             words = words[2:]
-    if words[0] == "vlcache":
-        command, context = typer.main.get_command(app), None
-        rest = words[1:]
+    group, rest = command_of(words)
+    if group is not None:
+        command, context = typer.main.get_command(group), None
         while rest and rest[0] in getattr(command, "commands", {}):
             context = typer.Context(command, parent=context, info_name=rest[0])
             command, rest = command.commands[rest[0]], rest[1:]
         if "--help" not in rest:
-            command.make_context("vlcache", rest, parent=context)
+            command.make_context(words[0], rest, parent=context)
     elif words[0].rpartition("/")[2] == "python" and words[1] == "-m":
         assert importlib.util.find_spec(words[2]) is not None, words
     else:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from vlcache_jax.common.files import PICTURES, check_all_readable, check_writable, write_whole
-from vlcache_jax.study.worklog import WorkLog
+from vlcache_jax.study.report import WorkLog
 
 
 def test_a_file_appears_whole(tmp_path, monkeypatch):

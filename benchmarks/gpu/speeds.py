@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vlcache_jax.benchmarks.floor import seconds
 from vlcache_jax.benchmarks.gpu.checks import contract, link_arrays
 from vlcache_jax.benchmarks.gpu.plan import GpuCase, GpuPlan, Row, kernel_of
-from vlcache_jax.benchmarks.rates import seconds
 from vlcache_jax.pallas_kernels import Work, attention, dispatch, link
 from vlcache_jax.pallas_kernels.shapes import AttentionShape, LinkShape
 

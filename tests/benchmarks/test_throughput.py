@@ -247,7 +247,7 @@ def test_a_rate_needs_an_engine_for_it(checkout, as_this):
 def test_what_cannot_be_measured_is_told_before_anything_runs(monkeypatch, tmp_path, arguments, told):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(throughput, "Worker", None)
-    result = CliRunner().invoke(app, ["bench", "batch", *arguments])
+    result = CliRunner().invoke(app, ["bench", "throughput", *arguments])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
     assert told in result.stderr

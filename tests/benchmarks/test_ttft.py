@@ -13,7 +13,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vlcache_jax import Ladder
-from vlcache_jax.benchmarks import random_models, rates, ttft
+from vlcache_jax.benchmarks import floor as floor_module
+from vlcache_jax.benchmarks import random_models, ttft
 from vlcache_jax.benchmarks.floor import DeviceRates, floor, pairs
 from vlcache_jax.benchmarks.known_images import split_images
 from vlcache_jax.benchmarks.ttft import check_found, check_logprobs
@@ -201,15 +202,15 @@ def test_images_share_tokens_equally():
 
 
 def test_rates_are_measured():
-    found = rates.measure_rates("bfloat16", size=64, copied=2**16, repeats=2)
+    found = floor_module.measure_rates("bfloat16", size=64, copied=2**16, repeats=2)
     assert 0 < found.matrix < 1e15
     assert 0 < found.memory < 1e14
     assert found.host == float("inf")
-    assert all(rates._put_seconds(2**16, parts) > 0 for parts in (1, 4))
+    assert all(floor_module._put_seconds(2**16, parts) > 0 for parts in (1, 4))
 
 
 def test_of_rates_the_best_count():
-    assert rates.best([DeviceRates(1.0, 5.0, 2.0), DeviceRates(4.0, 3.0, 2.0)]) == DeviceRates(4.0, 5.0, 2.0)
+    assert floor_module.best([DeviceRates(1.0, 5.0, 2.0), DeviceRates(4.0, 3.0, 2.0)]) == DeviceRates(4.0, 5.0, 2.0)
 
 
 @pytest.mark.ladder

@@ -31,7 +31,7 @@ def run():
     "command",
     [
         *("demo", "doctor", "ask", "run", "info", "calibrate", "convert"),
-        *("bench ttft", "bench batch", "bench serve", "bench compression"),
+        *("bench ttft", "bench throughput", "bench serve", "bench compression"),
     ],
 )
 def test_help_teaches(run, command):
@@ -64,7 +64,7 @@ def test_commands_call_the_same_things_alike():
                 assert "[" not in parameter.display_type_rich(context), (path, parameter.name)
                 if parameter.name == "dtype":
                     dtypes[path] = parameter.default
-    for name in ("batch", "compression"):
+    for name in ("throughput", "compression"):
         assert dtypes.pop(("bench", name)) == "float32"  # in which they compare answers
     assert dtypes.pop(("convert",)) is None  # which casts none
     assert set(dtypes.values()) == {"auto"}
@@ -198,15 +198,11 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
         "info": ["--image", "large"],
         "convert": ["model", str(tmp_path)],
         "bench ttft": ["--schedule", missing],
-        "bench batch": ["--against", missing],
+        "bench throughput": ["--against", missing],
         "bench compression": ["--lengths", "many"],
         "bench accuracy": ["--data", missing],
-        "bench policies": ["--ratio", "2"],
-        "bench budgets": ["--budget", "2"],
         "schedule profile": ["--out", out, "--data", missing],
         "schedule times": ["--out", str(tmp_path)],
-        "analyze errors": ["--out", f"{out}.png", "--data", missing],
-        "analyze attention": ["--out", f"{out}.txt"],
     }
     code = f"""
 import sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+import itertools
 import json
 import pathlib
 import re
@@ -17,6 +18,7 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
+from research import analyze, budgets, mpic, policies
 from tests.commands.test_cli import commands
 from tests.helper import WORDS
 from vlcache_jax.cache.config import CacheConfig
@@ -55,7 +57,9 @@ def test_every_option_stands_in_a_test():
     spelled, words = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", text)), set(re.findall(r"\w+", text))
     of_serve = {field.name for owner in (ServerConfig, EngineConfig, CacheConfig) for field in fields(owner)}
     found, untested = 0, []
-    for path, command in commands(typer.main.get_command(app)):
+    of_research = [((module.__name__,), typer.main.get_command(module.app)) for module in (budgets, mpic, policies)]
+    groups = map(typer.main.get_command, (app, analyze.app))
+    for path, command in [*itertools.chain(*map(commands, groups)), *of_research]:
         for parameter in command.get_params(typer.Context(command, info_name=path[-1])):
             if parameter.param_type_name != "option" or parameter.name == "help":
                 continue
@@ -141,8 +145,8 @@ def test_sizes_of_measurements(handed):
     compression = ("bench", "compression", "--layers", 3, "--answers", "2,5", "--steps", 7)
     (_, setup), _ = handed(apart, *compression)
     assert (setup.layers, setup.answers, setup.steps) == (3, (2, 5), 7)
-    batch = ("bench", "batch", "--max-answer", 9, "--floor")
-    (_, load), options = handed("vlcache_jax.benchmarks.throughput.measure", *batch)
+    throughput = ("bench", "throughput", "--max-answer", 9, "--floor")
+    (_, load), options = handed("vlcache_jax.benchmarks.throughput.measure", *throughput)
     assert (load.max_answer, options["floor"]) == (9, True)
     serve = ("bench", "serve", "--window", 3, "--turns", 5, "--goal-ttft", 0.5, "--goal-per-token", 0.02)
     (_, _, load), options = handed("vlcache_jax.benchmarks.serving.measure", *serve)
@@ -150,28 +154,20 @@ def test_sizes_of_measurements(handed):
     assert (options["goal"].ttft, options["goal"].per_token) == (0.5, 0.02)
 
 
-def test_options_of_studies(handed, run):
-    _, options = handed("vlcache_jax.benchmarks.accuracy.measure", "bench", "accuracy", "--auxiliary", "neutral")
-    assert {protocol.auxiliary for protocol in options["protocols"]} == {"neutral"}
-    assert "error: auxiliary must be" in run("bench", "accuracy", "--auxiliary", "other").stderr
-    _, options = handed("vlcache_jax.benchmarks.budgets.measure", "bench", "budgets", "--every", 3)
-    assert options["every"] == 3
-
-
-def test_a_judge(handed, tmp_path):
-    """Its name and key, and turns of dialogues."""
-    words = ("bench", "mpic", "--judge", "http://judge", "--judge-model", "strict", "--judge-key", "secret")
-    _, options = handed("vlcache_jax.commands.bench_studies.run_apart", *words, "--images", 1, "--questions", 1)
-    assert options["judge"].model == "strict"
-    assert options["judge"].client._key == {"Authorization": "Bearer secret"}
-
-
-def test_turns_of_dialogues(run, tmp_path, monkeypatch):
+def test_the_query_that_fills_the_cache(run, monkeypatch):
+    """`--auxiliary`."""
     asked = []
-    monkeypatch.setattr("vlcache_jax.benchmarks.dialogues.read_turns", lambda *_, turns: asked.append(turns) or 1 / 0)
-    for words in (("--turns", 3), ()):
-        assert isinstance(run("bench", "mpic", "--data", tmp_path, *words).exception, ZeroDivisionError)
-    assert asked == [3, 1]
+
+    def protocols_of(*_, auxiliary):
+        asked.append(auxiliary)
+        raise ValueError("enough")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vlcache_jax.study.accuracy.protocols_of", protocols_of)
+        for words in (("--auxiliary", "neutral"), ()):
+            assert run("bench", "accuracy", *words).stderr == "error: enough\n"
+    assert asked == ["neutral", "related"]
+    assert "error: auxiliary must be" in run("bench", "accuracy", "--auxiliary", "other").stderr
 
 
 def test_how_a_schedule_is_searched(run, tmp_path):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from research.masked_answers import filtered
 from tests.compress.example import ATTENTION
 from vlcache_jax.compress.budgets import layer_shares, pyramid, sparsity, visible, whole
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import PyramidKV, Random, VLCache, make_counts
-from vlcache_jax.study.retention import filtered
 
 WORDS = ("vl-cache", "postvision", "snapkv", "pyramidkv", "h2o", "zipcache", "streaming", "random", "refill")
 SHARES = st.integers(1, 1000).map(lambda n: n / 1000)

@@ -24,10 +24,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from research.scale import draw, play
 from tests.server.helper import Running
 from vlcache_jax import LLM, CacheConfig, EngineConfig, SamplingParams
 from vlcache_jax.assets import PICTURES
-from vlcache_jax.benchmarks.scale import draw, play
 from vlcache_jax.commands.cli import app as command
 from vlcache_jax.router.affinity import Affinity, look
 from vlcache_jax.server.config import ServerConfig

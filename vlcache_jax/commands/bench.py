@@ -9,13 +9,13 @@ import typer
 
 from vlcache_jax.benchmarks import POLICIES, run_apart
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.commands import bench_studies
 from vlcache_jax.commands import options as opt
 from vlcache_jax.common.checks import parse_bytes, parse_counts, parse_rates
-from vlcache_jax.common.files import PICTURES, check_writable
-from vlcache_jax.common.progress import say, say_errors
+from vlcache_jax.common.files import PICTURES, check_all_readable, check_writable
+from vlcache_jax.common.progress import Progress, say, say_errors
 from vlcache_jax.reuse.schedule import Schedule
 
+SETTINGS = ("full", "0.03", "0.1", "approximate", "shift-0.1")  # of `bench accuracy`, where none are named
 _ALL = f"{','.join(POLICIES)}."
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed or accuracy, print a table and write JSON.")
@@ -103,8 +103,8 @@ def ttft_command(
         run_apart(ttft.measure, setup, out=out, picture=picture)
 
 
-@app.command("batch")
-def batch_command(
+@app.command("throughput")
+def throughput_command(
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="Checkpoint or hub id.", show_default="random weights, 6 layers x 384"),
@@ -143,7 +143,7 @@ def batch_command(
 
     Answers have given lengths. With --against, those of off and exact in float32 must be the same in both checkouts.
 
-    Example: vlcache bench batch --reuse off --reuse exact --against ../before --out throughput.json
+    Example: vlcache bench throughput --reuse off --reuse exact --against ../before --out throughput.json
     """
     with say_errors():
         check_writable("out", out)
@@ -320,4 +320,76 @@ def compression_command(
         run_apart(compression.measure, setup, out=out, picture=picture)
 
 
-app.add_typer(bench_studies.app)
+@app.command("accuracy")
+def accuracy_command(
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>", help='Setting to compare with cold; may be repeated.',
+                     show_default="full, 0.03, 0.1, approximate, shift-0.1 and the schedules of the shipped model"),
+    ] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>", help="image_first, text_first, question_first; may be repeated.",
+                     show_default="all"),
+    ] = None,
+    auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
+    donors: opt.Donors = None,
+    questions: opt.Questions = None,
+    seeds: opt.Seeds = 1,
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
+    work: opt.Work = None,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
+) -> None:  # fmt: skip
+    """Measures how reuse changes answers: each question cold and under every setting, in pairs.
+
+    An auxiliary prompt with the same images and another query fills the cache; then the question is answered. Printed
+    are the accuracy of each task, the mean, the worst task, how often the most likely token agrees with the cold
+    run's, and the error of the logits.
+
+    Example: vlcache bench accuracy --questions 100 --reuse full --reuse 0.1 --out accuracy.json
+    """
+    with say_errors():
+        from vlcache_jax.assets import SCHEDULES, TINY_VQA
+        from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
+        from vlcache_jax.study import accuracy, pairs
+        from vlcache_jax.study.questions import ARRANGEMENTS
+        from vlcache_jax.study.report import WorkLog, environment, write
+
+        chosen = opt.one_model(model, same_model)
+        protocols = accuracy.protocols_of(arrangement or ARRANGEMENTS, donors, seeds, auxiliary=auxiliary)
+        settings = reuse or [*SETTINGS, *(map(str, SCHEDULES) if chosen is None else ())]
+        check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
+        check_all_readable("data", data or [])
+        WorkLog(work, "")  # refuses another kind of file before the work
+        say("importing JAX")
+        from vlcache_jax import LLM
+
+        named = accuracy.name_settings(settings)
+        with Progress("reading questions"):
+            samples = load_samples(data or [], questions=questions)
+        cache = CacheConfig(load="link")
+        with LLM(chosen or TINY_VQA, dtype=dtype, cache=cache, enable_prefix_caching=False) as llm:
+            results = accuracy.run(
+                llm, samples, named, accuracy.possible(protocols, samples), max_tokens=max_tokens, work=work
+            )
+        cases = pairs.cases_of(samples, results)
+        details, totals = pairs.summarize(cases)
+        pairs.show_tables(cases, details, totals)
+        head = environment("jax") | {
+            "model": str(chosen or "tiny_vqa, shipped with the package"),
+            "data": [path.name for path in data or []] or "drawn for the shipped model",
+            "max_tokens": max_tokens,
+            "dtype": dtype,
+            "totals": totals,
+        }
+        if out is not None:
+            write("Accuracy under reuse", details, head, out)
+        if picture is not None:
+            pairs.draw(details, picture)
+            print(f"written to {picture}")

@@ -14,7 +14,6 @@ from typer.core import TyperCommand
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands import options as opt
-from vlcache_jax.commands.analyze import app as analyze_app
 from vlcache_jax.commands.bench import app as bench_app
 from vlcache_jax.commands.cache import app as cache_app
 from vlcache_jax.commands.options import SHIPPED
@@ -36,7 +35,6 @@ app = typer.Typer(
 app.command("convert")(convert_command)
 app.add_typer(bench_app)
 app.add_typer(schedule_app)
-app.add_typer(analyze_app)
 app.add_typer(cache_app)
 
 

@@ -85,7 +85,7 @@ def run_demo(report: pathlib.Path) -> None:
     console.print(f"{result(runs)} {lesson(runs)}")
     console.print(
         f"Each image was cached by itself. TTFT is the median of {REPEATS} runs with compiled programs. The report "
-        "explains the terms. `vlcache bench policies` measures the accuracy of reuse modes on more questions."
+        "explains the terms. `vlcache bench accuracy` measures the accuracy of reuse modes on more questions."
     )
     write_whole(report, make_page(runs, model, REPEATS, environment("vlcache-jax", "jax")))
     console.print(f"Report: {report.resolve()}", soft_wrap=True)

@@ -184,6 +184,19 @@ Data = Annotated[
         show_default="questions drawn for the shipped model",
     ),
 ]
+Questions = Annotated[int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all")]
+Work = Annotated[
+    pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
+]
+Donors = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="<str>",
+        help="together: the images fill the cache in one prompt; apart: each in its own; may be repeated.",
+        show_default="together and apart",
+    ),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")]
 Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
 Picture = Annotated[pathlib.Path | None, typer.Option(help="Picture to draw (png, svg or pdf).", show_default=False)]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.study.questions import ARRANGEMENTS, Sample, user_turn
-from vlcache_jax.study.worklog import WorkLog
+from vlcache_jax.study.report import WorkLog
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -341,6 +341,17 @@ def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
         named[name] = policy
         policies[policy] = setting
     return named
+
+
+def protocols_of(orders: Iterable[str], donors: Iterable[str] | None, seeds: int, **more: str) -> list[Protocol]:
+    """Every order of the prompt with every way of filling the cache, by default together and apart, each so many
+    times."""
+    return [
+        Protocol(order, donors=filled, seed=seed, **more)
+        for order in dict.fromkeys(orders)
+        for filled in dict.fromkeys(donors or ("together", "apart"))
+        for seed in range(seeds)
+    ]
 
 
 def possible(protocols: Sequence[Protocol], samples: Sequence[Sample]) -> list[Protocol]:

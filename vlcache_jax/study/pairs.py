@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vlcache_jax.study.accuracy import COLD, AccuracyResult, Protocol
 from vlcache_jax.study.questions import Sample, rows_of_questions
-from vlcache_jax.study.report import figures, save_figure
+from vlcache_jax.study.report import figures, save_figure, show
 
 # What else a table of totals has.
 _COLUMNS = (
@@ -241,6 +241,22 @@ def printed(row: dict[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
         elif name not in hidden and end not in ("low", "high"):
             shown[name] = value
     return shown
+
+
+def show_tables(cases: Iterable[PairCase], details: Sequence[dict[str, Any]], totals: Sequence[dict[str, Any]]) -> None:
+    """Print what was right, case by case, and then the differences from the cold run; see `summarize`."""
+    for case in cases:
+        rows = [printed(row, case.shown) for row in totals if case.shown.items() <= row.items()]
+        show(f"Accuracy, {case.title} ({case.protocol.auxiliary} auxiliary query)", rows)
+    names = ("arrangement", "donors", "images", "reuse", "task", "questions")
+    show(
+        "Against cold: points, 95 % interval of paired answers, McNemar's p",
+        [
+            {name: row[name] for name in names} | {"difference": interval(row), "p": f"{row['p']:.1g}"}
+            for row in details
+            if row["reuse"] != COLD
+        ],
+    )
 
 
 def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:

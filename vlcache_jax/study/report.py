@@ -1,4 +1,4 @@
-"""What every measurement needs: the machine's description, a table, a JSON file and a picture."""
+"""What measurements need: the machine, a table, a JSON file, a picture, and finished parts to continue from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlcache_jax.common.files import write_whole
+from vlcache_jax.common.files import check_writable, write_whole
 
 
 def environment(*packages: str) -> dict[str, Any]:
@@ -113,3 +113,48 @@ def publish(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], ou
 def _check(rows: Sequence[dict[str, Any]]) -> None:
     if not rows or any(row.keys() != rows[0].keys() for row in rows):
         raise ValueError(f"rows must be non-empty and have the same columns, got {list(rows)}")
+
+
+class WorkLog:
+    """One JSON line for each finished part. A line that was cut off, or belongs to other work, counts for nothing.
+
+    Args:
+      path: of the file; None keeps parts in memory only.
+      identity: of the work: the same parts of other work have another one.
+
+    Raises:
+      ValueError: the file cannot be written, or is another kind of file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, identity: str):
+        self._path = None if path is None else pathlib.Path(path)
+        self._identity = identity
+        self._parts: dict[str, Any] = {}
+        check_writable("work", path)
+        if self._path is not None and self._path.is_file():
+            lines = [line for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines() if line]
+            if lines and not lines[0].startswith('["'):
+                raise ValueError(f"work must be a file of finished parts, or a new one, got {path}")
+            for line in lines:
+                match _parse(line):
+                    case [str(found), str(key), value] if found == identity:
+                        self._parts[key] = value
+
+    def get(self, key: str) -> Any:
+        """A finished part, or None."""
+        return self._parts.get(key)
+
+    def add(self, key: str, value: Any) -> None:
+        """Writes a finished part, anything but None that JSON can hold."""
+        self._parts[key] = value
+        if self._path is not None:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(f"\n{json.dumps([self._identity, key, value])}\n")  # also after a line that was cut off
+
+
+def _parse(line: str) -> Any:
+    """What a line holds; None if it was cut off."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

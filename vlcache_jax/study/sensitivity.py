@@ -24,8 +24,8 @@ import numpy.typing as npt
 from vlcache_jax.models import Rows, rope
 from vlcache_jax.reuse.schedule import UNITS
 from vlcache_jax.study.probe import Placed, Probe, Trace, Values
+from vlcache_jax.study.report import WorkLog
 from vlcache_jax.study.search import MAX_LEVEL, LayerScores
-from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM

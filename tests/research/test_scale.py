@@ -1,5 +1,7 @@
 """Simulated engines behind the router that serves: what must come out whatever the figures are."""
 
+from __future__ import annotations
+
 import json
 import math
 
@@ -8,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from research.scale import INDEX_BYTES, Costs, SimulatedRequest, draw, main, play, read, zipf_hits
 from tests.cache.records import key, make, write
-from vlcache_jax.benchmarks.scale import INDEX_BYTES, Costs, SimulatedRequest, draw, main, play, read, zipf_hits
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.router.affinity import RULES, Affinity, rule_of
 

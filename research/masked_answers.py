@@ -1,13 +1,20 @@
-"""Answers that see a part of their prompt through masks: for what the engine does not do, and what it does not tell.
+"""Answers that see a part of their prompt through masks, and measures of what that part holds.
 
 A prompt and its answer run once with the whole cache; then rows of answers alone are computed anew, each over the keys
-that a mask lets it see. Densely and one prompt at a time.
+that a mask lets it see: densely, one prompt at a time. That serves what the engine does not tell, and methods that it
+has not: FastV (arXiv:2403.06764) drops image tokens while the prompt is computed, and H2O as its authors run it
+(arXiv:2306.14048) goes on dropping tokens while it decodes.
+
+Measures tell how well kept tokens stand for all (VL-Cache, section 3). Rows of attention are softmax weights [..., T]
+of decoded tokens over the prompt and what was decoded before them; results are means over all rows, be they of heads,
+layers or tokens.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.compress.budgets import sparsity
+from vlcache_jax.compress.budgets import sparsity, whole
 from vlcache_jax.compress.policies import Compressor, make_counts
 from vlcache_jax.compress.scores import KeyStatistics, seeds
 from vlcache_jax.device.buckets import round_up
@@ -24,7 +31,99 @@ from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.pallas_kernels import PAGE, attention_statistics
 from vlcache_jax.study.probe import Placed, Probe, Trace
-from vlcache_jax.study.retention import Mask, top
+
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+def filtered(attention: Array, p: float) -> Array:
+    """The rows without entries below p x their maximum (ThresholdFilter)."""
+    return np.where(attention >= p * attention.max(-1, keepdims=True), attention, 0)
+
+
+def zeros(attention: Array, p: float) -> npt.NDArray[np.int64]:
+    """How many entries of each row are below p x its maximum."""
+    return np.asarray((attention < p * attention.max(-1, keepdims=True)).sum(-1))
+
+
+def of_heads(sparsity: Array) -> list[list[float]]:
+    """Of a measure of each head [L, H] the least, the mean and the greatest of a layer's heads: [3, L]."""
+    return [sparsity.min(1).tolist(), sparsity.mean(1).tolist(), sparsity.max(1).tolist()]
+
+
+def top(values: Array, k: int) -> Mask:
+    """Which are the k highest of each row; of equal ones the earlier is higher."""
+    order = np.argsort(-values, axis=-1, kind="stable")
+    mask = np.zeros(values.shape, bool)
+    np.put_along_axis(mask, order[..., :k], True, axis=-1)
+    return mask
+
+
+def cache_hit_rate(scores: Array, attention: Array, k: int) -> float:
+    """The share of the k prompt tokens that an answer looks at most that are among the k of highest score.
+
+    Args:
+      scores, attention: each [..., m]; the attention is that of the first decoded row.
+    """
+    return float((top(scores, k) & top(attention, k)).sum(-1).mean() / k)
+
+
+def contribution(attention: Array, modality: Mask, p: float) -> float:
+    """The part that one modality has of the attention to the prompt, after the filter.
+
+    Args:
+      attention: [..., T].
+      modality: the prompt's tokens that are of it, [m], m <= T.
+    """
+    return _share(filtered(attention, p), modality)
+
+
+def coverage(attention: Array, modality: Mask, alpha: float) -> float:
+    """The part that one modality has of the prompt's tokens among the floor(alpha T) that each row looks at most.
+
+    Args:
+      attention: [..., T].
+      modality: the prompt's tokens that are of it, [m], m <= T.
+    """
+    T = attention.shape[-1]
+    return _share(top(attention, *whole([alpha * T], T)).astype(np.float64), modality)
+
+
+def _share(weights: Array, modality: Mask) -> float:
+    """What a modality has of the weights in the prompt; rows in which the prompt has none do not count, NaN: all."""
+    prompt = weights[..., : len(modality)]
+    total = prompt.sum(-1)
+    shares = prompt[..., modality].sum(-1)[total > 0] / total[total > 0]
+    return float(shares.mean()) if len(shares) else np.nan
+
+
+def mean_of_rows(rows: Sequence[Any]) -> Any:
+    """The mean of the first axis, of what is not NaN, as lists."""
+    return np.ma.masked_invalid(rows).mean(0).filled(np.nan).tolist()
+
+
+def stream(
+    kept: npt.NDArray[np.integer], sums: Array, row: Array, heavy: int, recent: int, every: int = 1
+) -> tuple[npt.NDArray[np.integer], Array]:
+    """One decoded token of H2O's original method, which goes on dropping tokens while it decodes.
+
+    Args:
+      kept: tokens that are kept, rising [c].
+      sums: what each has received so far, [c].
+      row: the attention of the new token to them and to itself, [c + 1].
+      heavy: tokens that are kept for their sums.
+      recent: the last tokens, which are kept whatever they received.
+      every: tokens that are decoded before some are dropped again; 1: each drops one.
+
+    Returns:
+      `kept` and `sums` with the new token; where there are `every` too many, of those that are not recent the `heavy`
+      ones of the highest sums alone.
+    """
+    kept, sums = np.append(kept, kept[-1] + 1), np.append(sums, 0) + row
+    if len(kept) < heavy + recent + every:
+        return kept, sums
+    stays = np.append(top(sums[: len(kept) - recent], heavy), np.ones(recent, bool))
+    return kept[stays], sums[stays]
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,3 +344,135 @@ class MaskedAnswers:
             x = layer.transform(x, layer.self_attn.o_proj(out.reshape(size, -1)), jnp.ones(size, bool))
             looked.append(weight.mean(1))
         return x, jnp.stack(looked)
+
+
+# Tokens of an answer so far [c] -> logits of the first one and of what comes behind each, [1 + c, V].
+Follow = Callable[[Sequence[int]], npt.NDArray[np.float32]]
+# Tokens that a head keeps, rising, and what each has received.
+_State = tuple[npt.NDArray[np.integer], npt.NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class FastV:
+    """Behind a layer the prompt goes on without the image tokens that its last token looks at least.
+
+    Attributes:
+      alpha: share of the image tokens that go on.
+      layer: the last one that all go through.
+    """
+
+    alpha: float
+    layer: int = 2
+
+    def begin(self, masked: MaskedAnswers, look: Look) -> tuple[Follow, float]:
+        """(logits of answers, share of the prompt's K, V that they see).
+
+        Raises:
+          ValueError: there is no layer behind that one.
+        """
+        n, layers = len(look.prompt), len(look.k)
+        if self.layer >= layers - 1:
+            raise ValueError(f"layer of fastv must be below {layers - 1}, got {self.layer}")
+        attention = look.attention(n - 1)[self.layer].mean(0)
+        rows = goes_on(attention, look.placed.is_image[:n], self.alpha)
+        k, v, first = masked.behind(look, self.layer, rows)
+        lengths = np.where(np.arange(layers) <= self.layer, n, len(rows))
+        seen = np.arange(k.shape[1]) < lengths[:, None, None, None]
+
+        def follow(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+            return np.concatenate([first, masked.run(look, tokens, seen, halves=(k, v))[0]])
+
+        return follow, float(lengths.mean()) / n
+
+
+def goes_on(attention: npt.NDArray[np.float64], is_image: Mask, alpha: float) -> npt.NDArray[np.int64]:
+    """The prompt's tokens that FastV takes on, rising: those of text, and of the images a share.
+
+    Args:
+      attention: what the last token looks at, [n].
+      is_image: [n].
+      alpha: share of the image tokens that stay, at least one; of equal ones the earlier.
+    """
+    image = np.flatnonzero(is_image)
+    stays = ~is_image
+    if len(image):
+        stays[image[top(attention[image], *whole([alpha * len(image)], len(image)))]] = True
+    return np.flatnonzero(stays)
+
+
+@dataclass(frozen=True)
+class StreamingH2O:
+    """The last tokens and those that received most attention, also of the answer: a budget that never grows.
+
+    Attributes:
+      alpha: tokens that are kept, those of the answer among them, over the prompt's; a tenth of them are the last ones.
+      every: tokens that are decoded before some are dropped again.
+    """
+
+    alpha: float
+    every: int = 8
+
+    def begin(self, masked: MaskedAnswers, look: Look) -> tuple[Follow, float]:
+        """See `FastV`. The share does without what waits to be dropped."""
+        run = _H2OStream(self, masked, look)
+        return run.follow, run.budget / len(look.prompt)
+
+
+class _H2OStream:
+    """An answer under streaming H2O.
+
+    Args:
+      method, masked, look: of what.
+
+    Attributes:
+      budget: tokens that each head keeps.
+    """
+
+    def __init__(self, method: StreamingH2O, masked: MaskedAnswers, look: Look):
+        self._masked, self._look, self._every = masked, look, method.every
+        n = len(look.prompt)
+        [self.budget] = whole([method.alpha * n], n)
+        self._recent = max(1, self.budget // 10)
+        received, _ = masked.received(look, n, 0)
+        layers, heads, slots = received.shape
+        scores = received[:, :, :n].astype(np.float64)
+        scores[:, :, n - self._recent :] = np.inf
+        kept = np.nonzero(top(scores, self.budget))[2].reshape(layers * heads, self.budget)
+        sums = np.take_along_axis(received.reshape(layers * heads, slots).astype(np.float64), kept, 1)
+        self._tokens: list[int] = []
+        self._states: list[list[_State]] = [list(zip(kept, sums, strict=True))]  # before each token, of each head
+        self._prompt = np.zeros((layers, heads, masked.most, slots), bool)
+        self._own = np.zeros((layers, heads, masked.most, masked.most), bool)
+
+    def follow(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Goes on behind what the tokens, one or more, have in common with those before."""
+        pairs = zip(tokens, self._tokens, strict=False)
+        same = min(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)), len(tokens) - 1)
+        self._tokens = list(tokens)
+        del self._states[same + 1 :]
+        for step in range(same, len(tokens)):
+            self._see(step)
+            rows = slice(step + 1)
+            logits, looked = self._masked.run(
+                self._look, tokens[rows], self._prompt[:, :, rows], own=self._own[:, :, rows, rows]
+            )
+            self._states.append(self._next(step, looked[:, :, step]))
+        return np.concatenate([self._look.trace.logits[:1], logits])
+
+    def _see(self, step: int) -> None:
+        """What a token sees."""
+        n, heads = len(self._look.prompt), self._prompt.shape[1]
+        for number, (kept, _) in enumerate(self._states[step]):
+            head = (*divmod(number, heads), step)
+            self._prompt[head], self._own[head] = False, False
+            self._prompt[head][kept[kept < n]] = True
+            self._own[head][kept[kept >= n] - n] = True
+
+    def _next(self, step: int, looked: npt.NDArray[np.float32]) -> list[_State]:
+        """What is kept behind a token that looks so at prompt and answer, [L, K, S + c]."""
+        n, slots = len(self._look.prompt), self._prompt.shape[-1]
+        states = []
+        for (kept, sums), row in zip(self._states[step], looked.reshape(-1, looked.shape[-1]), strict=True):
+            columns = np.append(np.where(kept < n, kept, kept - n + slots), slots + step)
+            states.append(stream(kept, sums, row[columns], self.budget - self._recent, self._recent, self._every))
+        return states

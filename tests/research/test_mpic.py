@@ -1,4 +1,4 @@
-"""`vlcache bench mpic`: dialogues, the judge, and the table."""
+"""`research.mpic`: dialogues, the judge, and the table."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from research import mpic
+from research.dialogues import CRITERIA, OVERALL, DialogueTurn, Judge, draw_turns, parse_scores, read_turns
+from research.mpic import DialogueLoad, MpicResult, longest_prompt
 from tests.benchmarks.test_serving import END, USAGE, piece, running
-from vlcache_jax.benchmarks import label, mpic, notes
-from vlcache_jax.benchmarks.dialogues import DialogueTurn, draw_turns, read_turns
-from vlcache_jax.benchmarks.judge import CRITERIA, OVERALL, Judge, parse_scores
-from vlcache_jax.benchmarks.mpic import MpicResult
-from vlcache_jax.benchmarks.mpic_online import DialogueLoad, longest_prompt
+from vlcache_jax.benchmarks import label, notes
 from vlcache_jax.benchmarks.serving_client import Client
 from vlcache_jax.benchmarks.ttft import TtftSetup
-from vlcache_jax.commands.cli import app
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MARKS = dict.fromkeys(CRITERIA, 6) | {OVERALL: 7}
@@ -261,8 +259,28 @@ def test_the_command_says_what_does_not_go_together():
         (["--work", __file__], "work must be a file of finished parts"),
         (["--rates", "1", "--work", "new"], "work must be left out beside rates"),
     ):
-        told = CliRunner().invoke(app, ["bench", "mpic", *options])
+        told = CliRunner().invoke(mpic.app, options)
         assert (told.exit_code, message in told.output) == (1, True), told.output
+
+
+def test_a_judge_has_a_name_and_a_key(monkeypatch):
+    calls = []
+    monkeypatch.setattr(mpic, "run_apart", lambda *_, **options: calls.append(options))
+    words = ["--judge", "http://judge", "--judge-model", "strict", "--judge-key", "secret"]
+    told = CliRunner().invoke(mpic.app, [*words, "--images", "1", "--questions", "1"])
+    assert told.exit_code == 0, told.output
+    [options] = calls
+    assert options["judge"].model == "strict"
+    assert options["judge"].client._key == {"Authorization": "Bearer secret"}
+
+
+def test_turns_of_dialogues(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(mpic, "read_turns", lambda *_, turns: asked.append(turns) or 1 / 0)
+    for words in (["--turns", "3"], []):
+        told = CliRunner().invoke(mpic.app, ["--data", str(tmp_path), *words])
+        assert isinstance(told.exception, ZeroDivisionError)
+    assert asked == [3, 1]
 
 
 @pytest.mark.ladder
@@ -294,9 +312,9 @@ def test_requests_are_answered_alone_judged_and_not_twice(checkpoints, mmdu, tmp
 @pytest.mark.thorough  # as a server of its own, which `servers` has
 def test_online(checkpoints, mmdu, tmp_path):
     out = tmp_path / "o.json"
-    command = ["bench", "mpic", checkpoints("qwen3_vl-tied"), "--data", mmdu, "--images", "1,2", "--rates", "20"]
+    command = [checkpoints("qwen3_vl-tied"), "--data", mmdu, "--images", "1,2", "--rates", "20"]
     command += ["--requests", 4, "--policies", "mpic-1", "--max-tokens", 2, "--out", out]
-    told = CliRunner().invoke(app, list(map(str, command)))
+    told = CliRunner().invoke(mpic.app, list(map(str, command)))
     assert told.exit_code == 0, told.output
     written = json.loads(out.read_text())
     assert [row["reuse"] for row in written["rows"]] == ["off", "exact", "mpic-1"]

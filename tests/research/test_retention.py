@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from research.masked_answers import cache_hit_rate, contribution, coverage, of_heads, stream, zeros
 from tests.compress.example import ACCUMULATED, ATTENTION, NORMALIZED, POST_VISION
-from vlcache_jax.study.retention import cache_hit_rate, contribution, coverage, of_heads, stream, zeros
 
 FIRST_DECODED = np.array([0.15, 0.01, 0.55, 0.002, 0.188, 0.10])
 IMAGE = np.array([False, True, True, True, False, False])

@@ -180,7 +180,7 @@ def attention_map(probe: Probe, placed: Placed, trace: Trace) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class AttentionFindings:
-    """What `vlcache analyze attention` draws: of each image of some cases, and a map of the case with most images.
+    """What `research.analyze attention` draws: of each image of some cases, and a map of the case with most images.
 
     Attributes:
       weights: "scaled" and "raw", see `answer_attention`, the mean over heads [L, T].

@@ -9,17 +9,21 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from research.budget_answers import POLICIES, BudgetResult, BudgetResults, Setting, layer_sparsity, run, settings_of
+from research.budgets import app, interpolated, table
+from research.masked_answers import FastV, MaskedAnswers, goes_on
 from tests.compress.example import ATTENTION
 from tests.helper import SIZES, user
+from tests.study.tables import write_toy
 from vlcache_jax import LLM
-from vlcache_jax.benchmarks.budgets import interpolated, table
-from vlcache_jax.commands.cli import app
 from vlcache_jax.compress.policies import Random, VLCache
-from vlcache_jax.study.baselines import FastV, goes_on
-from vlcache_jax.study.budgets import POLICIES, BudgetResult, BudgetResults, Setting, layer_sparsity, run, settings_of
-from vlcache_jax.study.masked import MaskedAnswers
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import Sample, read_tsv
+
+
+@pytest.fixture
+def tsv(tmp_path):
+    return write_toy(tmp_path / "toy.tsv")
 
 
 def test_settings():
@@ -143,13 +147,27 @@ def test_the_command(checkpoints, tsv, tmp_path):
     words = ["--data", tsv, "--method", "postvision", "--method", "random", "--budget", "0.5", "--p", "0.1"]
     words += ["--max-tokens", "4", "--questions", "2", "--seeds", "1", "--out", out, "--picture", figure]
     words += ["--compressed-kv-bytes", "4MiB", "--kv-cache-bytes", "16MiB", "--dtype", "float32"]
-    result = CliRunner().invoke(app, ["bench", "budgets", str(checkpoints("qwen3_vl-tied")), *map(str, words)])
+    result = CliRunner().invoke(app, [str(checkpoints("qwen3_vl-tied")), *map(str, words)])
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["rows"]
     assert [row["method"] for row in rows] == ["whole", "postvision", "random", "vl-cache, p = 0.1"]
     assert [row["questions"] for row in rows] == [2] * 4
     with Image.open(figure) as picture:
         assert picture.width > 300
-    wrong = CliRunner().invoke(app, ["bench", "budgets", "nowhere", "--method", "h2o"])
+    wrong = CliRunner().invoke(app, ["nowhere", "--method", "h2o"])
     assert wrong.exit_code == 1
     assert wrong.stderr.splitlines()[-1] == "error: against must be one of h2o, got 'random'"
+
+
+def test_tokens_that_are_decoded_between_drops(monkeypatch):
+    """`--every`."""
+    asked = []
+
+    def settings(*_, every, **__):
+        asked.append(every)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("research.budget_answers.settings_of", settings)
+    for words in (["--every", "3"], []):
+        assert CliRunner().invoke(app, words).stderr.endswith("error: enough\n")
+    assert asked == [3, 8]

@@ -1,4 +1,4 @@
-"""The study of reuse: all policies side by side, at equal ratios and at equal rows (`vlcache bench policies`).
+"""The study of reuse: all policies side by side, at equal ratios and at equal rows (`python -m research.policies`).
 
 A ratio says what goes on behind the layers that a policy computes whole, so policies of one ratio compute different
 numbers of rows. The tables have both comparisons. Without data the questions are drawn for the trained models: small
@@ -13,24 +13,27 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
 
-from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
+from vlcache_jax.assets import TINY_VQA
+from vlcache_jax.benchmarks.tiny_vqa.splits import PLAIN, load_samples
+from vlcache_jax.commands import options as opt
 from vlcache_jax.common.files import check_all_readable, check_writable
-from vlcache_jax.common.progress import Progress, say
+from vlcache_jax.common.progress import Progress, say, say_errors
 from vlcache_jax.reuse.schedule import UNITS, Schedule
 from vlcache_jax.study import accuracy, pairs
-from vlcache_jax.study.questions import Sample, spread
-from vlcache_jax.study.report import environment, show, write
+from vlcache_jax.study.questions import ARRANGEMENTS, Sample, spread
+from vlcache_jax.study.report import WorkLog, environment, show, write
 from vlcache_jax.study.search import MAX_LEVEL, find_schedule
-from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
     from vlcache_jax.reuse.policies import Policy
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 RATIOS = (0.03, 0.1)
 SHARES = (0.6,)
 PROFILED = 20  # questions that each is profiled on
@@ -209,83 +212,6 @@ def find_schedules(
     return found
 
 
-def measure(
-    model: str | None,
-    data: Sequence[pathlib.Path],
-    *,
-    settings: Sequence[str],
-    ratios: Sequence[float],
-    shares: Sequence[float],
-    schedules: Sequence[pathlib.Path],
-    mean: str,
-    profiled: int,
-    protocols: Sequence[accuracy.Protocol],
-    sizes: Sequence[str],
-    questions: int | None,
-    split: str,
-    max_tokens: int,
-    dtype: str,
-    work: pathlib.Path | None,
-    out: pathlib.Path | None,
-) -> None:
-    """Runs every comparison under each protocol, prints the tables and writes them.
-
-    Args:
-      settings: `reuse` of the engine, compared with the first of them.
-      mean: of the schedules that are profiled.
-      profiled: drawn questions that each is profiled on; 0: none is.
-
-    Raises:
-      ValueError: a ratio or share is not between 0 and 1, `mean` is beyond what is profiled, a schedule is not the
-        model's, or one is to be profiled on files; a setting is not one that can be compared with the cold run.
-    """
-    from vlcache_jax.assets import TINY_VQA
-
-    # Wrong arguments and files are told before JAX is imported and a model loaded.
-    _check(data, ratios=ratios, shares=shares, mean=mean, profiled=profiled, split=split)
-    check_writable("out", out)
-    WorkLog(work, "")  # refuses another kind of file before the work
-    say("importing JAX")
-    from vlcache_jax import LLM, CacheConfig
-
-    asked = accuracy.name_settings(settings)
-    given = {path.name: Schedule.load(path) for path in schedules}
-    with Progress("reading questions"):
-        sets = questions_of(data, sizes, questions=questions, profiled=profiled, split=split)
-    rows: list[dict[str, Any]] = []
-    levels: list[dict[str, Any]] = []
-    cases = {one.case: [other for other in protocols if other.case == one.case] for one in protocols}
-    with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
-        # Every setting must suit the model.
-        for schedule in given.values():
-            llm.service.policy_of(schedule)
-        for policy in asked.values():
-            llm.service.policy_of(policy)
-        for found in sets:
-            image_tokens, num_layers = _sizes(llm, found.asked)
-            for case in accuracy.possible(list(cases), found.asked):
-                # Schedules are found for each case, then all is compared within the groups.
-                own = found.profiled
-                made = find_schedules(llm, own, case, mean, count=profiled, work=work) if own else {}
-                shown = {"size": found.size, "arrangement": case.arrangement, "donors": case.donors}
-                levels += [shown | {"schedule": name, "levels": list(one.levels)} for name, one in made.items()]
-                named = given | made
-                groups = groups_of(
-                    ratios, shares, named, asked=list(asked), image_tokens=image_tokens, num_layers=num_layers
-                )
-                policies = policies_of(groups, named, asked)
-                rows += _compare(llm, found, groups, policies, cases[case], max_tokens=max_tokens, work=work)
-    head = environment("jax") | {
-        "model": str(model or "tiny_vqa, shipped with the package"),
-        "data": [path.name for path in data] or f"drawn for the trained models, split {split}",
-        "auxiliary prompts": len(protocols) // len(cases),
-        "dtype": dtype,
-        "schedules": levels,
-    }
-    if out is not None:
-        write("Policies side by side", rows, head, out)
-
-
 def _compare(
     llm: LLM,
     found: Questions,
@@ -338,3 +264,132 @@ def _sizes(llm: LLM, samples: Sequence[Sample]) -> tuple[float, int]:
     prompts = [accuracy.Protocol("image_first").formal(few, i) for i in range(len(few))]
     reports = [output.cache for output in llm.chat(prompts, SamplingParams(max_tokens=1), reuse="off")]
     return float(np.mean([image.tokens for report in reports for image in report.images])), len(reports[0].rows)
+
+
+_Ratios = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="<float>",
+        help="Every policy runs at it; may be repeated.",
+        show_default="0.03, 0.1; none with --reuse",
+    ),
+]
+_Shares = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="<float>",
+        help="Share of image rows that every policy computes, over all layers; may be repeated.",
+        show_default="0.6; none with --reuse",
+    ),
+]
+
+
+@app.command()
+def main(
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>",
+                     help="Setting to compare with cold and with the first of them, instead of all policies; may be "
+                     "repeated.", show_default=False),
+    ] = None,
+    ratio: _Ratios = None,
+    share: _Shares = None,
+    schedule: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(metavar="<path>",
+                     help="Schedule file, compared with others at its rows; may be repeated.", show_default=False),
+    ] = None,
+    mean: Annotated[str, typer.Option(help="Mean ratio of the schedules that are profiled.")] = "0.025",
+    profiled: Annotated[
+        int | None,
+        typer.Option(min=0, help="Drawn questions that a schedule is profiled on, for each table; 0: no schedules.",
+                     show_default="20; none with --data or --reuse"),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>",
+                     help="Drawn pictures: small (64 to 144 tokens), large (400), or tinted; may be repeated.",
+                     show_default="small and large"),
+    ] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>", help="text_first, question_first; may be repeated.", show_default="both"),
+    ] = None,
+    donors: opt.Donors = None,
+    seeds: opt.Seeds = 1,
+    questions: opt.Questions = None,
+    split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
+    work: opt.Work = None,
+    out: opt.Out = None,
+) -> None:  # fmt: skip
+    """Compares all policies, at equal ratios and at equal shares of image rows.
+
+    Without data: on questions drawn for the trained models, about one image and about two, small and large; schedules
+    are profiled for each table. Printed are the accuracy of each task, the mean difference to the cold run and the
+    worst task with 95 % intervals, what some task may still lose by them, the difference to a static ratio of the same
+    rows, the error of the logits, how often the most likely token agrees, the image rows computed, the bytes read, and
+    the time.
+
+    Example: python -m research.policies --questions 100 --work study.work --out study.json
+    """
+    with say_errors():
+        # Wrong arguments and files are told before JAX is imported and a model loaded.
+        chosen = opt.one_model(model, same_model)
+        settings, files = reuse or [], data or []
+        ratios = ratio or (() if settings else RATIOS)
+        shares = share or (() if settings else SHARES)
+        count = (0 if files or settings else PROFILED) if profiled is None else profiled
+        orders = map(accuracy.behind, arrangement or ARRANGEMENTS[1:])
+        protocols = accuracy.protocols_of(orders, donors, seeds)
+        _check(files, ratios=ratios, shares=shares, mean=mean, profiled=count, split=split)
+        check_writable("out", out)
+        WorkLog(work, "")  # refuses another kind of file before the work
+        say("importing JAX")
+        from vlcache_jax import LLM, CacheConfig
+
+        asked = accuracy.name_settings(settings)
+        given = {path.name: Schedule.load(path) for path in schedule or []}
+        with Progress("reading questions"):
+            sizes = tuple(dict.fromkeys(size or PLAIN))
+            sets = questions_of(files, sizes, questions=questions, profiled=count, split=split)
+        cases = {one.case: [other for other in protocols if other.case == one.case] for one in protocols}
+        rows: list[dict[str, Any]] = []
+        levels: list[dict[str, Any]] = []
+        with LLM(chosen or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
+            # Every setting must suit the model.
+            for loaded in given.values():
+                llm.service.policy_of(loaded)
+            for policy in asked.values():
+                llm.service.policy_of(policy)
+            for found in sets:
+                image_tokens, num_layers = _sizes(llm, found.asked)
+                for case in accuracy.possible(list(cases), found.asked):
+                    # Schedules are found for each case, then all is compared within the groups.
+                    own = found.profiled
+                    made = find_schedules(llm, own, case, mean, count=count, work=work) if own else {}
+                    shown = {"size": found.size, "arrangement": case.arrangement, "donors": case.donors}
+                    levels += [shown | {"schedule": name, "levels": list(one.levels)} for name, one in made.items()]
+                    named = given | made
+                    groups = groups_of(
+                        ratios, shares, named, asked=list(asked), image_tokens=image_tokens, num_layers=num_layers
+                    )
+                    policies = policies_of(groups, named, asked)
+                    rows += _compare(llm, found, groups, policies, cases[case], max_tokens=max_tokens, work=work)
+        if out is not None:
+            head = environment("jax") | {
+                "model": str(chosen or "tiny_vqa, shipped with the package"),
+                "data": [path.name for path in files] or f"drawn for the trained models, split {split}",
+                "auxiliary prompts": len(protocols) // len(cases),
+                "dtype": dtype,
+                "schedules": levels,
+            }
+            write("Policies side by side", rows, head, out)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,9 +1,9 @@
-"""Answers that go on with a part of their prompt, by method and budget: `vlcache bench budgets`.
+"""Answers that go on with a part of their prompt, by method and budget: `python -m research.budgets`.
 
-    vlcache bench budgets                                   # the shipped model, on questions drawn for it
-    vlcache bench budgets Qwen/Qwen3-VL-2B-Instruct --data DocVQA_VAL.tsv --questions 100 --work budgets.work
+    python -m research.budgets                              # the shipped model, on questions drawn for it
+    python -m research.budgets Qwen/Qwen3-VL-2B-Instruct --data DocVQA_VAL.tsv --questions 100 --work budgets.work
 
-What is run stands in `vlcache_jax.study.budgets`. Methods are compared at the memory that they use: bounds on what a
+What is run stands in `research.budget_answers`. Methods are compared at the memory that they use: bounds on what a
 layer keeps may leave some of a budget. The one that all are compared with is taken between two of its budgets where
 theirs fall between.
 """
@@ -12,103 +12,31 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+import typer
 
+from research.masked_answers import mean_of_rows
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
+from vlcache_jax.commands import options as opt
 from vlcache_jax.common.files import PICTURES, check_all_readable, check_writable
-from vlcache_jax.common.progress import Progress, say
+from vlcache_jax.common.progress import Progress, say, say_errors
 from vlcache_jax.study import pairs
 from vlcache_jax.study.questions import ARRANGEMENTS, Sample, rows_of_questions
-from vlcache_jax.study.report import environment, figures, save_figure, show, write
-from vlcache_jax.study.retention import mean_of_rows
-from vlcache_jax.study.worklog import WorkLog
+from vlcache_jax.study.report import WorkLog, environment, figures, save_figure, show, write
 
 if TYPE_CHECKING:
-    from vlcache_jax.config import EngineOptions
-    from vlcache_jax.study.budgets import BudgetResult, BudgetResults
+    from research.budget_answers import BudgetResult, BudgetResults
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 QUESTIONS = 30  # of each task, where none are given
 
 Array = npt.NDArray[np.float64]
 Ways = Sequence[Sequence["BudgetResult"]]  # of a setting: [ways][samples]
-
-
-def measure(
-    model: str | None,
-    data: Sequence[pathlib.Path],
-    *,
-    methods: Sequence[str] | None,
-    budgets: Sequence[float],
-    ps: Sequence[float],
-    seeds: int,
-    every: int,
-    against: str,
-    arrangement: str,
-    questions: int | None,
-    max_tokens: int,
-    options: EngineOptions,
-    work: pathlib.Path | None,
-    out: pathlib.Path | None,
-    picture: pathlib.Path | None,
-) -> None:
-    """Runs every method at every budget, prints the tables and writes them.
-
-    Args:
-      model: checkpoint; None is the shipped one.
-      data: files of VLMEvalKit; none are questions drawn for the shipped model.
-      methods: None is all.
-      ps: thresholds that vl-cache runs with, beside its own.
-      seeds: of the random method.
-      every: tokens that h2o-stream decodes before it drops some.
-      against: the method that all are compared with, at the same memory.
-      questions: of each file at most.
-      options: of the engine. A prompt and its answer must fit `max_rows`.
-      work: file of finished parts.
-      out, picture: JSON and picture to write.
-
-    Raises:
-      ValueError: an argument is wrong.
-    """
-    # Wrong arguments and files are told before JAX is imported and a model loaded.
-    _check(arrangement, budget=budgets, p=ps)
-    check_writable("out", out)
-    check_writable("picture", picture, PICTURES)
-    check_all_readable("data", data)
-    WorkLog(work, "")  # refuses another kind of file before the work
-    say("importing JAX")
-    from vlcache_jax import LLM
-    from vlcache_jax.study.budgets import METHODS, run, settings_of
-
-    settings = settings_of(methods or METHODS, sorted(budgets), ps=ps, seeds=seeds, every=every)
-    if against not in (known := dict.fromkeys(setting.method for setting in settings)):
-        raise ValueError(f"against must be one of {', '.join(known)}, got {against!r}")
-    with Progress("reading questions"):
-        samples = load_samples(data, questions=questions or (None if data else QUESTIONS))
-    with LLM(model or TINY_VQA, **options) as llm:
-        answers = run(llm, samples, settings, arrangement=arrangement, max_tokens=max_tokens, work=work)
-    title, rows = "Answers that go on with a part of their prompt", table(samples, answers, against)
-    show(title, [pairs.printed(row) for row in rows])
-    head = environment("jax") | {
-        "model": str(model or "tiny_vqa, shipped with the package"),
-        "data": [path.name for path in data] or "drawn for the shipped model",
-        "arrangement": arrangement,
-        "max_tokens": max_tokens,
-        "dtype": options.get("dtype", "auto"),
-        "seeds": seeds,
-        "every": every,
-        "against": against,
-        **layers_of(answers, sorted(set(budgets))),
-    }
-    if out is not None:
-        write(title, rows, head, out)
-    if picture is not None:
-        draw(rows, picture)
-        print(f"written to {picture}")
 
 
 def _check(arrangement: str, **shares: Sequence[float]) -> None:
@@ -205,7 +133,7 @@ def interpolated(reference: Sequence[tuple[Array, Array]], memory: Array) -> Arr
 
 def layers_of(answers: BudgetResults, budgets: Sequence[float]) -> dict[str, Any]:
     """What decoded rows look at, the mean of questions."""
-    from vlcache_jax.study.budgets import SPARSE
+    from research.budget_answers import SPARSE
 
     if not answers.layers:
         return {}
@@ -249,3 +177,106 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     left.legend(fontsize=8)
     figure.tight_layout()
     save_figure(figure, path)
+
+
+_Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="<str>",
+        help="vl-cache, postvision, snapkv, pyramidkv, h2o, zipcache, streaming, random, fastv, h2o-stream; "
+        "may be repeated.",
+        show_default="all",
+    ),
+]
+_Budgets = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="<float>",
+        help="Share of a prompt's K, V to be kept; may be repeated.",
+        show_default="0.05, 0.1, 0.2, 0.3, 0.5, 1",
+    ),
+]
+
+
+@app.command()
+def main(
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
+    method: _Methods = None,
+    budget: _Budgets = None,
+    p: Annotated[
+        list[float] | None,
+        typer.Option(metavar="<float>", help="Threshold that vl-cache runs with, beside its own 0.01; may be repeated.",
+                     show_default=False),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of random, whose mean counts.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Tokens that h2o-stream decodes before it drops some.")] = 8,
+    against: Annotated[str, typer.Option(help="The method that all are compared with, at the same memory.")] = "random",
+    arrangement: Annotated[str, typer.Option(help="image_first, text_first, question_first.")] = "image_first",
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all; drawn ones: 30")
+    ] = None,
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
+    max_rows: opt.MaxRows = None,
+    kv_cache_bytes: opt.KvCacheBytes = None,
+    compressed_kv_bytes: opt.CompressedKvBytes = "256MiB",
+    work: opt.Work = None,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
+) -> None:  # fmt: skip
+    """Measures how right answers are that go on with a part of their prompt, by method and budget.
+
+    Printed are the accuracy of each task and, in pairs with 95 % intervals, the differences to the whole cache and to
+    random at the same memory; how often the most likely token agrees with the whole cache's, and the error of the
+    logits, given its answer; and how many of the tokens that the first decoded row looks at most were kept. Prompt and
+    answer must fit one step (--max-rows).
+
+    Example: python -m research.budgets --budget 0.1 --budget 0.5 --work budgets.work --out budgets.json
+    """
+    with say_errors():
+        # Wrong arguments and files are told before JAX is imported and a model loaded.
+        chosen, files, shares = opt.one_model(model, same_model), data or [], sorted(budget or BUDGETS)
+        _check(arrangement, budget=shares, p=p or ())
+        check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
+        check_all_readable("data", files)
+        WorkLog(work, "")  # refuses another kind of file before the work
+        pool = opt.pool_bytes(kv_cache_bytes)
+        say("importing JAX")
+        from research.budget_answers import METHODS, run, settings_of
+        from vlcache_jax import LLM
+
+        settings = settings_of(method or METHODS, shares, ps=p or (), seeds=seeds, every=every)
+        if against not in (known := dict.fromkeys(setting.method for setting in settings)):
+            raise ValueError(f"against must be one of {', '.join(known)}, got {against!r}")
+        with Progress("reading questions"):
+            samples = load_samples(files, questions=questions or (None if files else QUESTIONS))
+        with LLM(
+            chosen or TINY_VQA, dtype=dtype, max_rows=max_rows, kv_cache_bytes=pool,
+            compressed_kv_bytes=compressed_kv_bytes,
+        ) as llm:  # fmt: skip
+            answers = run(llm, samples, settings, arrangement=arrangement, max_tokens=max_tokens, work=work)
+        title, rows = "Answers that go on with a part of their prompt", table(samples, answers, against)
+        show(title, [pairs.printed(row) for row in rows])
+        if out is not None:
+            head = environment("jax") | {
+                "model": str(chosen or "tiny_vqa, shipped with the package"),
+                "data": [path.name for path in files] or "drawn for the shipped model",
+                "arrangement": arrangement,
+                "max_tokens": max_tokens,
+                "dtype": dtype,
+                "seeds": seeds,
+                "every": every,
+                "against": against,
+                **layers_of(answers, sorted(set(shares))),
+            }
+            write(title, rows, head, out)
+        if picture is not None:
+            draw(rows, picture)
+            print(f"written to {picture}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,4 @@
-"""What a router takes for a request of many pictures: `python -m vlcache_jax.benchmarks.routing`.
+"""What a router takes for a request of many pictures: `python -m research.routing`.
 
 A body as a client sends it is read, its pictures are hashed, and an engine is chosen, each timed by itself. What is
 hashed stands beside a hash of the same bytes alone: the rest is the router's own. Every request shows new pictures, and

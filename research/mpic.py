@@ -1,4 +1,4 @@
-"""The evaluation of MPIC: requests of one to ten images that were uploaded before (`vlcache bench mpic`).
+"""The evaluation of MPIC: requests of one to ten images that were uploaded before (`python -m research.mpic`).
 
 Each request is answered alone, under every policy, from what uploading its images has left: their records behind the
 system message alone. Its first token is timed, and its answer scored: by a judge, by the question's own answer where it
@@ -8,32 +8,109 @@ was drawn, and always by how like the cold answer it is. Online, the same reques
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
+from PIL import Image
 
-from vlcache_jax.benchmarks import label, notes
-from vlcache_jax.benchmarks.dialogues import DialogueTurn
-from vlcache_jax.benchmarks.judge import OVERALL, Judge
-from vlcache_jax.benchmarks.mpic_online import DialogueLoad, longest_prompt
+from research.dialogues import OVERALL, DialogueTurn, Judge, as_urls, draw_turns, image_part, read_turns
+from vlcache_jax.assets import TINY_VQA
+from vlcache_jax.benchmarks import label, notes, run_apart, serving
 from vlcache_jax.benchmarks.random_models import LETTERS
 from vlcache_jax.benchmarks.serving_client import Client
+from vlcache_jax.benchmarks.serving_load import Chat, arrival_times, own_server
 from vlcache_jax.benchmarks.ttft import TtftSetup
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.common.progress import Progress, say
+from vlcache_jax.commands import options as opt
+from vlcache_jax.common.checks import parse_counts, parse_rates
+from vlcache_jax.common.files import PICTURES, check_writable
+from vlcache_jax.common.progress import Progress, say, say_errors
+from vlcache_jax.models.registry import load_config
+from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.study.accuracy import COLD, identity
-from vlcache_jax.study.report import environment, figures, publish, save_figure
+from vlcache_jax.study.report import WorkLog, environment, figures, publish, save_figure
 from vlcache_jax.study.scoring import rouge_l
-from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax import SamplingParams
     from vlcache_jax.llm import LLM
 
+
+@dataclass(frozen=True)
+class DialogueLoad:
+    """Requests drawn of some dialogues, each as often as any other; see `serving_load.Load`.
+
+    Attributes:
+      turns: of the dialogues.
+      requests: of a run.
+      max_tokens: of an answer at most.
+    """
+
+    turns: Sequence[DialogueTurn]
+    requests: int = 100
+    max_tokens: int = 32
+
+    def times(self, rate: float, run: int) -> np.ndarray:
+        """When requests come, in seconds from the beginning [requests]."""
+        return arrival_times(self.requests, rate, "poisson", [run, 0])
+
+    def chats(self, run: int, count: int | None = None) -> list[Chat]:
+        """The requests of a run, or so many. Each begins with words of its own, so that no prompt begins as another."""
+        count = self.requests if count is None else count
+        rng = np.random.default_rng([run, 1])
+        order = [int(i) for _ in range(-(-count // len(self.turns))) for i in rng.permutation(len(self.turns))]
+        return [self._chat(self.turns[i], f"{run}-{number}") for number, i in enumerate(order[:count])]
+
+    def _chat(self, turn: DialogueTurn, name: str) -> Chat:
+        first, *others = as_urls(turn.messages)
+        content = first["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        opened = {**first, "content": [{"type": "text", "text": f"Request {name}.\n"}, *parts]}
+        return Chat(f"{len(turn.images)} images", [opened, *others])
+
+    def shown(self) -> list[Chat]:
+        """What makes all images known: each once, as an upload, behind the system message alone."""
+        images = dict.fromkeys(image for turn in self.turns for image in turn.images)
+        look = {"type": "text", "text": "Look."}
+        return [Chat("known", [{"role": "user", "content": [image_part(image), look]}]) for image in images]
+
+    def told(self) -> dict[str, Any]:
+        """What a table says of it."""
+        counts = sorted({len(turn.images) for turn in self.turns})
+        told = {"requests": self.requests, "dialogues' turns": len(self.turns), "images": counts}
+        return told | {"max_tokens": self.max_tokens}
+
+
+def longest_prompt(setup: TtftSetup, turns: Sequence[DialogueTurn], max_tokens: int) -> int:
+    """Tokens of a prompt and its answer at most: images as large as they are, and a token for each byte of text."""
+    with setup.opened() as (model, _):
+        vision = load_config(model).vision
+    side = vision.patch_size * vision.merge_size
+    return max(sum(_tokens(image, side) for image in turn.images) + _letters(turn) for turn in turns) + max_tokens
+
+
+def _tokens(image: bytes, side: int) -> int:
+    with Image.open(io.BytesIO(image)) as opened:
+        return math.prod(math.ceil(length / side) for length in opened.size) + 8  # marks, and what rounding adds
+
+
+def _letters(turn: DialogueTurn) -> int:
+    texts = []
+    for message in turn.messages:
+        content = message["content"]
+        texts += [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+    return 64 * (len(turn.messages) + 1) + sum(len(text.encode()) for text in texts)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 PREFIX = "exact"
 POLICIES = (PREFIX, "full-two-pass", "full", "cacheblend-0.15", "mpic-32", "approximate")
 _TRIES = 5  # of a request, until nothing was compiled
@@ -123,32 +200,6 @@ def measure(
     if picture is not None:
         draw(rows, picture)
         print(f"written to {picture}")
-
-
-def measure_online(
-    setup: TtftSetup,
-    turns: Sequence[DialogueTurn],
-    policies: Sequence[str],
-    *,
-    rates: Sequence[float],
-    requests: int,
-    max_tokens: int,
-    out: pathlib.Path | None,
-    picture: pathlib.Path | None,
-) -> None:
-    """Sends the requests to a server at each rate, all images uploaded before; see `serving.measure`."""
-    from vlcache_jax.benchmarks import serving
-    from vlcache_jax.benchmarks.serving_load import own_server
-
-    load = DialogueLoad(turns, requests=requests, max_tokens=max_tokens)
-    names = tuple(dict.fromkeys((COLD, PREFIX, *policies)))
-    more: dict[str, Any] = {"ignore_eos": True}
-    more |= {"allowed_token_ids": _SPELLING} if setup.model is None else {}
-    with own_server(setup.model, names, longest_prompt(setup, turns, max_tokens)) as (url, reuses):
-        serving.measure(
-            Client(url), None, load, rates=rates, repeats=1, concurrency=None, warmup=0,
-            goal=serving.Goal(), more=more, policies=reuses, out=out, picture=picture,
-        )  # fmt: skip
 
 
 def _answer(
@@ -261,3 +312,130 @@ def draw(rows: Sequence[Mapping[str, Any]], picture: pathlib.Path) -> None:
     )
     figure.legend(*times.get_legend_handles_labels(), loc="outside right upper")
     save_figure(figure, picture, dpi=100)
+
+
+_Dialogues = Annotated[
+    list[pathlib.Path] | None,
+    typer.Option(
+        metavar="<path>",
+        help="MMDU's benchmark.json or the annotations of SparklesEval, images beside them; may be repeated.",
+        show_default="questions drawn for the shipped model",
+    ),
+]
+_Side = Annotated[int | None, typer.Option(min=1, help="Pixels that drawn pictures are scaled to.", show_default=False)]
+_Policies = Annotated[
+    str,
+    typer.Option(
+        help="Policies to compare, beside off and exact: mpic-32,cacheblend-0.15.",
+        show_default="full-two-pass,full,cacheblend-0.15,mpic-32,approximate",
+    ),
+]
+_Judge = Annotated[
+    str | None, typer.Option(metavar="URL", help="OpenAI server whose model scores answers.", show_default=False)
+]
+_JudgeKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the judge's server.", show_default=False)
+]
+_Rates = Annotated[
+    str | None,
+    typer.Option(help="Online: a server is asked at so many requests a second: 0.5,1,2.", show_default=False),
+]
+
+
+def _check(policies: str, unused: Mapping[str, Any], work: pathlib.Path | None) -> None:
+    """Raises a ValueError for what is wrong before the work."""
+    for name, value in unused.items():
+        if value is not None:
+            raise ValueError(f"{name} must be left out beside rates, got {value}")
+    for policy in (name.strip() for name in policies.split(",") if policies):
+        parse_policy(policy)
+    WorkLog(work, "")  # refuses another kind of file
+
+
+@app.command()
+def main(
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    preset: Annotated[
+        bool, typer.Option("--preset", help="Random weights, 12 layers x 768, for times, instead of the shipped model.")
+    ] = False,
+    data: _Dialogues = None,
+    images: Annotated[str, typer.Option(help="Images of a request, one number after the other.")] = "1,2,4,6,8,10",
+    questions: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests of each number of images at most.", show_default="10; of files all"),
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Of each dialogue in files at most.")] = 1,
+    size: Annotated[str, typer.Option(help="Drawn pictures: small (64 to 144 tokens) or large (400).")] = "small",
+    side: _Side = None,
+    policies: _Policies = "",
+    judge: _Judge = None,
+    judge_model: Annotated[str | None, typer.Option(help="Its name.", show_default="the server's first")] = None,
+    judge_key: _JudgeKey = None,
+    rates: _Rates = None,
+    requests: Annotated[int, typer.Option(min=1, help="Online: requests of each rate.")] = 50,
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
+    max_rows: opt.MaxRows = None,
+    work: opt.Work = None,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
+) -> None:  # fmt: skip
+    """Measures requests about many images that were uploaded before, as the MPIC paper does.
+
+    Offline each request is answered alone under every policy: printed are, by number of images, the time to the first
+    token and how good answers are. A judge gives marks from 1 to 10; without one there are the accuracy of drawn
+    questions, and how like cold answers the others are. With --rates, the requests come to a server at these rates, as
+    in bench serve. "exact" is prefix caching.
+
+    Example: python -m research.mpic --images 1,2,4 --questions 5 --out mpic.json --picture mpic.png
+
+    Example: python -m research.mpic MODEL --data mmdu/benchmark.json --judge https://api.openai.com --judge-model NAME
+
+    Example: python -m research.mpic --preset --side 512 --rates 0.5,1,2 --out online.json
+    """
+    with say_errors():
+        check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
+        counts = tuple(dict.fromkeys(parse_counts(images, "images")))
+        at = () if rates is None else parse_rates(rates, "rates")
+        chosen = opt.one_model(model, same_model)
+        if preset and chosen is not None:
+            raise ValueError(f"preset must be left out beside a model, got {chosen}")
+        offline = {"judge": judge, "work": work, "max_rows": max_rows, "dtype": None if dtype == "auto" else dtype}
+        _check(policies, offline if at else {}, work)
+        asked = (
+            read_turns(data, counts, questions, turns=turns)
+            if data
+            else draw_turns(counts, questions or 10, size=size, side=side)
+        )
+        names = tuple(name.strip() for name in policies.split(",")) if policies else POLICIES
+        setup = TtftSetup(model=None if preset else str(chosen or TINY_VQA), dtype=dtype)
+        if not at:
+            run_apart(
+                measure,
+                setup,
+                asked,
+                names,
+                max_tokens=max_tokens,
+                judge=None if judge is None else Judge(Client(judge, judge_key), judge_model),
+                work=work,
+                out=out,
+                picture=picture,
+                max_rows=max_rows or 8192,
+            )
+            return
+        # All images are uploaded before the requests come.
+        load = DialogueLoad(asked, requests=requests, max_tokens=max_tokens)
+        names = tuple(dict.fromkeys((COLD, PREFIX, *names)))
+        more: dict[str, Any] = {"ignore_eos": True}
+        more |= {"allowed_token_ids": _SPELLING} if setup.model is None else {}
+        with own_server(setup.model, names, longest_prompt(setup, asked, max_tokens)) as (url, reuses):
+            serving.measure(
+                Client(url), None, load, rates=at, repeats=1, concurrency=None, warmup=0,
+                goal=serving.Goal(), more=more, policies=reuses, out=out, picture=picture,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    app()

@@ -1,5 +1,7 @@
 """What a router takes for a request: what is timed is what serves."""
 
+from __future__ import annotations
+
 import json
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vlcache_jax.benchmarks import routing
+from research import routing
 from vlcache_jax.protocol.schema import read_object
 from vlcache_jax.router.affinity import Affinity, look
 

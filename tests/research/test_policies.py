@@ -1,4 +1,4 @@
-"""`vlcache bench policies`: which settings are compared, and the table."""
+"""`research.policies`: which settings are compared, and the table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from fractions import Fraction
 import pytest
 from typer.testing import CliRunner
 
+from research.policies import app, find_schedules, groups_of, policies_of, questions_of, table
 from vlcache_jax import LLM, CacheConfig
 from vlcache_jax.assets import TINY_VQA
-from vlcache_jax.benchmarks.policies import find_schedules, groups_of, policies_of, questions_of, table
-from vlcache_jax.commands.cli import app
 from vlcache_jax.reuse.policies import EPIC, Scheduled, Spread
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.accuracy import AccuracyResult, Protocol
@@ -114,7 +113,7 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
     schedule.save(tmp_path / "half.json")
     arguments = ["--data", mixed_tsv, "--ratio", "0.5", "--share", "0.9", "--schedule", tmp_path / "half.json"]
     arguments += ["--arrangement", "question_first", "--max-tokens", 3, "--out", tmp_path / "o.json"]
-    result = CliRunner().invoke(app, ["bench", "policies", *map(str, [model, *arguments])])
+    result = CliRunner().invoke(app, list(map(str, [model, *arguments])))
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "o.json").read_text())
     third = len(written["rows"]) // 3
@@ -143,7 +142,7 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
 def test_settings_can_be_named(checkpoints, questions_tsv, tmp_path):
     arguments = ["--data", questions_tsv, "--reuse", "0.5", "--reuse", "shift-0.5", "--arrangement", "text_first"]
     arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]
-    command = ["bench", "policies", *map(str, [checkpoints("qwen3_vl-tied"), *arguments])]
+    command = list(map(str, [checkpoints("qwen3_vl-tied"), *arguments]))
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
@@ -157,7 +156,7 @@ def test_settings_can_be_named(checkpoints, questions_tsv, tmp_path):
 def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, questions_tsv, tmp_path):
     arguments = ["--data", questions_tsv, "--ratio", "0.5", "--share", "0.9", "--arrangement", "text_first"]
     arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]
-    command = ["bench", "policies", *map(str, [checkpoints("qwen3_vl-tied"), *arguments])]
+    command = list(map(str, [checkpoints("qwen3_vl-tied"), *arguments]))
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert {row["donors"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]} == {"together"}
@@ -178,7 +177,7 @@ def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
         (["--work", str(work)], "work must be a file of finished parts, or a new one, got"),
         (["--out", str(tmp_path)], "out must be a file that can be written"),
     ):
-        command = ["bench", "policies", str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv), *arguments]
+        command = [str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv), *arguments]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1, result.output
         assert result.stderr.splitlines()[-1].startswith("error: ")
@@ -187,13 +186,13 @@ def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
 
 @pytest.mark.parametrize("mean", ["0", "0.31", "much", "-0.1", "1/8"])
 def test_a_mean_that_no_profile_reaches_is_refused(mean):
-    result = CliRunner().invoke(app, ["bench", "policies", "nowhere", "--mean", mean])
+    result = CliRunner().invoke(app, ["nowhere", "--mean", mean])
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: mean must be a number above 0, at most 0.3, got {mean!r}")
 
 
 @pytest.mark.parametrize("name", ["--ratio", "--share"])
 def test_ratios_out_of_range_are_refused(name):
-    result = CliRunner().invoke(app, ["bench", "policies", "nowhere", name, "1.5"])
+    result = CliRunner().invoke(app, ["nowhere", name, "1.5"])
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {name[2:]} must be above 0 and below 1, got 1.5")

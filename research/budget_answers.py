@@ -1,9 +1,9 @@
 """Answers that go on with a part of their prompt's K, V: every method at every budget, on the same questions.
 
-Answers and the memory that they go on with are the engine's, but for methods that it has not (`baselines`). Looked into
-is each question's run with the whole cache: from it follows what a method keeps, how much of what the first decoded row
-looks at most that is (CacheHitRate), and what the answer's logits become, given the answer with the whole cache. After
-VL-Cache's evaluation, arXiv:2410.23317.
+Answers and the memory that they go on with are the engine's, but for methods that it has not (`masked_answers`). Looked
+into is each question's run with the whole cache: from it follows what a method keeps, how much of what the first
+decoded row looks at most that is (CacheHitRate), and what the answer's logits become, given the answer with the whole
+cache. After VL-Cache's evaluation, arXiv:2410.23317.
 """
 
 from __future__ import annotations
@@ -18,17 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from research.masked_answers import (
+    FastV,
+    Follow,
+    Look,
+    MaskedAnswers,
+    StreamingH2O,
+    cache_hit_rate,
+    contribution,
+    coverage,
+    mean_of_rows,
+    of_heads,
+    zeros,
+)
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.compress.budgets import visible
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import Compressor, Random, VLCache
 from vlcache_jax.study.accuracy import Protocol, identity
-from vlcache_jax.study.baselines import FastV, Follow, StreamingH2O
-from vlcache_jax.study.masked import Look, MaskedAnswers
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import Sample
-from vlcache_jax.study.retention import cache_hit_rate, contribution, coverage, mean_of_rows, of_heads, zeros
-from vlcache_jax.study.worklog import WorkLog
+from vlcache_jax.study.report import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM

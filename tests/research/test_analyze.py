@@ -12,14 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import vlcache_jax.llm
-from tests.helper import SIZES
-from vlcache_jax import LLM, SamplingParams
-from vlcache_jax.commands import analyze
-from vlcache_jax.commands.cli import app
-from vlcache_jax.commands.schedule import profile_samples
-from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.accuracy import Protocol
-from vlcache_jax.study.analysis import (
+from research import analyze
+from research.reuse_effects import (
     answer_attention,
     answer_scores,
     attention_error,
@@ -31,6 +25,11 @@ from vlcache_jax.study.analysis import (
     key_distance,
     recompute,
 )
+from tests.helper import SIZES
+from vlcache_jax import LLM, SamplingParams
+from vlcache_jax.commands.schedule import profile_samples
+from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.search import LayerScores
@@ -200,7 +199,7 @@ def drawn(monkeypatch):
 
 
 def run(command, out, *arguments):
-    result = CliRunner().invoke(app, ["analyze", command, "--out", str(out), *map(str, arguments)])
+    result = CliRunner().invoke(analyze.app, [command, "--out", str(out), *map(str, arguments)])
     assert result.exit_code == 0, result.output
     assert out.read_bytes().startswith(b"\x89PNG")
     return json.loads(out.with_suffix(".json").read_text())
@@ -314,11 +313,11 @@ def test_what_commands_refuse(checkpoints, questions_tsv, tmp_path, command):
     kept = Schedule((5, 5, 5), "qwen3_vl", "f")
     kept.save(tmp_path / "kept.json")
     for name, message in (("a", "out must end in .png"), ("kept.png", "out must have another name")):
-        wrong = CliRunner().invoke(app, ["analyze", command, "--out", str(tmp_path / name), *arguments])
+        wrong = CliRunner().invoke(analyze.app, [command, "--out", str(tmp_path / name), *arguments])
         assert wrong.stderr.startswith(f"error: {message}")
     assert Schedule.load(tmp_path / "kept.json") == kept
     arguments += ["--out", str(tmp_path / "b.png"), "--arrangement", "image_first"]
-    refused = CliRunner().invoke(app, ["analyze", command, *arguments])
+    refused = CliRunner().invoke(analyze.app, [command, *arguments])
     assert refused.exit_code == 1
     assert "arrangement must be text_first or question_first" in refused.stderr
 

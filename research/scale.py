@@ -1,4 +1,4 @@
-"""What more engines bring, by how requests are given to them: `python -m vlcache_jax.benchmarks.scale`.
+"""What more engines bring, by how requests are given to them: `python -m research.scale`.
 
 A trace of requests is played against engines that are simulated; the router is the one that serves. An engine answers
 prompts one after the other: what it holds of a picture is linked, what another engine holds may come from there, all

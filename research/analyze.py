@@ -1,4 +1,4 @@
-"""`vlcache analyze`: figures about what reuse does inside a model."""
+"""Figures about what reuse does inside a model: `python -m research.analyze`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from vlcache_jax.reuse.schedule import FORMAT
 if TYPE_CHECKING:
     import numpy as np
 
+    from research.reuse_effects import AttentionFindings, Decomposition
     from vlcache_jax.llm import LLM
-    from vlcache_jax.study.analysis import AttentionFindings, Decomposition
     from vlcache_jax.study.sensitivity import ProfileCase
 
-app = typer.Typer(name="analyze", no_args_is_help=True, help="Draw the effect of reuse inside a model.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Draw the effect of reuse inside a model.",
+)
 _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
 _ARRANGEMENT = typer.Option(help="text_first or question_first.")
 _DONORS = typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
@@ -50,7 +55,7 @@ def errors_command(
     recomputed against the last ones (figure 5); the error of the logits taken apart by token and by layer; and how far
     K, V are from a cold run's, in each layer.
 
-    Example: vlcache analyze errors --out errors.png
+    Example: python -m research.analyze errors --out errors.png
     """
     with (
         say_errors(),
@@ -58,7 +63,7 @@ def errors_command(
     ):
         import numpy as np
 
-        from vlcache_jax.study import analysis
+        from research import reuse_effects
         from vlcache_jax.study.probe import Probe
         from vlcache_jax.study.sensitivity import prepare
 
@@ -71,11 +76,11 @@ def errors_command(
             runs = prepare(probe, case)
             for level in _LEVELS:
                 for last in (False, True)[: 1 + bool(level)]:
-                    trace = analysis.recompute(probe, runs, level, last=last)
+                    trace = reuse_effects.recompute(probe, runs, level, last=last)
                     name = f"r = {level / 500:g}" + (f", {'last' if last else 'first'} tokens" if level else "")
-                    curves.setdefault(name, []).append(analysis.attention_error(runs.placed, runs.cold, trace))
-            parts.append(analysis.decompose(probe, runs, tokens=tokens))
-            deviations.append(dataclasses.astuple(analysis.deviation(runs)))
+                    curves.setdefault(name, []).append(reuse_effects.attention_error(runs.placed, runs.cold, trace))
+            parts.append(reuse_effects.decompose(probe, runs, tokens=tokens))
+            deviations.append(dataclasses.astuple(reuse_effects.deviation(runs)))
         layered = {name: _mean_along(found) for name, found in curves.items()}
         means = {name: errors.mean(0) for name, errors in layered.items()}
         effects = {
@@ -128,7 +133,7 @@ def _draw_errors(
     far: dict[str, np.ndarray],
     parts: Sequence[Decomposition],
 ) -> None:
-    """The picture of `vlcache analyze errors`: along the answer, by depth, of single tokens, and of K, V."""
+    """The picture of `python -m research.analyze errors`: along the answer, by depth, of single tokens, and of K, V."""
     import numpy as np
 
     left, middle, right, last_axis = axes[:4]
@@ -159,7 +164,7 @@ def sensitivity_command(
 ) -> None:
     """What each layer gains from recomputing at r = 0.1, 0.2 and 0.3 (VLCache, figure 3).
 
-    Example: vlcache analyze sensitivity scores.npz --out sensitivity.png
+    Example: python -m research.analyze sensitivity scores.npz --out sensitivity.png
     """
     from vlcache_jax.commands.schedule import draw_scores
     from vlcache_jax.study.search import LayerScores
@@ -191,19 +196,19 @@ def attention_command(
 ) -> None:
     """Where the first answer token looks, and which tokens' keys depend on context (MPIC, figures 4, 8, 11 and 12).
 
-    Example: vlcache analyze attention --out attention.png
+    Example: python -m research.analyze attention --out attention.png
     """
     with (
         say_errors(),
         _opened(opt.one_model(model, same_model), dtype, out, data, samples, arrangement, donors) as (llm, cases),
     ):
-        from vlcache_jax.study import analysis
+        from research import reuse_effects
         from vlcache_jax.study.probe import Probe
         from vlcache_jax.study.sensitivity import prepare
 
         probe = Probe(llm)
-        looks = analysis.look(probe, (prepare(probe, case) for case in cases))
-        counts = [analysis.distant_layers(found) for found in looks.distances]
+        looks = reuse_effects.look(probe, (prepare(probe, case) for case in cases))
+        counts = [reuse_effects.distant_layers(found) for found in looks.distances]
         report = {"arrangement": arrangement, "donors": donors, "samples": samples, "images": len(looks.distances)}
         curves = _curves(looks)
         report |= _attention_report(looks, curves, counts)
@@ -213,7 +218,7 @@ def attention_command(
 
 
 def _attention_report(looks: AttentionFindings, curves: _Curves, counts: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The data of `vlcache analyze attention`; `counts` are of `distant_layers`."""
+    """The data of `python -m research.analyze attention`; `counts` are of `distant_layers`."""
     import numpy as np
 
     along, far, rank = curves
@@ -244,7 +249,7 @@ def _attention_report(looks: AttentionFindings, curves: _Curves, counts: Sequenc
 
 
 def _draw_attention(axes: Any, looks: AttentionFindings, curves: _Curves, counts: Sequence[np.ndarray]) -> None:
-    """The picture of `vlcache analyze attention`."""
+    """The picture of `python -m research.analyze attention`."""
     import numpy as np
 
     along, far, rank = curves
@@ -290,7 +295,7 @@ def _share_up_to(weights: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
 
 
 def _name_panels(axes: Any) -> None:
-    """What the panels of `vlcache analyze attention` show."""
+    """What the panels of `python -m research.analyze attention` show."""
     share = "first share of the image"
     axes[0].set(xscale="log", xlabel="attention", ylabel="share of image tokens", title="First answer token")
     axes[1].set(xlabel=share, ylabel="attention on it", title="In token order")
@@ -385,3 +390,7 @@ def _save(figure: Any, report: dict[str, Any], out: pathlib.Path) -> None:
     data = out.with_suffix(".json")
     write_whole(data, to_json(report))
     typer.echo(f"written to {out} and {data}")
+
+
+if __name__ == "__main__":
+    app()
