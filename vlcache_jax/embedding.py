@@ -270,11 +270,7 @@ class AsyncEmbedder:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
         """
         asked = RequestOptions.of(
-            options,
-            reuse=reuse,
-            cache_salt=cache_salt,
-            priority=priority,
-            mm_processor_kwargs=mm_processor_kwargs,
+            options, reuse=reuse, cache_salt=cache_salt, priority=priority, mm_processor_kwargs=mm_processor_kwargs
         )
         self._pooling.check_dimensions(dimensions)
         name, called_at = self._requests.named(request_id), time.perf_counter()
@@ -310,11 +306,7 @@ class AsyncEmbedder:
         """
         called_at = time.perf_counter()
         asked = RequestOptions.of(
-            options,
-            reuse=reuse,
-            cache_salt=cache_salt,
-            priority=priority,
-            mm_processor_kwargs=mm_processor_kwargs,
+            options, reuse=reuse, cache_salt=cache_salt, priority=priority, mm_processor_kwargs=mm_processor_kwargs
         )
 
         def work() -> list[Callable[[], Coroutine[Any, Any, HiddenState]]]:

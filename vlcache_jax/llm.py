@@ -7,7 +7,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Protocol, Self, TypeGuard, Unpack, cast
+from typing import Any, Protocol, Self, TypeGuard, Unpack
 
 from vlcache_jax.calls.caller import Conversation, PromptLike, in_order, is_token_ids
 from vlcache_jax.calls.groups import Call
@@ -389,9 +389,8 @@ def _calls(
     Raises:
       ValueError: there are fewer of these than of conversations.
     """
-    for_all = isinstance(params, SamplingParams | None)
     given: dict[str, Iterator[Any]] = {
-        "sampling_params": itertools.repeat(None) if for_all else iter(cast(Iterable[Any], params)),
+        "sampling_params": itertools.repeat(None) if isinstance(params, SamplingParams | None) else iter(params),
         "compress": itertools.repeat(None) if compressors is None else iter(compressors),
     }
     faults: list[Exception] = []
@@ -411,7 +410,7 @@ def _calls(
         yield dataclasses.replace(
             call,
             listed=listed,
-            params=params if for_all else own,
+            params=params if isinstance(params, SamplingParams | None) else own,
             compressors=None if compressors is None else compress,
             first=size * number,
         )

@@ -115,13 +115,14 @@ class Caller:
 
     def _checked[T: CallResult](self, kind: ResultKind[T]) -> RequestChunk[T]:
         """The rows of a call, of which every one is found that arguments and heads of files tell to be wrong."""
-        call, given = kind.call, []
+        call, options, given = kind.call, kind.call.options, []
+        if options.compress is not None and not kind.generates:
+            raise ValueError(f"compress must be left out where no answer is generated, got {options.compress.name}")
         # Side by side, as images may come from the network; behind all other checks for the same reason.
         prompts = self._identifier.side_by_side(call.prompt, range(len(call.listed)))
         for row, prompt in enumerate(prompts):
             wrong = None if isinstance(prompt, ValueError) else kind.error(row, prompt)
             given.append(prompt if wrong is None else wrong)
-        options = call.options
         arrivals = self._identifier.open(given, options.cache_salt, lookup=options.reuse.links, apart=call.apart)
         for row, length in arrivals.lengths.items():
             name, slots = good(prompts[row]).name, kind.new_slots(row, length)

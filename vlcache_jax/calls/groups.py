@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.common.checks import is_a
@@ -19,7 +19,9 @@ from vlcache_jax.engine.engine import Loop
 from vlcache_jax.engine.request import Generation, Group, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.inputs.prompt import Prompt
+from vlcache_jax.outputs import Reporter
 from vlcache_jax.preparation.identification import Arrivals
+from vlcache_jax.preparation.sequences import SequenceBuilder
 from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.sampling import SamplingParams
 
@@ -186,10 +188,17 @@ class ResultKind[T: CallResult](ABC):
 
     Args:
       call: theirs.
+      builder: of their sequences.
+      reporter: makes their results.
+
+    Attributes:
+      generates: whether there are answers, whose prompts may be compressed.
     """
 
-    def __init__(self, call: Call):
-        self.call = call
+    generates: ClassVar[bool] = False
+
+    def __init__(self, call: Call, builder: SequenceBuilder, reporter: Reporter):
+        self.call, self.builder, self.reporter = call, builder, reporter
 
     def error(self, row: int, prompt: Prompt) -> ValueError | None:
         """Return what is wrong with what is asked of a row beside its prompt."""

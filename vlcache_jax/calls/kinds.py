@@ -15,17 +15,16 @@ class AnswerKind(ResultKind[RequestOutput]):
     """Generated answers.
 
     Args:
-      call: whose prompts are answered.
-      builder: of their sequences.
-      reporter: makes their outputs.
+      call, builder, reporter: see `ResultKind`.
 
     Raises:
       ValueError: the sampling parameters for all of them are wrong.
     """
 
+    generates = True
+
     def __init__(self, call: Call, builder: SequenceBuilder, reporter: Reporter):
-        super().__init__(call)
-        self._builder, self._reporter = builder, reporter
+        super().__init__(call, builder, reporter)
         self._params = builder.sampling_params(call.params, len(call.listed), call.first)
 
     def error(self, row: int, prompt: Prompt) -> ValueError | None:
@@ -34,33 +33,32 @@ class AnswerKind(ResultKind[RequestOutput]):
             return params
         if self.call.compressors is not None and isinstance(wrong := self.call.compressors[row], ValueError):
             return wrong
-        return self._builder.held(params, prompt)
+        return self.builder.held(params, prompt)
 
     def new_slots(self, row: int, length: int) -> int:
-        return self._builder.new_slots(length, good(self._params[row]))
+        return self.builder.new_slots(length, good(self._params[row]))
 
     def sequences(self, row: int, planned: Planned) -> Sequence[Generation]:
-        return self._builder.answers(planned, good(self._params[row]))
+        return self.builder.answers(planned, good(self._params[row]))
 
     def result(self, job: Job) -> RequestOutput:
-        return self._reporter.output(job.planned, job.answers, request_id=str(job.row))
+        return self.reporter.output(job.planned, job.answers, request_id=str(job.row))
 
     def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> RequestOutput:
         text = prompt.text if isinstance(prompt, Prompt) else ""
-        return self._reporter.failed_output(text, error, request_id=str(self.call.first + row))
+        return self.reporter.failed_output(text, error, request_id=str(self.call.first + row))
 
 
 class ScoreKind(ResultKind[Score]):
     """Log-probabilities of continuations.
 
     Args:
-      call: whose prompts they follow.
-      builder, reporter: see `AnswerKind`.
+      call, builder, reporter: see `ResultKind`.
       continuations: of each prompt, a text or token ids.
       keep_logits: whether results have the logits.
 
     Raises:
-      ValueError: there is not one continuation for each prompt, or answers were asked to be compressed.
+      ValueError: there is not one continuation for each prompt.
     """
 
     def __init__(
@@ -72,9 +70,8 @@ class ScoreKind(ResultKind[Score]):
         *,
         keep_logits: bool,
     ):
-        super().__init__(call)
-        self._builder, self._reporter, self._keep_logits = builder, reporter, keep_logits
-        _check_generates_nothing(call)
+        super().__init__(call, builder, reporter)
+        self._keep_logits = keep_logits
         self._tokens = builder.continuations(continuations, len(call.listed))
 
     def error(self, row: int, prompt: Prompt) -> ValueError | None:
@@ -85,48 +82,30 @@ class ScoreKind(ResultKind[Score]):
         return len(good(self._tokens[row]))
 
     def sequences(self, row: int, planned: Planned) -> Sequence[Forced]:
-        return [self._builder.forced(planned, good(self._tokens[row]), keep_logits=self._keep_logits, capture=True)]
+        return [self.builder.forced(planned, good(self._tokens[row]), keep_logits=self._keep_logits, capture=True)]
 
     def result(self, job: Job) -> Score:
         [sequence] = job.sequences
         assert isinstance(sequence, Forced)
-        return self._reporter.score(job.planned, sequence)
+        return self.reporter.score(job.planned, sequence)
 
     def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> Score:
-        return self._reporter.failed_score(error)
+        return self.reporter.failed_score(error)
 
 
 class HiddenStateKind(ResultKind[HiddenState]):
-    """Hidden states of the last tokens of prompts.
-
-    Args:
-      call: whose prompts they are.
-      builder, reporter: see `AnswerKind`.
-
-    Raises:
-      ValueError: answers were asked to be compressed.
-    """
-
-    def __init__(self, call: Call, builder: SequenceBuilder, reporter: Reporter):
-        super().__init__(call)
-        self._builder, self._reporter = builder, reporter
-        _check_generates_nothing(call)
+    """Hidden states of the last tokens of prompts."""
 
     def new_slots(self, row: int, length: int) -> int:
         return 0
 
     def sequences(self, row: int, planned: Planned) -> Sequence[PooledSequence]:
-        return [self._builder.pooled(planned)]
+        return [self.builder.pooled(planned)]
 
     def result(self, job: Job) -> HiddenState:
         [sequence] = job.sequences
         assert isinstance(sequence, PooledSequence)
-        return self._reporter.hidden_state(job.planned, sequence)
+        return self.reporter.hidden_state(job.planned, sequence)
 
     def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> HiddenState:
-        return self._reporter.failed_hidden_state(error)
-
-
-def _check_generates_nothing(call: Call) -> None:
-    if (compressor := call.options.compress) is not None:
-        raise ValueError(f"compress must be left out where no answer is generated, got {compressor.name}")
+        return self.reporter.failed_hidden_state(error)
