@@ -53,7 +53,7 @@ def test_what_a_chat_does_not_say():
 
 def test_a_cache_key_of_openai_is_no_salt():
     """It is no secret."""
-    assert parsed(prompt_cache_key="k").options.cache_salt is None
+    assert parsed(prompt_cache_key="k").asked.cache_salt is None
 
 
 @pytest.mark.parametrize("name", sorted(ABSENT_IN_CHAT))
