@@ -81,7 +81,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions(RequestOptions):
-    """Request options whose `reuse` and `compress` have been read; see `Service.resolve`."""
+    """Request options whose `reuse` and `compress` have been read; see `Service.call`."""
 
     reuse: Policy
     compress: Compressor | None = None

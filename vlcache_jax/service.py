@@ -360,16 +360,8 @@ class Service:
           ValueError: an argument is wrong.
         """
         self.loop.check_open()
-        return Call(name, listed, render, self.resolve(options), on_error, **more)
-
-    def resolve(self, options: RequestOptions) -> ResolvedOptions:
-        """Read the names in the options of a call.
-
-        Raises:
-          ValueError: see `policy_of` and `compressor_of`.
-        """
         read = {"reuse": self.policy_of(options.reuse), "compress": self.compressor_of(options.compress)}
-        return ResolvedOptions(**{**vars(options), **read})
+        return Call(name, listed, render, ResolvedOptions(**{**vars(options), **read}), on_error, **more)
 
     def renders(
         self, caller: Callable[..., Any], options: RequestOptions, template: Mapping[str, Any]

@@ -5,22 +5,24 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vlcache_jax.calls.groups import Call, CallResult, Job, RequestChunk, RequestError, ResultKind, good, serve
-from vlcache_jax.calls.kinds import AnswerKind, HiddenStateKind, ScoreKind
 from vlcache_jax.calls.verification import verify as verify_answers
 from vlcache_jax.common.checks import is_a
 from vlcache_jax.common.progress import Progress, interruptible
 from vlcache_jax.engine.compile_ahead import Ahead
 from vlcache_jax.engine.engine import Loop
-from vlcache_jax.engine.request import Request
+from vlcache_jax.engine.request import Forced, Generation, Planned, PooledSequence, Request
+from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.outputs import HiddenState, Reporter, RequestOutput, Score
 from vlcache_jax.preparation.identification import Identifier
 from vlcache_jax.preparation.planner import Planner
 from vlcache_jax.preparation.sequences import SequenceBuilder, or_error
+from vlcache_jax.sampling import SamplingParams
 
 Conversation = Sequence[Mapping[str, Any]]
 PromptLike = str | Mapping[str, Any] | Sequence[int]
@@ -29,6 +31,90 @@ PromptLike = str | Mapping[str, Any] | Sequence[int]
 def is_token_ids(prompt: Any) -> bool:
     """Whether it is one prompt, as token ids, rather than several."""
     return isinstance(prompt, list | tuple | np.ndarray) and len(prompt) > 0 and is_a(prompt[0], int | np.integer)
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerKind(ResultKind[RequestOutput]):
+    """Generated answers.
+
+    Attributes:
+      params: of each row, resolved, or what is wrong with them.
+    """
+
+    params: Sequence[SamplingParams | ValueError]
+
+    generates = True
+
+    def error(self, row: int, prompt: Prompt) -> ValueError | None:
+        params = self.params[row]
+        if isinstance(params, ValueError):
+            return params
+        if self.call.compressors is not None and isinstance(wrong := self.call.compressors[row], ValueError):
+            return wrong
+        return self.builder.held(params, prompt)
+
+    def new_slots(self, row: int, length: int) -> int:
+        return self.builder.new_slots(length, good(self.params[row]))
+
+    def sequences(self, row: int, planned: Planned) -> Sequence[Generation]:
+        return self.builder.answers(planned, good(self.params[row]))
+
+    def result(self, job: Job) -> RequestOutput:
+        return self.reporter.output(job.planned, job.answers, request_id=str(job.row))
+
+    def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> RequestOutput:
+        text = prompt.text if isinstance(prompt, Prompt) else ""
+        return self.reporter.failed_output(text, error, request_id=str(self.call.first + row))
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreKind(ResultKind[Score]):
+    """Log-probabilities of continuations.
+
+    Attributes:
+      tokens: of the continuation of each row, or what is wrong with it.
+      keep_logits: whether results have the logits.
+    """
+
+    tokens: Sequence[list[int] | ValueError]
+    keep_logits: bool
+
+    def error(self, row: int, prompt: Prompt) -> ValueError | None:
+        tokens = self.tokens[row]
+        return tokens if isinstance(tokens, ValueError) else None
+
+    def new_slots(self, row: int, length: int) -> int:
+        return len(good(self.tokens[row]))
+
+    def sequences(self, row: int, planned: Planned) -> Sequence[Forced]:
+        return [self.builder.forced(planned, good(self.tokens[row]), keep_logits=self.keep_logits, capture=True)]
+
+    def result(self, job: Job) -> Score:
+        [sequence] = job.sequences
+        assert isinstance(sequence, Forced)
+        return self.reporter.score(job.planned, sequence)
+
+    def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> Score:
+        return self.reporter.failed_score(error)
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStateKind(ResultKind[HiddenState]):
+    """Hidden states of the last tokens of prompts."""
+
+    def new_slots(self, row: int, length: int) -> int:
+        return 0
+
+    def sequences(self, row: int, planned: Planned) -> Sequence[PooledSequence]:
+        return [self.builder.pooled(planned)]
+
+    def result(self, job: Job) -> HiddenState:
+        [sequence] = job.sequences
+        assert isinstance(sequence, PooledSequence)
+        return self.reporter.hidden_state(job.planned, sequence)
+
+    def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> HiddenState:
+        return self.reporter.failed_hidden_state(error)
 
 
 class Caller:
@@ -91,7 +177,8 @@ class Caller:
         self, call: Call, continuations: Sequence[str | Sequence[int]], *, keep_logits: bool, show: bool
     ) -> Iterator[tuple[int, Score]]:
         """Yields rows with their scores as they end; see `LLM.score`."""
-        kind = ScoreKind(call, self._sequences, self.reporter, continuations, keep_logits=keep_logits)
+        tokens = self._sequences.continuations(continuations, len(call.listed))
+        kind = ScoreKind(call, self._sequences, self.reporter, tokens, keep_logits)
         chunk, bar = self._checked(kind), Progress("scoring", len(call.listed), show=show)
         return _watched(self._serve([chunk], bar), bar)
 
@@ -107,7 +194,8 @@ class Caller:
 
     def to_answer(self, call: Call) -> RequestChunk[RequestOutput]:
         """The rows of a call, checked."""
-        return self._checked(AnswerKind(call, self._sequences, self.reporter))
+        params = self._sequences.sampling_params(call.params, len(call.listed), call.first)
+        return self._checked(AnswerKind(call, self._sequences, self.reporter, params))
 
     def to_pool(self, call: Call) -> RequestChunk[HiddenState]:
         """The rows of a call, checked, of which the last hidden states are wanted."""
@@ -143,7 +231,10 @@ class Caller:
         kind, call = chunk.kind, chunk.kind.call
         with self._arriving:
             self.loop.check_open()
-            planned = self._planner.plan(request, call.options_of(row))
+            options = call.options
+            if call.compressors is not None:
+                options = dataclasses.replace(options, compress=good(call.compressors[row]))
+            planned = self._planner.plan(request, options)
             job = Job(call.first + row, planned, kind.sequences(row, planned), heard, kind, streams=streams)
             self.loop.submit(job.sequences, call.called_at)
         return job

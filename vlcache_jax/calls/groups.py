@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import queue
 import time
@@ -107,12 +106,6 @@ class Call:
         then."""
         return self.on_error == "raise"
 
-    def options_of(self, row: int) -> ResolvedOptions:
-        """The options of a request that is not wrong."""
-        if self.compressors is None:
-            return self.options
-        return dataclasses.replace(self.options, compress=good(self.compressors[row]))
-
     def prompt(self, row: int) -> Prompt | ValueError:
         """The prompt of a request, or what is wrong with it."""
         name = self.name.format(self.first + row)
@@ -183,22 +176,22 @@ class Job:
             self._heard(self)
 
 
+@dataclass(frozen=True, eq=False)
 class ResultKind[T: CallResult](ABC):
     """What is wanted of the rows of a call, which count from 0: what runs for one, and what it comes to.
 
-    Args:
+    Attributes:
       call: theirs.
       builder: of their sequences.
       reporter: makes their results.
-
-    Attributes:
       generates: whether there are answers, whose prompts may be compressed.
     """
 
-    generates: ClassVar[bool] = False
+    call: Call
+    builder: SequenceBuilder
+    reporter: Reporter
 
-    def __init__(self, call: Call, builder: SequenceBuilder, reporter: Reporter):
-        self.call, self.builder, self.reporter = call, builder, reporter
+    generates: ClassVar[bool] = False
 
     def error(self, row: int, prompt: Prompt) -> ValueError | None:
         """Return what is wrong with what is asked of a row beside its prompt."""

@@ -279,13 +279,14 @@ class Sequence:
       error: why it ends before it begins; None: it begins.
 
     Attributes:
-      planned: the request as this sequence runs it.
+      planned: the request as this sequence runs it; its `layout` is that of the prompt.
       new_slots: slots needed beyond the prompt.
     """
 
     planned: Planned
     new_slots: int
     error: InitVar[str | None] = field(default=None, kw_only=True)
+    layout: Layout = field(init=False)
     progress: SequenceProgress = field(init=False)
     told: Told = field(init=False)
     end: End = field(init=False)
@@ -293,14 +294,10 @@ class Sequence:
     def __post_init__(self, error: str | None) -> None:
         planned = self.planned
         progress = SequenceProgress(planned.plan, planned.uses, planned.options.priority)
+        object.__setattr__(self, "layout", planned.layout)
         object.__setattr__(self, "progress", progress)
         object.__setattr__(self, "told", Told(dataclasses.replace(planned.request.metrics)))
         object.__setattr__(self, "end", End(error))
-
-    @property
-    def layout(self) -> Layout:
-        """Of the prompt."""
-        return self.planned.layout
 
     @property
     def generated(self) -> abc.Sequence[int]:

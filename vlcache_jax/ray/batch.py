@@ -122,7 +122,7 @@ class DatasetWorker:
 
     def __init__(self, config: EngineConfig, params: SamplingParams | None, options: RequestOptions):
         self._llm = LLM(config)
-        self._llm.service.resolve(options)  # what is wrong for all rows is no row's error
+        self._llm.service.compressor_of(options.compress)  # what is wrong for all rows is no row's error
         self._params, self._options = params, options
 
     def __call__(self, conversation: Any) -> dict[str, Any]:
