@@ -25,17 +25,21 @@ from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.device.programs.base import PAGE_RUNGS, pack
 from vlcache_jax.device.runner import alike_layers, compressed_work
 from vlcache_jax.engine.batching import Prefill, prefill_steps
+from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.request import Planned, Request, Sequence
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
+from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.policies import Policy, Scheduled, full_prefill, make_plan
 from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.study import report
 
 MODEL = "Qwen3-VL-8B"
 COMPRESSED = 8192  # tokens of prompts of which a tenth is kept
+_NO_PROMPT: Any = None  # nothing tells of it
 SIDE = 32  # merged patches of an image
 TEXT = 5
 
@@ -48,7 +52,9 @@ def sequence(images: int, text: int, layers: int, policy: Policy | None = None) 
     tokens = np.zeros(TEXT + images * (size + 2) + text, np.int32)
     layout = make_layout(tokens, starts, refs, 2, ["approximate"] * images if policy is not None else None)
     plan = full_prefill(layout, layers) if policy is None else make_plan(policy, layout, layers)
-    return Sequence(layout, plan, 10)
+    options = ResolvedOptions(reuse=policy or parse_policy("off"))
+    request = Request(_NO_PROMPT, tokens, tuple(starts), tuple(refs), (None,) * images, "", RequestMetrics())
+    return Sequence(Planned(request, options, layout, plan), 10)
 
 
 def _no_pixels() -> Any:

@@ -14,8 +14,13 @@ import pytest
 from flax import nnx
 
 from vlcache_jax import Ladder
+from vlcache_jax.cache.keys import TenantSalt
+from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.prefilling import Passage
+from vlcache_jax.engine.request import Planned, Request
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.request_options import ResolvedOptions
+from vlcache_jax.reuse.selection import parse_policy
 
 # Programs are compiled for the sizes of an engine, and compiling is most of what tests take: whoever needs no sizes of
 # its own opens an engine of these, whose programs are compiled once for all. One answer takes the programs of eight.
@@ -255,3 +260,11 @@ def assert_nothing_left(llm):
     assert in_use() == (0, 0, 0, 0)
     assert all(record.is_settled for record in llm.service.cache.store.tier.records())
     assert not llm.service.cache.store._left
+
+
+def planned(layout, plan, *, tenant=None, priority=0, **more):
+    """A planned request of which nothing but its layout and its plan matters."""
+    request = Request(None, layout.token_ids, (), (), (), "", RequestMetrics())
+    salt = None if tenant is None else TenantSalt(tenant, "")
+    options = ResolvedOptions(reuse=parse_policy("exact"), cache_salt=salt, priority=priority)
+    return Planned(request, options, layout, plan, **more)

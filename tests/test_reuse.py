@@ -28,6 +28,7 @@ from tests.helper import SIZES, compilations, one_copy, one_device, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder, rope
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.policies import MPIC, Plan, Scheduled, Spread, StaticRatio
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -111,7 +112,7 @@ def llm(engine):
 @pytest.fixture
 def from_records(llm, monkeypatch):
     """What comes again is linked, though its pages may be there."""
-    monkeypatch.setattr(llm.service.intake.sequences, "_keeps_pages", False)
+    monkeypatch.setattr(llm.service.intake.planner, "_keeps_pages", False)
 
 
 @pytest.fixture
@@ -350,7 +351,7 @@ def dense_reference(llm, conversation, policy):
     config = runner.config.text
     prompt = llm.service.renderer.from_conversation(conversation)
     [request] = llm.service.intake.identifier.identify([prompt])
-    planned = planner.plan(request, policy)
+    planned = planner.plan(request, ResolvedOptions(reuse=policy))
     with contextlib.ExitStack() as stack:
         stack.callback(planned.hold.leave)
         layout, plan = planned.layout, planned.plan

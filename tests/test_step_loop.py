@@ -25,6 +25,7 @@ from vlcache_jax.engine.request import Generation, Holding
 from vlcache_jax.engine.uploads import Transfers
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.request_options import RequestOptions, ResolvedOptions
 from vlcache_jax.reuse.policies import Spread
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import parse_policy
@@ -104,8 +105,9 @@ class Driver:
 
     def arrive(self, asked, heard=None):
         call = self.llm.service.call(
-            "conversation", [asked.conversation], self.llm.service.renderer.from_conversation, asked.policy, None,
-            "return", asked.compress, params=asked.params, priority=asked.priority,
+            "conversation", [asked.conversation], self.llm.service.renderer.from_conversation,
+            RequestOptions(reuse=asked.policy, compress=asked.compress, priority=asked.priority), "return",
+            params=asked.params,
         )  # fmt: skip
 
         def listen(job):
@@ -939,7 +941,7 @@ def test_an_engine_that_cannot_go_on_says_so(engine, pictures):
     conversation = user("See ", pictures[0], "?")
     prompt = engine.service.renderer.from_conversation(conversation)
     [lost] = engine.service.intake.identifier.identify([prompt])
-    planned = engine.service.intake.planner.plan(lost, parse_policy("exact"))
+    planned = engine.service.intake.planner.plan(lost, ResolvedOptions(reuse=parse_policy("exact")))
     with pytest.raises(RuntimeError, match="nothing can go on: 0 requests wait and 1 run"):
         engine.chat(conversation, GREEDY, use_tqdm=False)
     job = driver.arrive(Asked(conversation, GREEDY, "exact"))

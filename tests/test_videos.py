@@ -22,6 +22,7 @@ from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.videos import FilmFile
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.preparation import planner
+from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.policies import Scheduled
 
 
@@ -74,7 +75,7 @@ def llm(engine):
 @pytest.fixture
 def from_records(llm, monkeypatch):
     """What comes again is linked, though its pages may be there."""
-    monkeypatch.setattr(llm.service.intake.sequences, "_keeps_pages", False)
+    monkeypatch.setattr(llm.service.intake.planner, "_keeps_pages", False)
 
 
 @pytest.fixture
@@ -125,7 +126,8 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
         pixels = [
             torch.tensor(np.concatenate([values(i.patches) for i, m in images if (m is None) == p])) for p in (1, 0)
         ]
-        planned = llm.service.intake.planner.plan(request, llm.service.policy).layout
+        options = ResolvedOptions(reuse=llm.service.policy)
+        planned = llm.service.intake.planner.plan(request, options).layout
     assert [(m.video, m.chunk) for _, m in images if m] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     [chunk, *_, last] = [one.grid for one, moment in images if moment]
     grids = torch.tensor([[3, *chunk[1:]], [3, *last[1:]]])

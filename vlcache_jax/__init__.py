@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vlcache_jax.llm import LLM as LLM
     from vlcache_jax.outputs import RequestOutput as RequestOutput
     from vlcache_jax.outputs import Score as Score
+    from vlcache_jax.request_options import RequestOptions as RequestOptions
     from vlcache_jax.reuse.policies import MPIC as MPIC
     from vlcache_jax.reuse.schedule import Schedule as Schedule
     from vlcache_jax.sampling import SamplingParams as SamplingParams
@@ -39,6 +40,7 @@ _HOMES = {
     "MPIC": "vlcache_jax.reuse.policies",
     "QueueFullError": "vlcache_jax.calls.in_flight",
     "RequestError": "vlcache_jax.calls.groups",
+    "RequestOptions": "vlcache_jax.request_options",
     "RequestOutput": "vlcache_jax.outputs",
     "SamplingParams": "vlcache_jax.sampling",
     "Schedule": "vlcache_jax.reuse.schedule",
@@ -54,6 +56,7 @@ __all__ = [
     "Ladder",
     "QueueFullError",
     "RequestError",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "Schedule",

@@ -18,12 +18,13 @@ from vlcache_jax.calls.groups import RequestChunk, RequestError
 from vlcache_jax.calls.in_flight import QueueFullError as QueueFullError
 from vlcache_jax.calls.in_flight import UnderWay
 from vlcache_jax.common.vllm_compat import Absent
-from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
+from vlcache_jax.config import EngineConfig, EngineOptions, shows_options
 from vlcache_jax.embedding import AsyncEmbedder
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.outputs import Deltas, OutputCollector, RequestDelta, RequestOutput
+from vlcache_jax.request_options import Compress, RequestOptions, Reuse
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service, template_options
 
@@ -83,6 +84,7 @@ class AsyncLLM(AsyncEmbedder):
         cache_salt: str | TenantSalt | None = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         **template: Unpack[TemplateOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Answers a request; yields its output whenever there is more of it, the last time with `finished` set.
@@ -93,7 +95,8 @@ class AsyncLLM(AsyncEmbedder):
           prompt: as for `LLM.generate`, or a conversation as for `LLM.chat`.
           sampling_params: None is the checkpoint's own.
           request_id: by which it can be aborted; None: one is drawn.
-          reuse, compress, cache_salt, mm_processor_kwargs, template: see `LLM.chat`; the last two are of conversations.
+          reuse, compress, cache_salt, options: see `LLM.chat`.
+          mm_processor_kwargs, template: see `LLM.chat`; they are of conversations.
           priority: lower ones run first; among equals, who came first.
 
         Raises:
@@ -103,18 +106,16 @@ class AsyncLLM(AsyncEmbedder):
           ValueError: another argument is wrong.
           RuntimeError: the engine is closed, or failed.
         """
-        collector = OutputCollector()
-        deltas = self.deltas(
-            prompt,
-            sampling_params,
-            request_id,
+        options = RequestOptions.of(
+            options,
             reuse=reuse,
             compress=compress,
             cache_salt=cache_salt,
             priority=priority,
             mm_processor_kwargs=mm_processor_kwargs,
-            **template,
         )
+        collector = OutputCollector()
+        deltas = self.deltas(prompt, sampling_params, request_id, options=options, **template)
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 collector.add(delta)
@@ -132,6 +133,7 @@ class AsyncLLM(AsyncEmbedder):
         cache_salt: str | TenantSalt | None = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         **template: Unpack[TemplateOptions],
     ) -> AsyncGenerator[RequestDelta]:
         """Answers a request as `generate` does, and yields what is new whenever there is something.
@@ -140,12 +142,20 @@ class AsyncLLM(AsyncEmbedder):
         Joined they are what `generate` yields last: `vlcache_jax.outputs.OutputCollector` does that.
 
         Args:
-          prompt, sampling_params, request_id, reuse, compress, cache_salt, priority, mm_processor_kwargs, template: see
-            `generate`.
+          prompt, sampling_params, request_id, reuse, compress, cache_salt, priority, mm_processor_kwargs, options,
+            template: see `generate`.
 
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
         """
+        asked = RequestOptions.of(
+            options,
+            reuse=reuse,
+            compress=compress,
+            cache_salt=cache_salt,
+            priority=priority,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         name = self._requests.named(request_id)
         if not isinstance(sampling_params, SamplingParams | None):
             raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
@@ -154,11 +164,8 @@ class AsyncLLM(AsyncEmbedder):
 
         def chunk() -> RequestChunk[RequestOutput]:
             """All that is checked, in a thread: how long it takes is the caller's choice."""
-            render = self._renders(prompt, mm_processor_kwargs, **template)
-            own: dict[str, Any] = {"params": params, "priority": priority, "called_at": called_at}
-            return caller.to_answer(
-                self.service.call("prompt", [prompt], render, reuse, cache_salt, "return", compress, **own)
-            )
+            render, own = self._renders(prompt, asked, template), {"params": params, "called_at": called_at}
+            return caller.to_answer(self.service.call("prompt", [prompt], render, asked, "return", **own))
 
         async with self._requests.job(chunk, caller, name) as (job, more):
             deltas = Deltas(caller.reporter, job.planned, job.answers, name)
@@ -180,6 +187,7 @@ class AsyncLLM(AsyncEmbedder):
         reuse: Reuse | None = None,
         compress: Compress | None = None,
         cache_salt: str | TenantSalt | None = None,
+        options: RequestOptions | None = None,
     ) -> None:
         """Check prompts that belong together, so that none of them runs if one is wrong.
 
@@ -187,18 +195,18 @@ class AsyncLLM(AsyncEmbedder):
 
         Args:
           prompts: texts, token ids or dicts.
-          sampling_params, reuse, compress, cache_salt: of all of them, see `generate`.
+          sampling_params, reuse, compress, cache_salt, options: of all of them, see `generate`.
 
         Raises:
           RequestError: a prompt is wrong; its `errors` has the first one, by its index.
           ValueError, RuntimeError: see `generate`.
         """
 
+        asked = RequestOptions.of(options, reuse=reuse, compress=compress, cache_salt=cache_salt)
+
         def first_error() -> tuple[int, ValueError] | None:
-            render = self.service.renderer.from_prompt
-            call = self.service.call(
-                "prompt", prompts, render, reuse, cache_salt, "return", compress, params=sampling_params
-            )
+            render = self.service.continues(asked)
+            call = self.service.call("prompt", prompts, render, asked, "return", params=sampling_params)
             return min(self.service.caller.to_answer(call).arrivals.errors.items(), default=None)
 
         if (found := await self._requests.run(first_error)) is not None:
@@ -227,7 +235,8 @@ class AsyncLLM(AsyncEmbedder):
         """
 
         def tokens() -> npt.NDArray[np.int32]:
-            return self.service.tokens(self._renders(prompt, mm_processor_kwargs, **template), prompt)
+            options = RequestOptions(mm_processor_kwargs=mm_processor_kwargs)
+            return self.service.tokens(self._renders(prompt, options, template), prompt)
 
         return await self._requests.run(tokens)
 
@@ -275,17 +284,14 @@ class AsyncLLM(AsyncEmbedder):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _renders(
-        self, prompt: Any, mm_processor_kwargs: Mapping[str, Any] | None, **template: Unpack[TemplateOptions]
-    ) -> Callable[..., Prompt]:
+    def _renders(self, prompt: Any, options: RequestOptions, template: TemplateOptions) -> Callable[..., Prompt]:
         """What renders the prompt."""
         if isinstance(prompt, (str, Mapping)) or is_token_ids(prompt):
-            if mm_processor_kwargs is not None:
-                raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
+            render = self.service.continues(options)
             beside = template_options(self.generate, template)
             if given := [name for name, value in beside.items() if value is not None]:
                 raise ValueError(f"{given[0]} must be left out, got it beside a prompt that has no messages")
-            return self.service.renderer.from_prompt
+            return render
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")
-        return self.service.renders(self.generate, mm_processor_kwargs, **template)
+        return self.service.renders(self.generate, options, template)

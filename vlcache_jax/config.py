@@ -18,15 +18,11 @@ from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
 from vlcache_jax.inputs.messages import MediaSettings, read_settings
+from vlcache_jax.request_options import Reuse
 from vlcache_jax.sampling import StructuredOutputsConfig
 
 if TYPE_CHECKING:
-    from vlcache_jax.compress.policies import Compressor
     from vlcache_jax.reuse.policies import Policy
-    from vlcache_jax.reuse.schedule import Schedule
-
-type Reuse = str | float | os.PathLike[str] | Schedule | Policy
-type Compress = str | Compressor
 
 _NONE_IS_DEFAULT = ("cache", "seed", "enable_prefix_caching")
 

@@ -17,10 +17,10 @@ from vlcache_jax.calls.caller import in_order
 from vlcache_jax.calls.groups import Call, RequestError
 from vlcache_jax.calls.in_flight import UnderWay, together
 from vlcache_jax.common.checks import check_flags, check_whole
-from vlcache_jax.config import Reuse
 from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.retrieval import ANSWERS, InputRenderer, PairRenderer, listed_inputs
 from vlcache_jax.outputs import CacheReport, HiddenState, RequestMetrics, plain
+from vlcache_jax.request_options import RequestOptions, Reuse
 from vlcache_jax.service import Service
 
 Input = str | Mapping[str, Any] | Sequence[Any]
@@ -162,6 +162,7 @@ class Embedder:
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         use_tqdm: bool = True,
         on_error: str = "raise",
     ) -> list[EmbeddingOutput]:
@@ -174,7 +175,7 @@ class Embedder:
             options of the template, such as `"continue_final_message": True`. One with a "prompt" is taken as it is.
           instruction: what the vectors are for, as the system message; None: "Represent the user's input."
           dimensions: of the vectors; None: as many as the model has. Shorter ones are the first of these.
-          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`.
+          reuse, cache_salt, mm_processor_kwargs, options, use_tqdm, on_error: see `chat`.
 
         Returns:
           One output for each input, in their order; the vector is `output.outputs.embedding`, float32.
@@ -183,10 +184,13 @@ class Embedder:
           RequestError, ValueError: see `chat`.
         """
         check_flags(use_tqdm=use_tqdm)
+        options = RequestOptions.of(
+            options, reuse=reuse, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs
+        )
         self._pooling.check_dimensions(dimensions)
         listed, name = listed_inputs(inputs, "inputs")
-        render = InputRenderer(self.service.renderer, read_settings(mm_processor_kwargs), instruction)
-        call = self.service.call(name, listed, render, reuse, cache_salt, on_error)
+        render = InputRenderer(self.service.renderer, read_settings(options.mm_processor_kwargs), instruction)
+        call = self.service.call(name, listed, render, options, on_error)
         states = in_order(self.service.caller.hidden_states(call, doing="embedding", show=use_tqdm))
         return [EmbeddingOutput.of(state, dimensions, str(i)) for i, state in enumerate(states)]
 
@@ -199,6 +203,7 @@ class Embedder:
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         use_tqdm: bool = True,
         on_error: str = "raise",
     ) -> list[RerankOutput]:
@@ -208,8 +213,8 @@ class Embedder:
           query: a string, a part of a message, or a list of parts.
           documents: a list of these.
           instruction: what makes a document a good one; None: the model's own words.
-          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`. Images of documents come again with
-            each query.
+          reuse, cache_salt, mm_processor_kwargs, options, use_tqdm, on_error: see `chat`. Images of documents come
+            again with each query.
 
         Returns:
           One output for each document, the best first; `score` is the probability of "yes" beside "no".
@@ -218,9 +223,13 @@ class Embedder:
           RequestError, ValueError: see `chat`; also where the model's tokenizer has no tokens "yes" and "no".
         """
         check_flags(use_tqdm=use_tqdm)
+        options = RequestOptions.of(
+            options, reuse=reuse, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs
+        )
         listed, name = listed_inputs(documents, "documents")
-        render = PairRenderer(self.service.renderer, query, read_settings(mm_processor_kwargs), instruction)
-        call = self.service.call(name, listed, render, reuse, cache_salt, on_error)
+        settings = read_settings(options.mm_processor_kwargs)
+        render = PairRenderer(self.service.renderer, query, settings, instruction)
+        call = self.service.call(name, listed, render, options, on_error)
         self._pooling.check_answers()
         return self._pooling.ranked(
             in_order(self.service.caller.hidden_states(call, doing="scoring documents", show=use_tqdm))
@@ -248,24 +257,27 @@ class AsyncEmbedder:
         cache_salt: Salt = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
     ) -> EmbeddingOutput:
         """The vector of one input; see `LLM.embed`.
 
         Args:
           given: a string, a part of a message, a list of parts, a conversation, or a dict; see `LLM.embed`.
-          request_id, reuse, cache_salt, priority, mm_processor_kwargs: see `generate`.
+          request_id, reuse, cache_salt, priority, mm_processor_kwargs, options: see `generate`.
           instruction, dimensions: see `LLM.embed`.
 
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
         """
+        asked = RequestOptions.of(
+            options, reuse=reuse, cache_salt=cache_salt, priority=priority, mm_processor_kwargs=mm_processor_kwargs
+        )
         self._pooling.check_dimensions(dimensions)
         name, called_at = self._requests.named(request_id), time.perf_counter()
 
         def call() -> Call:
-            render = InputRenderer(self.service.renderer, read_settings(mm_processor_kwargs), instruction)
-            own: dict[str, Any] = {"priority": priority, "called_at": called_at}
-            return self.service.call("input", [given], render, reuse, cache_salt, "return", **own)
+            render = InputRenderer(self.service.renderer, read_settings(asked.mm_processor_kwargs), instruction)
+            return self.service.call("input", [given], render, asked, "return", called_at=called_at)
 
         return EmbeddingOutput.of(await self._hidden_state(call, name), dimensions, name)
 
@@ -279,31 +291,32 @@ class AsyncEmbedder:
         cache_salt: Salt = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         most: int = 32,
     ) -> list[RerankOutput]:
         """How well documents suit a query; see `LLM.rerank`.
 
         Args:
           query, documents, instruction: see `LLM.rerank`.
-          reuse, cache_salt, priority, mm_processor_kwargs: see `generate`.
+          reuse, cache_salt, priority, mm_processor_kwargs, options: see `generate`.
           most: documents that are under way at a time.
 
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`. The first error ends the call.
         """
         called_at = time.perf_counter()
+        asked = RequestOptions.of(
+            options, reuse=reuse, cache_salt=cache_salt, priority=priority, mm_processor_kwargs=mm_processor_kwargs
+        )
 
         def work() -> list[Callable[[], Coroutine[Any, Any, HiddenState]]]:
             listed, name = listed_inputs(documents, "documents")
-            render = PairRenderer(self.service.renderer, query, read_settings(mm_processor_kwargs), instruction)
+            settings = read_settings(asked.mm_processor_kwargs)
+            render = PairRenderer(self.service.renderer, query, settings, instruction)
             self._pooling.check_answers()
-            own: dict[str, Any] = {"priority": priority, "called_at": called_at}
-            rest = render, reuse, cache_salt, "return"
-            calls = [
-                functools.partial(self.service.call, name.format(i), [one], *rest, **own)
-                for i, one in enumerate(listed)
-            ]
-            return [functools.partial(self._hidden_state, call, None) for call in calls]
+            rest, call = (render, asked, "return"), functools.partial(self.service.call, called_at=called_at)
+            calls = [functools.partial(call, name.format(i), [one], *rest) for i, one in enumerate(listed)]
+            return [functools.partial(self._hidden_state, one, None) for one in calls]
 
         states = await together(await self._requests.run(work), most)
         return await self._requests.run(functools.partial(self._pooling.ranked, states))
@@ -320,5 +333,5 @@ class AsyncEmbedder:
                 more.clear()
             self._requests.check(job, caller)
             if any(one.end.is_aborted for one in job.sequences):
-                raise RequestError({0: f"{job.call.name} was aborted"})
-            return caller.hidden_state(job)
+                raise RequestError({0: f"{job.kind.call.name} was aborted"})
+            return cast(HiddenState, job.kind.result(job))

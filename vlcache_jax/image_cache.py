@@ -25,6 +25,7 @@ from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.outputs import RequestOutput
 from vlcache_jax.preparation.identification import Identifier
+from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.sampling import SamplingParams
 
@@ -128,7 +129,8 @@ class ImageCache:
             return self._renderer.from_conversation(conversation, settings=settings, name=name, image_name=name)
 
         params, salt = SamplingParams(temperature=0, max_tokens=1), _salt(cache_salt, shared)
-        call = Call(name, conversations, render, parse_policy("exact"), salt, on_error, params, apart=apart)
+        options = ResolvedOptions(reuse=parse_policy("exact"), cache_salt=salt)
+        call = Call(name, conversations, render, options, on_error, params, apart=apart)
         outputs = in_order(self._caller.answers([call], total=len(images), show=False))
         for image, output in zip(images, outputs, strict=True) if shared else ():
             if output.error is None:

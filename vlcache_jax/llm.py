@@ -7,20 +7,21 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Protocol, Self, Unpack, cast
+from typing import Any, Protocol, Self, TypeGuard, Unpack
 
 from vlcache_jax.calls.caller import Conversation, PromptLike, in_order, is_token_ids
 from vlcache_jax.calls.groups import Call
 from vlcache_jax.common.checks import check_flags, short
 from vlcache_jax.common.vllm_compat import CALLS, Absent, VllmCallOptions, ours
 from vlcache_jax.compress.policies import Compressor
-from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
+from vlcache_jax.config import EngineConfig, EngineOptions, shows_options
 from vlcache_jax.embedding import Embedder
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
 from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.request_options import Compress, RequestOptions, Reuse
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service
 
@@ -36,9 +37,10 @@ class Retrieves(Protocol):
         conversations: Sequence[Asked],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         name: str,
-        options: Mapping[str, Any],
+        options: RequestOptions,
+        more: Mapping[str, Any],
     ) -> list[RequestOutput]:
-        """The answers to conversations."""
+        """The answers to conversations; `more` holds the other arguments of `LLM.chat`."""
 
 
 class LLM(Embedder):
@@ -94,6 +96,7 @@ class LLM(Embedder):
         verify: bool = False,
         retrieve: Retrieves | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
@@ -122,6 +125,7 @@ class LLM(Embedder):
             pictures of a library, and an answer that calls it goes on with what was found. `output.searches` tells.
           mm_processor_kwargs: of the images and videos of this call, see `EngineConfig`; `fps` may also be a list with
             one for each video of a conversation.
+          options: the same as `RequestOptions`; an option may stand there or be a keyword.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
             the other rows are answered, and its output tells in `error`.
           template: `chat_template`, a Jinja text in place of the checkpoint's or the path of its file;
@@ -142,17 +146,19 @@ class LLM(Embedder):
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        render = self.service.renders(self.chat, mm_processor_kwargs, **template)
+        options = RequestOptions.of(
+            options, reuse=reuse, compress=compress, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs
+        )
+        render = self.service.renders(self.chat, options, template)
         if messages is not None and conversations is not None:
             raise ValueError("conversations must be left out beside messages, got both")
         given, kind = (conversations, "conversations") if messages is None else (messages, "messages")
         listed, name = _listed_conversations(given, kind)
         if retrieve is not None:
-            more = {"reuse": reuse, "compress": compress, "cache_salt": cache_salt, "verify": verify,
-                    "use_tqdm": use_tqdm, "mm_processor_kwargs": mm_processor_kwargs, "on_error": on_error}  # fmt: skip
-            return retrieve.answered(self, listed, sampling_params, name, {**more, **template})
-        call = self.service.call(name, listed, render, reuse, cache_salt, on_error, compress, params=sampling_params)
-        return self._answer(call, verify, use_tqdm)
+            more = {"verify": verify, "use_tqdm": use_tqdm, "on_error": on_error, **template}
+            return retrieve.answered(self, listed, sampling_params, name, options, more)
+        call = self.service.call(name, listed, render, options, on_error, params=sampling_params)
+        return _answers(self.service, call, verify=verify, show=use_tqdm)
 
     def chat_iter(
         self,
@@ -164,6 +170,7 @@ class LLM(Embedder):
         compress: Compress | Iterable[Compress | None] | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> Iterator[tuple[int, RequestOutput]]:
@@ -177,32 +184,26 @@ class LLM(Embedder):
           conversations: anything that gives one conversation after the other.
           sampling_params: for all, or an iterable that gives one for each conversation, or more.
           compress: see `chat`; for all, or an iterable that gives one for each conversation, or more.
-          use_tqdm, reuse, cache_salt, mm_processor_kwargs, on_error, template: see `chat`. A wrong row that
+          use_tqdm, reuse, cache_salt, mm_processor_kwargs, options, on_error, template: see `chat`. A wrong row that
             is to be raised ends the job when what runs then has been yielded, and so does an error of the iterables.
 
         Raises:
           RequestError, ValueError: see `chat`.
         """
         check_flags(use_tqdm=use_tqdm)
-        if isinstance(conversations, (str, Mapping)) or not isinstance(conversations, Iterable):
-            raise ValueError(f"conversations must be an iterable of them, got {type(conversations).__name__}")
-        if not isinstance(sampling_params, SamplingParams | Iterable | None) or isinstance(
-            sampling_params, str | Mapping
-        ):
-            raise ValueError(
-                f"sampling_params must be SamplingParams, an iterable of them or None, got {short(sampling_params)}"
-            )
+        _check_iterables(conversations, sampling_params)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
-        render = self.service.renders(self.chat_iter, mm_processor_kwargs, **template)
-        call = self.service.call("conversations[{}]", [], render, reuse, cache_salt, on_error)
-        compressors = _compressors(self.service.compressor_of, compress)
+        for_all, of_rows = (None, compress) if _is_iterable(compress) else (compress, None)
+        options = RequestOptions.of(
+            options, reuse=reuse, compress=for_all, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs
+        )
+        render = self.service.renders(self.chat_iter, options, template)
+        call = self.service.call("conversations[{}]", [], render, options, on_error)
+        compressors = None if of_rows is None else _compressors(self.service.compressor_of, of_rows)
         size = self.service.device.runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
-        calls = (
-            dataclasses.replace(call, listed=rows, params=params, compress=own, first=size * number)
-            for number, (rows, params, own) in enumerate(_batched(conversations, sampling_params, compressors, size))
-        )
+        calls = _calls(call, conversations, sampling_params, compressors, size)
         return self.service.caller.answers(calls, total=total, show=use_tqdm, returns_all=False)
 
     def generate(
@@ -214,6 +215,7 @@ class LLM(Embedder):
         reuse: Reuse | None = None,
         compress: Compress | None = None,
         cache_salt: str | None = None,
+        options: RequestOptions | None = None,
         verify: bool = False,
         on_error: str = "raise",
         **foreign: Unpack[VllmCallOptions],
@@ -225,7 +227,7 @@ class LLM(Embedder):
             `<|image_pad|>` for each image, or "prompt_token_ids", and may hold "multi_modal_data": {"image": [...]},
             "multi_modal_uuids": {"image": [...]} and "mm_processor_kwargs": {...}. Videos have `<|video_pad|>` and
             "video". What `qwen_vl_utils.process_vision_info` returns is taken as it is.
-          sampling_params, use_tqdm, reuse, compress, cache_salt, verify, on_error: see `chat`.
+          sampling_params, use_tqdm, reuse, compress, cache_salt, options, verify, on_error: see `chat`.
           foreign: see the class.
 
         Returns:
@@ -236,9 +238,10 @@ class LLM(Embedder):
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
         ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
-        (listed, name), render = _listed_prompts(prompts), self.service.renderer.from_prompt
-        call = self.service.call(name, listed, render, reuse, cache_salt, on_error, compress, params=sampling_params)
-        return self._answer(call, verify, use_tqdm)
+        options = RequestOptions.of(options, reuse=reuse, compress=compress, cache_salt=cache_salt)
+        (listed, name), render = _listed_prompts(prompts), self.service.continues(options)
+        call = self.service.call(name, listed, render, options, on_error, params=sampling_params)
+        return _answers(self.service, call, verify=verify, show=use_tqdm)
 
     def score(
         self,
@@ -248,6 +251,7 @@ class LLM(Embedder):
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         keep_logits: bool = False,
         use_tqdm: bool = True,
         on_error: str = "raise",
@@ -258,7 +262,7 @@ class LLM(Embedder):
         Args:
           conversations: see `chat`.
           continuations: one for each conversation, a text or token ids.
-          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error, template: see `chat`.
+          reuse, cache_salt, mm_processor_kwargs, options, use_tqdm, on_error, template: see `chat`.
           keep_logits: also return the logits that predict each token.
 
         Returns:
@@ -268,9 +272,12 @@ class LLM(Embedder):
           RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
-        render = self.service.renders(self.score, mm_processor_kwargs, **template)
+        options = RequestOptions.of(
+            options, reuse=reuse, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs
+        )
+        render = self.service.renders(self.score, options, template)
         listed, name = _listed_conversations(conversations, "conversations")
-        call = self.service.call(name, listed, render, reuse, cache_salt, on_error)
+        call = self.service.call(name, listed, render, options, on_error)
         return in_order(self.service.caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
@@ -337,20 +344,28 @@ class LLM(Embedder):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answer(self, call: Call, verify: bool, show: bool) -> list[RequestOutput]:
-        return in_order(self.service.caller.answers([call], total=len(call.listed), show=show, verify=verify))
+
+def _answers(service: Service, call: Call, *, verify: bool, show: bool) -> list[RequestOutput]:
+    return in_order(service.caller.answers([call], total=len(call.listed), show=show, verify=verify))
+
+
+def _is_iterable(given: Any) -> TypeGuard[Iterable[Any]]:
+    """Whether it gives one for each conversation; a string is one for all."""
+    return isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+
+
+def _check_iterables(conversations: Any, params: Any) -> None:
+    """Raises a ValueError unless `LLM.chat_iter` takes them."""
+    if not _is_iterable(conversations):
+        raise ValueError(f"conversations must be an iterable of them, got {type(conversations).__name__}")
+    if not (isinstance(params, SamplingParams | None) or _is_iterable(params)):
+        raise ValueError(f"sampling_params must be SamplingParams, an iterable of them or None, got {short(params)}")
 
 
 def _compressors(
-    read: Callable[[Compress | None], Compressor | None], given: Compress | Iterable[Compress | None] | None
+    read: Callable[[Compress | None], Compressor | None], given: Iterable[Compress | None]
 ) -> Iterable[Compressor | ValueError | None]:
-    """Of each row what it asks for, or what is wrong with that; what is given for all is read now.
-
-    Raises:
-      ValueError: what is given for all is wrong.
-    """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        return itertools.repeat(read(given))
+    """Of each row what it asks for, or what is wrong with that."""
 
     def own(row: int, asked: Compress | None) -> Compressor | ValueError | None:
         try:
@@ -361,22 +376,22 @@ def _compressors(
     return itertools.starmap(own, enumerate(given))
 
 
-def _batched(
+def _calls(
+    call: Call,
     conversations: Iterable[Asked],
     params: SamplingParams | Iterable[SamplingParams] | None,
-    compress: Iterable[Compressor | ValueError | None],
+    compressors: Iterable[Compressor | ValueError | None] | None,
     size: int,
-) -> Iterator[tuple[Any, Any, Any]]:
-    """So many conversations at a time, with their sampling parameters and compressors; what came before an error comes
-    first.
+) -> Iterator[Call]:
+    """A call for so many conversations at a time, with their own sampling parameters and compressors, if there are any;
+    what came before an error comes first.
 
     Raises:
       ValueError: there are fewer of these than of conversations.
     """
-    for_all = isinstance(params, SamplingParams | None)
     given: dict[str, Iterator[Any]] = {
-        "sampling_params": itertools.repeat(None) if for_all else iter(cast(Iterable[Any], params)),
-        "compress": iter(compress),
+        "sampling_params": itertools.repeat(None) if isinstance(params, SamplingParams | None) else iter(params),
+        "compress": itertools.repeat(None) if compressors is None else iter(compressors),
     }
     faults: list[Exception] = []
 
@@ -390,9 +405,15 @@ def _batched(
         except Exception as fault:
             faults.append(fault)
 
-    for batch in itertools.batched(rows(), size):
-        listed, own, compressors = zip(*batch, strict=True)
-        yield listed, params if for_all else own, compressors
+    for number, batch in enumerate(itertools.batched(rows(), size)):
+        listed, own, compress = zip(*batch, strict=True)
+        yield dataclasses.replace(
+            call,
+            listed=listed,
+            params=params if isinstance(params, SamplingParams | None) else own,
+            compressors=None if compressors is None else compress,
+            first=size * number,
+        )
     for fault in faults:
         raise fault
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Lost, Record
 from vlcache_jax.cache.record import Why as Why
-from vlcache_jax.engine.completions import CompletionDelta as CompletionDelta
+from vlcache_jax.engine.completions import CompletionOutput as CompletionOutput
 from vlcache_jax.engine.completions import Logprob as Logprob
 from vlcache_jax.engine.completions import RequestMetrics as RequestMetrics
 from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
@@ -99,37 +99,6 @@ class CacheReport:
     approximate_tokens: int
     request_key: str | None = None
     request_known: bool = False
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One answer.
-
-    Attributes:
-      index: which of the request's answers.
-      text: without the stop string that ended it, unless that was asked for.
-      token_ids: up to the end token, or the token that completed the stop string.
-      finish_reason: "stop" (end token or stop string), "length", "error" or "abort"; None while it goes on.
-      stop_reason: the stop string, or the token of `stop_token_ids`, that ended it.
-      logprobs: of its tokens, if asked for.
-      cumulative_logprob: their sum.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    stop_reason: str | int | None = None
-    logprobs: tuple[Logprob, ...] | None = None
-    cumulative_logprob: float | None = None
-
-    # vLLM's, of what there is not here.
-    lora_request: ClassVar[None] = None
-    routed_experts: ClassVar[None] = None
-
-    def finished(self) -> bool:
-        """Whether it has ended; vLLM has this method."""
-        return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
@@ -242,7 +211,7 @@ class RequestDelta:
     """
 
     request_id: str
-    outputs: tuple[CompletionDelta, ...]
+    outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
     prompt: PromptOutput | None
     finished: bool
@@ -256,7 +225,7 @@ class OutputCollector:
     """Makes the output of a request from its deltas: `add` costs what is new, `output` what there is so far."""
 
     def __init__(self) -> None:
-        self._answers: dict[int, list[CompletionDelta]] = {}
+        self._answers: dict[int, list[CompletionOutput]] = {}
         self._gaps: list[float] = []
         self._prompt: PromptOutput | None = None
         self._last: RequestDelta | None = None
@@ -290,7 +259,7 @@ class OutputCollector:
         return RequestOutput(
             prompt=self._prompt.text,
             prompt_token_ids=self._prompt.token_ids,
-            outputs=tuple(_completion(*self._answers[i]) for i in sorted(self._answers)),
+            outputs=tuple(self._answers[i][0] for i in sorted(self._answers)),
             num_cached_tokens=self._prompt.num_cached_tokens,
             metrics=dataclasses.replace(self._last.metrics, inter_token=tuple(self._gaps)),
             cache=self._prompt.cache,
@@ -301,7 +270,7 @@ class OutputCollector:
         )
 
 
-def _joined(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
+def _joined(deltas: Sequence[CompletionOutput]) -> CompletionOutput:
     """Of one answer."""
     told = [one.logprobs for one in deltas if one.logprobs is not None]
     return dataclasses.replace(
@@ -309,13 +278,7 @@ def _joined(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
         text="".join(one.text for one in deltas),
         token_ids=tuple(itertools.chain.from_iterable(one.token_ids for one in deltas)),
         logprobs=tuple(itertools.chain.from_iterable(told)) if told else None,
-    )
-
-
-def _completion(whole: CompletionDelta) -> CompletionOutput:
-    total = None if whole.logprobs is None else sum(one.chosen for one in whole.logprobs)
-    return CompletionOutput(
-        whole.index, whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.logprobs, total
+        cumulative_logprob=sum(one.chosen for logprobs in told for one in logprobs) if told else None,
     )
 
 
@@ -476,7 +439,7 @@ class Reporter:
         return CacheReport(
             images,
             exact=approximate == 0 and (compression is None or compression.is_whole),
-            policy=planned.policy,
+            policy=planned.options.reuse.name,
             rows=plan.rows(self._num_layers),
             approximate_tokens=approximate,
             request_key=planned.request_key,
@@ -548,7 +511,7 @@ class Deltas:
             self._request_id, tuple(map(self._with_texts, new)), self._answers[0].told.take_metrics(), prompt, finished
         )
 
-    def _with_texts(self, one: CompletionDelta) -> CompletionDelta:
+    def _with_texts(self, one: CompletionOutput) -> CompletionOutput:
         logprobs = None if one.logprobs is None else self._reporter.with_texts(one.logprobs)
         return dataclasses.replace(one, logprobs=logprobs)
 

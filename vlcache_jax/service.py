@@ -22,7 +22,7 @@ from vlcache_jax import kernel_selftest
 from vlcache_jax.cache.config import open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.items import Items
-from vlcache_jax.cache.keys import Quotas, Salt
+from vlcache_jax.cache.keys import Quotas
 from vlcache_jax.cache.record import Tier
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
@@ -33,7 +33,7 @@ from vlcache_jax.common.progress import Progress, interruptible, say, shown_wait
 from vlcache_jax.common.vllm_compat import CALLS, ours
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import Compressor
-from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse
+from vlcache_jax.config import EngineConfig, EngineOptions
 from vlcache_jax.convert.source import locate
 from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.checkpoint import Checkpoint, open_checkpoint
@@ -69,6 +69,7 @@ from vlcache_jax.preparation.identification import Identifier
 from vlcache_jax.preparation.planner import Forms, Identity, Planner, Rates, identity_of, time_limit
 from vlcache_jax.preparation.recognition import Media, Recognizer
 from vlcache_jax.preparation.sequences import SequenceBuilder, read_generation_config
+from vlcache_jax.request_options import Compress, RequestOptions, ResolvedOptions, Reuse
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.sampling import StructuredOutputsConfig
@@ -223,7 +224,7 @@ class Service:
         planner = Planner(
             checkpoint.config, cache.store, cache.writer,
             forms=forms, token_rungs=runner.token_rungs,
-            rates=rates if config.cache.load == "auto" else None,
+            rates=rates if config.cache.load == "auto" else None, keeps_pages=config.enable_prefix_caching,
         )  # fmt: skip
         intake = Intake(processor, identifier, planner, sequences, threads, quick_threads)
         text = checkpoint.config.text
@@ -348,10 +349,8 @@ class Service:
         name: str,
         listed: Sequence[Any],
         render: Callable[..., Prompt],
-        reuse: Reuse | None,
-        salt: Salt,
+        options: RequestOptions,
         on_error: str,
-        compress: Compress | None = None,
         **more: Any,
     ) -> Call:
         """A call, checked; see `Call`.
@@ -361,18 +360,28 @@ class Service:
           ValueError: an argument is wrong.
         """
         self.loop.check_open()
-        policy, compressor = self.policy_of(reuse), self.compressor_of(compress)
-        return Call(name, listed, render, policy, salt, on_error, compress=compressor, **more)
+        read = {"reuse": self.policy_of(options.reuse), "compress": self.compressor_of(options.compress)}
+        return Call(name, listed, render, ResolvedOptions(**{**vars(options), **read}), on_error, **more)
 
     def renders(
-        self, caller: Callable[..., Any], settings: Mapping[str, Any] | None, **template: Any
+        self, caller: Callable[..., Any], options: RequestOptions, template: Mapping[str, Any]
     ) -> Callable[..., Prompt]:
         """What makes a prompt of a conversation; `caller` is what was called."""
-        options: dict[str, Any] = {**template_options(caller, template)}
-        if isinstance(given := options.get("chat_template"), str | os.PathLike):
-            options["chat_template"] = template_text(given)
-        own = Template(**options) if options else OWN_TEMPLATE
-        return partial(self.renderer.from_conversation, settings=read_settings(settings), template=own)
+        told: dict[str, Any] = {**template_options(caller, template)}
+        if isinstance(given := told.get("chat_template"), str | os.PathLike):
+            told["chat_template"] = template_text(given)
+        own, settings = Template(**told) if told else OWN_TEMPLATE, read_settings(options.mm_processor_kwargs)
+        return partial(self.renderer.from_conversation, settings=settings, template=own)
+
+    def continues(self, options: RequestOptions) -> Callable[..., Prompt]:
+        """What takes a prompt as it is.
+
+        Raises:
+          ValueError: the settings of its images stand elsewhere than in it.
+        """
+        if options.mm_processor_kwargs is not None:
+            raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
+        return self.renderer.from_prompt
 
 
 def template_options(caller: Callable[..., Any], given: Mapping[str, Any]) -> TemplateOptions:
@@ -496,7 +505,7 @@ def _open_sequences(
     model = checkpoint.config
     defaults = read_generation_config(checkpoint.directory, tokenizer, model.text.vocab_size)
     structured = StructuredOutputsConfig.of(config.structured_outputs_config)
-    return SequenceBuilder(model, memory, tokenizer, *defaults, config.seed, config.enable_prefix_caching, structured)
+    return SequenceBuilder(model, memory, tokenizer, *defaults, config.seed, structured)
 
 
 def _open_cache(

@@ -4,6 +4,7 @@ import functools
 import numpy as np
 import pytest
 
+from tests.helper import planned
 from vlcache_jax.device.buckets import Ladder
 from vlcache_jax.engine.batching import Prefill, encoder_calls, prefill_steps
 from vlcache_jax.engine.pages import Pages
@@ -33,7 +34,7 @@ def sequence(*parts, new_slots=5, wanted=None):
             starts.append(count)
         count += part[0] * part[1] if isinstance(part, tuple) else part
     layout = make_layout(np.arange(100, 100 + count, dtype=np.int32), starts, images, 2)
-    return Sequence(layout, full_prefill(layout, LAYERS, wanted), new_slots)
+    return Sequence(planned(layout, full_prefill(layout, LAYERS, wanted)), new_slots)
 
 
 def prefills(sequences, slots=SLOTS):
@@ -162,7 +163,7 @@ def test_prefixes_that_tables_share():
 
 def test_an_image_of_two_answers_is_encoded_once():
     first = sequence(2, (2, 2), 1)
-    second = Sequence(first.layout, first.progress.plan, 5)
+    second = Sequence(first.planned, 5)
     both = [Prefill(one, one.layout, one.progress.plan, np.array([i])) for i, one in enumerate((first, second), 1)]
     [step] = prefill_steps(both, LADDER, SLOTS, LAYERS)
     [placement] = step.placements
@@ -233,7 +234,7 @@ def shifted(*parts, share):
     starts, refs = [span.start for span in images], [span.image for span in images]
     layout = make_layout(plain.layout.token_ids, starts, refs, 2, ["approximate"] * len(refs))
     plan = first_tokens(layout, LAYERS, lambda tokens: [int(share * tokens)] * (LAYERS - 1) + [0])
-    return Sequence(layout, dataclasses.replace(plan, shift=True), 5)
+    return Sequence(planned(layout, dataclasses.replace(plan, shift=True)), 5)
 
 
 def test_a_step_does_not_end_inside_an_image_that_moves_others():
@@ -296,8 +297,8 @@ def test_what_is_not_moved():
     layers = np.full(len(everything.layout), LAYERS, np.int16)
     for request in (
         shifted(3, (2, 3), 1, share=0),
-        Sequence(everything.layout, Plan(layers, shift=True), 5),
-        Sequence(everything.layout, Plan(everything.progress.plan.depth), 5),
+        Sequence(planned(everything.layout, Plan(layers, shift=True)), 5),
+        Sequence(planned(everything.layout, Plan(everything.progress.plan.depth)), 5),
         sequence(3, (2, 3), 1),
     ):
         assert all(step.shift is None for step in prefill_steps(prefills([request]), LADDER, SLOTS, LAYERS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helper import planned
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import ImageUse, Sequence
@@ -36,20 +38,20 @@ class Answer(Sequence):
         return self.name
 
 
-def answer(name, length, new_slots=1, *, owner=None, images=(), first=0, **options):
+def answer(name, length, new_slots=1, *, images=(), first=0, **more):
     """`images`: state of each; they begin the prompt."""
     refs = [ImageRef(f"{name}{i}", GRID, 4, lambda: Patches(None, GRID)) for i in range(len(images))]
     ids = np.arange(first, first + length, dtype=np.int32)
     layout = make_layout(ids, [4 * i for i in range(len(images))], refs, 2, list(images) or None)
-    one = Answer(layout, full_prefill(layout, LAYERS), new_slots, owner=owner, **options)
+    one = Answer(planned(layout, full_prefill(layout, LAYERS), **more), new_slots)
     one.name = name
     return one
 
 
 def again(sequence, name):
     """Another answer to the same request."""
-    made = sequence.layout, sequence.progress.plan, sequence.new_slots
-    one = Answer(*made, owner=sequence.owner, tenant=sequence.tenant)
+    options = dataclasses.replace(sequence.planned.options, priority=0)
+    one = Answer(dataclasses.replace(sequence.planned, options=options), sequence.new_slots)
     one.name = name
     return one
 
@@ -65,6 +67,10 @@ def links(record, name, **options):
     one = answer(name, 5, images=["exact"], **options)
     one.progress.images = [ImageUse(span, linked=record) for span in one.layout.images]
     return one
+
+
+def tenant_of(sequence):
+    return sequence.planned.options.tenant
 
 
 def record_of(name):
@@ -388,9 +394,9 @@ def test_who_counts_on_pages_waits_for_them():
 def test_who_chooses_rows_has_a_turn_of_its_own():
     scheduler = scheduler_of()
     layout, policy = answer("chooser", 12, images=["approximate"]).layout, CacheBlend(Fraction(1, 2), "proto")
-    chooser = Answer(layout, policy.plan(layout, LAYERS), 4, choice=make_choice(policy, layout, LAYERS))
+    chooser = Answer(planned(layout, policy.plan(layout, LAYERS), choice=make_choice(policy, layout, LAYERS)), 4)
     chooser.name = "chooser"
-    assert chooser.choice is not None
+    assert chooser.planned.choice is not None
     a, _, b = add(scheduler, answer("a", 9), chooser, answer("b", 9, first=30))
     scheduler.admit()
 
@@ -408,7 +414,8 @@ def test_who_chooses_rows_has_a_turn_of_its_own():
     launch(scheduler, b)
     [first] = scheduler.next_turn([chooser])
     scheduler.launched([first])
-    assert (first.choice, chooser.progress.prefilled, chooser.progress.lease.is_computed) == (chooser.choice, 1, False)
+    assert first.choice is chooser.planned.choice
+    assert (chooser.progress.prefilled, chooser.progress.lease.is_computed) == (1, False)
     assert chooser in scheduler.prefilling
     [second] = scheduler.next_turn([chooser])
     scheduler.launched([second])
@@ -580,7 +587,7 @@ def test_nothing_leaks_whatever_happens(tenants, data):
             before = list(scheduler.waiting)
             admitted = scheduler.admit()
             for tenant in tenants:
-                own, gone = ([one for one in group if one.tenant == tenant] for group in (before, admitted))
+                own, gone = ([one for one in group if tenant_of(one) == tenant] for group in (before, admitted))
                 assert gone == own[: len(gone)]
         elif command == "launch":
             launch(scheduler, *(one for one in scheduler.prefilling if not one.progress.lease.is_lost))
@@ -602,7 +609,7 @@ def test_nothing_leaks_whatever_happens(tenants, data):
             is_last = [
                 one
                 for one in others
-                if not any(order(one) < order(other) for other in others if other.tenant == one.tenant)
+                if not any(order(one) < order(other) for other in others if tenant_of(other) == tenant_of(one))
             ]
             assert scheduler.preempt(busy) is bool(others)
             gone = [one for one in is_last if one in scheduler.waiting]

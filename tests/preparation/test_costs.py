@@ -164,7 +164,7 @@ def loading(engine):
         engine.reset_mm_cache()
         engine.service.cache.store.config = dataclasses.replace(engine.service.cache.store.config, load=load)
         engine.service.cache.store._counts = CacheStats()
-        engine.service.intake.sequences._keeps_pages = keeps_pages
+        engine.service.intake.planner._keeps_pages = keeps_pages
         return engine
 
     yield loading

@@ -15,7 +15,7 @@ from vlcache_jax.engine.completions import spelled
 from vlcache_jax.inputs.prompt import PromptRenderer, Template
 from vlcache_jax.outputs import (
     CacheReport,
-    CompletionDelta,
+    CompletionOutput,
     Logprob,
     OutputCollector,
     PromptOutput,
@@ -49,7 +49,7 @@ def deltas(texts, prompt):
         is_last = i == len(texts) - 1
         tokens = tuple(text.encode())
         logprobs = tuple(Logprob(-1.0, {}, token, 1, {token: chr(token)}, {token: bytes([token])}) for token in tokens)
-        one = CompletionDelta(0, text, tokens, "stop" if is_last else None, None, logprobs)
+        one = CompletionOutput(0, text, tokens, "stop" if is_last else None, None, logprobs)
         yield RequestDelta("a", (one,), RequestMetrics(), told if i == 0 or is_last else None, is_last)
 
 
@@ -199,7 +199,7 @@ def in_parts(cuts):
         is_last = end == len(data)
         reason = "stop" if is_last else None
         new = tuple(found[begin:end])
-        one = CompletionDelta(0, text.decode(data[begin:end]), tuple(data[begin:end]), reason, None, new)
+        one = CompletionOutput(0, text.decode(data[begin:end]), tuple(data[begin:end]), reason, None, new)
         yield RequestDelta("a", (one,), RequestMetrics(), told if begin == 0 or is_last else None, is_last)
 
 

@@ -13,6 +13,7 @@ from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Option
 from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.retrieval import ScoreRequest
 from vlcache_jax.protocol.schema import ABSENT_IN_CHAT, CHAT, MESSAGE, ApiError, check, read_object, write
+from vlcache_jax.request_options import RequestOptions
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -32,9 +33,10 @@ def test_what_a_chat_asks():
         max_tokens=8, n=2, stop=["a"], logprobs=3, logit_bias={5: 1}, ignore_eos=True
     )
     assert request.template == {"chat_template_kwargs": {"a": 1}, "continue_final_message": True}
-    assert request.mm_processor_kwargs == {"max_pixels": 9}
+    limits = {"max_pixels": 9}
+    assert request.asked == RequestOptions(reuse=0.1, cache_salt="s", priority=-2, mm_processor_kwargs=limits)
     options = request.options
-    assert (options.model, options.priority, options.cache_salt, options.reuse) == ("m", -2, "s", 0.1)
+    assert options.model == "m"
     assert (options.stream, options.include_usage, options.continuous_usage) == (True, True, False)
     assert (options.returns_cache, options.returns_token_ids) == (True, False)
 
@@ -42,7 +44,7 @@ def test_what_a_chat_asks():
 def test_what_a_chat_does_not_say():
     request = parsed()
     assert request.params == SamplingParams(max_tokens=None)
-    assert request.options == Options()
+    assert (request.asked, request.options) == (RequestOptions(), Options())
     assert not request.template
     assert ChatRequest.parse({"messages": HELLO, "seed": -1}, {"seed": 7}).params.seed == 7
     assert parsed(logprobs=False).params.logprobs is None
@@ -51,7 +53,7 @@ def test_what_a_chat_does_not_say():
 
 def test_a_cache_key_of_openai_is_no_salt():
     """It is no secret."""
-    assert parsed(prompt_cache_key="k").options.cache_salt is None
+    assert parsed(prompt_cache_key="k").asked.cache_salt is None
 
 
 @pytest.mark.parametrize("name", sorted(ABSENT_IN_CHAT))

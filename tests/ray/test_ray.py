@@ -160,8 +160,9 @@ def test_rows_are_told_their_engines():
 def test_each_picture_is_encoded_once_over_both_and_an_engine_may_end(cluster, alone):
     from vlcache_jax.ray.batch import DatasetWorker
     from vlcache_jax.ray.engines import EngineOrder, Engines, Packed
+    from vlcache_jax.request_options import RequestOptions
 
-    make = Packed(functools.partial(DatasetWorker, EngineConfig("tiny-vqa", **SIZES), GREEDY, None))
+    make = Packed(functools.partial(DatasetWorker, EngineConfig("tiny-vqa", **SIZES), GREEDY, RequestOptions()))
     engines = Engines(make, EngineOrder(engines=2, num_gpus=0, window=16))
 
     async def answer_all(kill):

@@ -28,7 +28,7 @@ from research.reuse_effects import (
 from tests.helper import SIZES
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.commands.schedule import profile_samples
-from vlcache_jax.reuse.policies import Schedule
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import user_turn

@@ -165,7 +165,7 @@ def test_lanes_go_round(serve, keys, engine, monkeypatch):
     def admitting():
         assert go_on.wait(WITHIN)
         found = admit()
-        admitted.extend(names[one.tenant] for one in found)
+        admitted.extend(names[one.planned.options.tenant] for one in found)
         return found
 
     monkeypatch.setattr(loop, "submit", submitting)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import assert_type
 
-from vlcache_jax import LLM, AsyncLLM, CacheConfig, EngineConfig, RequestOutput, SamplingParams
+from vlcache_jax import LLM, AsyncLLM, CacheConfig, EngineConfig, RequestOptions, RequestOutput, SamplingParams
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import RequestDelta, TokenLogprob
 
@@ -24,6 +24,13 @@ LLM("tiny-vqa", max_model_len="512")  # type: ignore[arg-type]
 LLM("tiny-vqa", max_num_batched_tokens="64")  # type: ignore[arg-type]
 llm.generate("Hello", lora_request=None, priority=0)
 llm.generate("Hello", lora_requests=None)  # type: ignore[call-arg]
+
+# Options of a request, together.
+options = RequestOptions(reuse=0.1, cache_salt="mine", priority=-1)
+assert_type(llm.generate("Hello", options=options), list[RequestOutput])
+RequestOptions(priority="high")  # type: ignore[arg-type]
+RequestOptions(salt="mine")  # type: ignore[call-arg]
+llm.generate("Hello", options={"reuse": 0.1})  # type: ignore[arg-type]
 
 # One configuration and one model for both engines.
 config = EngineConfig("tiny-vqa", dtype="float32", reuse=0.1)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vlcache_jax.calls.groups import Call, CallResult, Job, RequestChunk, RequestError, serve
+from vlcache_jax.calls.groups import Call, CallResult, Job, RequestChunk, RequestError, ResultKind, good, serve
 from vlcache_jax.calls.verification import verify as verify_answers
 from vlcache_jax.common.checks import is_a
 from vlcache_jax.common.progress import Progress, interruptible
 from vlcache_jax.engine.compile_ahead import Ahead
 from vlcache_jax.engine.engine import Loop
-from vlcache_jax.engine.request import Forced, Planned, PooledSequence, Request
-from vlcache_jax.engine.request import Sequence as Running
+from vlcache_jax.engine.request import Forced, Generation, Planned, PooledSequence, Request
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.outputs import HiddenState, Reporter, RequestOutput, Score
-from vlcache_jax.preparation.identification import Arrivals, Identifier
+from vlcache_jax.preparation.identification import Identifier
 from vlcache_jax.preparation.planner import Planner
 from vlcache_jax.preparation.sequences import SequenceBuilder, or_error
+from vlcache_jax.sampling import SamplingParams
 
 Conversation = Sequence[Mapping[str, Any]]
 PromptLike = str | Mapping[str, Any] | Sequence[int]
@@ -30,6 +31,90 @@ PromptLike = str | Mapping[str, Any] | Sequence[int]
 def is_token_ids(prompt: Any) -> bool:
     """Whether it is one prompt, as token ids, rather than several."""
     return isinstance(prompt, list | tuple | np.ndarray) and len(prompt) > 0 and is_a(prompt[0], int | np.integer)
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerKind(ResultKind[RequestOutput]):
+    """Generated answers.
+
+    Attributes:
+      params: of each row, resolved, or what is wrong with them.
+    """
+
+    params: Sequence[SamplingParams | ValueError]
+
+    generates = True
+
+    def error(self, row: int, prompt: Prompt) -> ValueError | None:
+        params = self.params[row]
+        if isinstance(params, ValueError):
+            return params
+        if self.call.compressors is not None and isinstance(wrong := self.call.compressors[row], ValueError):
+            return wrong
+        return self.builder.held(params, prompt)
+
+    def new_slots(self, row: int, length: int) -> int:
+        return self.builder.new_slots(length, good(self.params[row]))
+
+    def sequences(self, row: int, planned: Planned) -> Sequence[Generation]:
+        return self.builder.answers(planned, good(self.params[row]))
+
+    def result(self, job: Job) -> RequestOutput:
+        return self.reporter.output(job.planned, job.answers, request_id=str(job.row))
+
+    def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> RequestOutput:
+        text = prompt.text if isinstance(prompt, Prompt) else ""
+        return self.reporter.failed_output(text, error, request_id=str(self.call.first + row))
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreKind(ResultKind[Score]):
+    """Log-probabilities of continuations.
+
+    Attributes:
+      tokens: of the continuation of each row, or what is wrong with it.
+      keep_logits: whether results have the logits.
+    """
+
+    tokens: Sequence[list[int] | ValueError]
+    keep_logits: bool
+
+    def error(self, row: int, prompt: Prompt) -> ValueError | None:
+        tokens = self.tokens[row]
+        return tokens if isinstance(tokens, ValueError) else None
+
+    def new_slots(self, row: int, length: int) -> int:
+        return len(good(self.tokens[row]))
+
+    def sequences(self, row: int, planned: Planned) -> Sequence[Forced]:
+        return [self.builder.forced(planned, good(self.tokens[row]), keep_logits=self.keep_logits, capture=True)]
+
+    def result(self, job: Job) -> Score:
+        [sequence] = job.sequences
+        assert isinstance(sequence, Forced)
+        return self.reporter.score(job.planned, sequence)
+
+    def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> Score:
+        return self.reporter.failed_score(error)
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStateKind(ResultKind[HiddenState]):
+    """Hidden states of the last tokens of prompts."""
+
+    def new_slots(self, row: int, length: int) -> int:
+        return 0
+
+    def sequences(self, row: int, planned: Planned) -> Sequence[PooledSequence]:
+        return [self.builder.pooled(planned)]
+
+    def result(self, job: Job) -> HiddenState:
+        [sequence] = job.sequences
+        assert isinstance(sequence, PooledSequence)
+        return self.reporter.hidden_state(job.planned, sequence)
+
+    def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> HiddenState:
+        return self.reporter.failed_hidden_state(error)
 
 
 class Caller:
@@ -75,75 +160,27 @@ class Caller:
         kept: list[tuple[Job, RequestOutput]] = []
         bar = Progress("answering", total, show=show)
 
-        def output(job: Job) -> RequestOutput:
-            bar.update(tokens=sum(len(sequence.generated) for sequence in job.sequences))
-            told = self.reporter.output(job.planned, job.answers, request_id=str(job.row))
-            if verify and told.error is None:
-                kept.append((job, told))
-            return told
-
         def outputs() -> Generator[tuple[int, RequestOutput]]:
             try:
                 chunks = map(self.to_answer, calls)
-                yield from self._serve(chunks, output, keeps=verify, returns_all=returns_all)
+                yield from self._serve(chunks, bar, kept if verify else None, returns_all=returns_all)
                 if verify:
                     yield from self._verified(kept)
             finally:
                 for job, _ in kept:
-                    job.planned.hold.leave()
+                    job.leave()
             self._ahead.start()
 
         return _watched(outputs(), bar)
-
-    def to_answer(self, call: Call) -> RequestChunk[RequestOutput]:
-        """The rows of a call, checked."""
-        params = self._sequences.sampling_params(call.params, len(call.listed), call.first)
-        compress = call.compress if isinstance(call.compress, Sequence) else [call.compress] * len(call.listed)
-        asked = [
-            one if isinstance(one, ValueError) else own if isinstance(own, ValueError) else (one, own)
-            for one, own in zip(params, compress, strict=True)
-        ]
-        prompts = self._prompts(call)
-        asked = [
-            self._sequences.held(one[0], prompt) or one
-            if isinstance(one, tuple) and isinstance(prompt, Prompt)
-            else one
-            for one, prompt in zip(asked, prompts, strict=True)
-        ]
-
-        def failed(row: int, error: str) -> RequestOutput:
-            prompt = prompts[row]
-            text = prompt.text if isinstance(prompt, Prompt) else ""
-            return self.reporter.failed_output(text, error, request_id=str(call.first + row))
-
-        def sequences(row: int, planned: Planned) -> Sequence[Running]:
-            params, compress = _good(asked[row])
-            return self._sequences.answers(planned, params, call.priority, compress, call.tenant)
-
-        arrivals = self._check(prompts, asked, lambda length, one: self._sequences.new_slots(length, one[0]), call)
-        return RequestChunk(call, arrivals, sequences, failed)
 
     def scores(
         self, call: Call, continuations: Sequence[str | Sequence[int]], *, keep_logits: bool, show: bool
     ) -> Iterator[tuple[int, Score]]:
         """Yields rows with their scores as they end; see `LLM.score`."""
-        forced = self._sequences.continuations(continuations, len(call.listed))
-        prompts = self._prompts(call)
-
-        def sequences(row: int, planned: Planned) -> Sequence[Running]:
-            return [self._sequences.forced(planned, _good(forced[row]), keep_logits=keep_logits, capture=True)]
-
-        bar = Progress("scoring", len(prompts), show=show)
-
-        def score(job: Job) -> Score:
-            bar.update()
-            [sequence] = job.sequences
-            assert isinstance(sequence, Forced)
-            return self.reporter.score(job.planned, sequence)
-
-        arrivals = self._check(prompts, forced, lambda _, tokens: len(tokens), call)
-        chunk = RequestChunk(call, arrivals, sequences, lambda _, error: self.reporter.failed_score(error))
-        return _watched(self._serve([chunk], score), bar)
+        tokens = self._sequences.continuations(continuations, len(call.listed))
+        kind = ScoreKind(call, self._sequences, self.reporter, tokens, keep_logits)
+        chunk, bar = self._checked(kind), Progress("scoring", len(call.listed), show=show)
+        return _watched(self._serve([chunk], bar), bar)
 
     def hidden_states(self, call: Call, *, doing: str, show: bool) -> Iterator[tuple[int, HiddenState]]:
         """Yields rows with the hidden states of their last tokens as they end; see `LLM.embed`.
@@ -152,29 +189,34 @@ class Caller:
           doing: what progress calls it.
           show: whether progress is shown.
         """
-        bar = Progress(doing, len(call.listed), show=show)
+        chunk, bar = self.to_pool(call), Progress(doing, len(call.listed), show=show)
+        return _watched(self._serve([chunk], bar), bar)
 
-        def state(job: Job) -> HiddenState:
-            bar.update()
-            return self.hidden_state(job)
-
-        return _watched(self._serve([self.to_pool(call)], state), bar)
-
-    def hidden_state(self, job: Job) -> HiddenState:
-        """Of a job of `to_pool` that has ended."""
-        [sequence] = job.sequences
-        assert isinstance(sequence, PooledSequence)
-        return self.reporter.hidden_state(job.planned, sequence)
+    def to_answer(self, call: Call) -> RequestChunk[RequestOutput]:
+        """The rows of a call, checked."""
+        params = self._sequences.sampling_params(call.params, len(call.listed), call.first)
+        return self._checked(AnswerKind(call, self._sequences, self.reporter, params))
 
     def to_pool(self, call: Call) -> RequestChunk[HiddenState]:
         """The rows of a call, checked, of which the last hidden states are wanted."""
-        prompts = self._prompts(call)
-        arrivals = self._check(prompts, [None] * len(prompts), lambda *_: 0, call)
+        return self._checked(HiddenStateKind(call, self._sequences, self.reporter))
 
-        def sequences(_: int, planned: Planned) -> Sequence[Running]:
-            return [self._sequences.pooled(planned, call.priority, call.tenant)]
-
-        return RequestChunk(call, arrivals, sequences, lambda _, error: self.reporter.failed_hidden_state(error))
+    def _checked[T: CallResult](self, kind: ResultKind[T]) -> RequestChunk[T]:
+        """The rows of a call, of which every one is found that arguments and heads of files tell to be wrong."""
+        call, options, given = kind.call, kind.call.options, []
+        if options.compress is not None and not kind.generates:
+            raise ValueError(f"compress must be left out where no answer is generated, got {options.compress.name}")
+        # Side by side, as images may come from the network; behind all other checks for the same reason.
+        prompts = self._identifier.side_by_side(call.prompt, range(len(call.listed)))
+        for row, prompt in enumerate(prompts):
+            wrong = None if isinstance(prompt, ValueError) else kind.error(row, prompt)
+            given.append(prompt if wrong is None else wrong)
+        arrivals = self._identifier.open(given, options.cache_salt, lookup=options.reuse.links, apart=call.apart)
+        for row, length in arrivals.lengths.items():
+            name, slots = good(prompts[row]).name, kind.new_slots(row, length)
+            if error := or_error(self._sequences.check_length, name, length, slots):
+                arrivals.errors[row] = error
+        return RequestChunk(kind, prompts, arrivals)
 
     def start(
         self,
@@ -186,11 +228,14 @@ class Caller:
         streams: bool = False,
     ) -> Job:
         """Plans a request and submits the sequences that run for it, behind all that were planned before."""
-        call = chunk.call
+        kind, call = chunk.kind, chunk.kind.call
         with self._arriving:
             self.loop.check_open()
-            planned = self._planner.plan(request, call.policy)
-            job = Job(call.first + row, planned, chunk.sequences(row, planned), heard, call, streams=streams)
+            options = call.options
+            if call.compressors is not None:
+                options = dataclasses.replace(options, compress=good(call.compressors[row]))
+            planned = self._planner.plan(request, options)
+            job = Job(call.first + row, planned, kind.sequences(row, planned), heard, kind, streams=streams)
             self.loop.submit(job.sequences, call.called_at)
         return job
 
@@ -217,24 +262,31 @@ class Caller:
             one.end.is_aborted or one.end.error is not None or one.end.fault is not None for one in job.sequences
         )
         if not has_failed:
-            self._ahead.expect(job.call.policy, job.sequences)
+            self._ahead.expect(job.planned.options.reuse, job.sequences)
             self._ahead.start()
-        job.planned.hold.leave(failed=has_failed)
+        job.leave(failed=has_failed)
         job.abort()
 
     def _serve[T: CallResult](
         self,
         chunks: Iterable[RequestChunk[T]],
-        result: Callable[[Job], T],
+        bar: Progress,
+        kept: list[tuple[Job, T]] | None = None,
         *,
-        keeps: bool = False,
         returns_all: bool = True,
     ) -> Generator[tuple[int, T]]:
-        """See `serve`. A call that returns all at once, and that the engine's error or Ctrl-C ends, served nothing."""
+        """See `serve`. A call that returns all at once, and that the engine's error or Ctrl-C ends, served nothing.
+
+        Args:
+          bar: shows how many have ended.
+          kept: gets jobs and results of the rows that did not fail, which go on to need the cache; None: none does.
+        """
         served: list[str] = []
 
         def finish(job: Job) -> T | None:
-            found = self._finish(result, job, keeps=keeps)
+            found: T | None = self._finish(job, kept)
+            if found is not None:
+                bar.update(tokens=sum(len(sequence.generated) for sequence in job.sequences))
             if returns_all and found is not None and job.planned.request_key and not job.planned.request_known:
                 served.append(job.planned.request_key)
             return found
@@ -248,21 +300,24 @@ class Caller:
                 self._planner.store.requests.forget(key)
             raise
 
-    def _finish[T: CallResult](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:
-        """The result of a job that has ended, None if it was given up. It lets go of the cache unless it `keeps` it."""
+    def _finish(self, job: Job, kept: list[tuple[Job, Any]] | None) -> Any:
+        """The result of a job that has ended, None if it was given up. It lets go of the cache unless it is kept."""
         fault = next((one.end.fault for one in job.sequences if one.end.fault is not None), None)
         has_failed = fault is not None or any(one.end.is_aborted or one.end.error is not None for one in job.sequences)
-        keeps = keeps and not has_failed
+        keeps = kept is not None and not has_failed
         try:
             if fault is not None:
                 raise fault
             if any(sequence.end.is_aborted for sequence in job.sequences):
                 return None
-            self._ahead.expect(job.call.policy, job.sequences)
-            return result(job)
+            self._ahead.expect(job.planned.options.reuse, job.sequences)
+            result = job.kind.result(job)
+            if kept is not None and keeps:
+                kept.append((job, result))
+            return result
         finally:
             if not keeps:
-                job.planned.hold.leave(failed=has_failed)
+                job.leave(failed=has_failed)
 
     def _verified(self, answered: Sequence[tuple[Job, RequestOutput]]) -> Iterator[tuple[int, RequestOutput]]:
         """The outputs once more, beside those of a cold run."""
@@ -272,34 +327,6 @@ class Caller:
         for (job, told), found in zip(answered, compared, strict=True):
             error = self.reporter.error(job.planned, *job.answers)
             yield job.row, dataclasses.replace(told, verification=found, error=error)
-
-    def _prompts(self, call: Call) -> list[Prompt | ValueError]:
-        """Side by side, as images may come from the network; behind all other checks for the same reason."""
-        return self._identifier.side_by_side(call.prompt, range(len(call.listed)))
-
-    def _check[T](
-        self,
-        prompts: Sequence[Prompt | ValueError],
-        wanted: Sequence[T | ValueError],
-        new_slots: Callable[[int, T], int],
-        call: Call,
-    ) -> Arrivals:
-        """Finds every row that arguments and heads of files tell to be wrong.
-
-        Args:
-          wanted: what is asked of each row.
-          new_slots: that it takes behind a prompt of so many tokens.
-        """
-        given = [
-            own if isinstance(own, ValueError) and isinstance(prompt, Prompt) else prompt
-            for prompt, own in zip(prompts, wanted, strict=True)
-        ]
-        arrivals = self._identifier.open(given, call.salt, lookup=call.policy.links, apart=call.apart)
-        for i, length in arrivals.lengths.items():
-            slots = new_slots(length, _good(wanted[i]))
-            if error := or_error(self._sequences.check_length, _good(prompts[i]).name, length, slots):
-                arrivals.errors[i] = error
-        return arrivals
 
 
 def _watched[T](results: Generator[T], bar: Progress) -> Iterator[T]:
@@ -332,13 +359,7 @@ def in_order[T: CallResult](results: Iterator[tuple[int, T]]) -> list[T]:
         for row, result in results:
             found[row] = result
     except RequestError as error:
-        good = {row: result for row, result in found.items() if result.error is None}
-        outputs = [good.get(row) for row in range(1 + max(found, default=-1))]
-        raise RequestError(error.errors, outputs if good else ()) from None
+        answered = {row: result for row, result in found.items() if result.error is None}
+        outputs = [answered.get(row) for row in range(1 + max(found, default=-1))]
+        raise RequestError(error.errors, outputs if answered else ()) from None
     return [found[row] for row in sorted(found)]
-
-
-def _good[T](value: T | ValueError) -> T:
-    """Of a row that is not wrong."""
-    assert not isinstance(value, ValueError)
-    return value

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from vlcache_jax.cache.keys import Salt, TenantSalt, owner_key
+from vlcache_jax.cache.keys import owner_key
+from vlcache_jax.common.checks import is_a
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.engine.engine import Loop
 from vlcache_jax.engine.request import Generation, Group, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.inputs.prompt import Prompt
+from vlcache_jax.outputs import Reporter
 from vlcache_jax.preparation.identification import Arrivals
-from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.preparation.sequences import SequenceBuilder
+from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.sampling import SamplingParams
 
 _NAMED = 20  # rows that one message names
@@ -65,10 +70,9 @@ class Call:
       name: of a request, with {} for its number: "conversations[{}]".
       listed: the requests as they came.
       render: makes a prompt of one.
-      policy, salt, on_error: of all of them.
+      options, on_error: of all of them.
       params: sampling parameters for all of them, or of each; None: the checkpoint's own.
-      compress: what their answers go on with, None: all of their prompts; or that of each, or what is wrong with it.
-      priority: of all of them among those of one tenant, lower ones first.
+      compressors: what replaces `options.compress` in each of them, or what is wrong with it; None: nothing does.
       first: number of the first one.
       group: of its rows, if a wrong one ends the call; calls that belong together share it.
       apart: what is kept for everyone does not stand in for what is kept under its salt, so that this is made.
@@ -78,12 +82,10 @@ class Call:
     name: str
     listed: Sequence[Any]
     render: Callable[..., Prompt]
-    policy: Policy
-    salt: Salt
+    options: ResolvedOptions
     on_error: str
     params: SamplingParams | Sequence[SamplingParams] | None = None
-    compress: Compressor | Sequence[Compressor | ValueError | None] | None = None
-    priority: int = 0
+    compressors: Sequence[Compressor | ValueError | None] | None = None
     first: int = 0
     group: Group | None = None
     apart: bool = False
@@ -92,9 +94,9 @@ class Call:
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "return"):
             raise ValueError(f'on_error must be "raise" or "return", got {self.on_error!r}')
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise ValueError(f"priority must be an integer, got {self.priority!r}")
-        owner_key(self.salt)  # checks the salt
+        if not is_a(priority := self.options.priority, int):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
+        owner_key(self.options.cache_salt)  # checks the salt
         if self.group is None and self.stops:
             object.__setattr__(self, "group", Group())
 
@@ -103,11 +105,6 @@ class Call:
         """Whether a wrong row ends it: before its chunk runs; or, where only pixels or logits show it, after what runs
         then."""
         return self.on_error == "raise"
-
-    @property
-    def tenant(self) -> str | None:
-        """The tenant of a server, by its salt; None: there is none."""
-        return self.salt.tenant if isinstance(self.salt, TenantSalt) else None
 
     def prompt(self, row: int) -> Prompt | ValueError:
         """The prompt of a request, or what is wrong with it."""
@@ -128,7 +125,7 @@ class Job:
       planned: the request.
       sequences: that run for it.
       heard: is called with it when it begins, and when it ends, by the engine's thread.
-      call: whose row it is.
+      kind: of what it comes to; names its call.
       streams: it is also called whenever there are more tokens.
 
     Attributes:
@@ -141,18 +138,18 @@ class Job:
         planned: Planned,
         sequences: Sequence[Running],
         heard: Callable[[Job], object],
-        call: Call,
+        kind: ResultKind[Any],
         *,
         streams: bool = False,
     ):
-        self.call = call
+        self.kind = kind
         self.row, self.planned, self.sequences = row, planned, sequences
         self.has_begun = False
         self._heard, self._streams = heard, streams
         for sequence in sequences:
-            sequence.listen(self._hear, call.group)
-            if sequence.hold is not None:
-                sequence.hold.enter()
+            sequence.listen(self._hear, kind.call.group)
+            if sequence.planned.hold is not None:
+                sequence.planned.hold.enter()
 
     @property
     def answers(self) -> list[Generation]:
@@ -162,6 +159,11 @@ class Job:
     @property
     def has_ended(self) -> bool:
         return all(sequence.end.is_finished for sequence in self.sequences)
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Whoever planned it needs nothing of the cache for it any more; see `Holding.leave`."""
+        if self.planned.hold is not None:
+            self.planned.hold.leave(failed=failed)
 
     def abort(self) -> None:
         """Nobody wants it any more."""
@@ -175,20 +177,60 @@ class Job:
 
 
 @dataclass(frozen=True, eq=False)
-class RequestChunk[T: CallResult]:
-    """Rows of a call that are checked together.
+class ResultKind[T: CallResult](ABC):
+    """What is wanted of the rows of a call, which count from 0: what runs for one, and what it comes to.
 
     Attributes:
       call: theirs.
-      arrivals: they, counted from 0.
-      sequences: (row, its planned request) -> what runs for it.
-      failed: (row, what is wrong with it) -> its result.
+      builder: of their sequences.
+      reporter: makes their results.
+      generates: whether there are answers, whose prompts may be compressed.
     """
 
     call: Call
+    builder: SequenceBuilder
+    reporter: Reporter
+
+    generates: ClassVar[bool] = False
+
+    def error(self, row: int, prompt: Prompt) -> ValueError | None:
+        """Return what is wrong with what is asked of a row beside its prompt."""
+        return None
+
+    @abstractmethod
+    def new_slots(self, row: int, length: int) -> int:
+        """Return the slots that a row takes behind a prompt of `length` tokens."""
+
+    @abstractmethod
+    def sequences(self, row: int, planned: Planned) -> Sequence[Running]:
+        """Return what runs for a row."""
+
+    @abstractmethod
+    def result(self, job: Job) -> T:
+        """Return what a row came to whose job has ended."""
+
+    @abstractmethod
+    def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> T:
+        """Return the result of a row that is wrong, and never ran."""
+
+
+@dataclass(frozen=True, eq=False)
+class RequestChunk[T: CallResult]:
+    """Rows of a call that are checked together, counted from 0.
+
+    Attributes:
+      kind: of their results; names the call.
+      prompts: of each row, or what is wrong with it.
+      arrivals: the requests.
+    """
+
+    kind: ResultKind[T]
+    prompts: Sequence[Prompt | ValueError]
     arrivals: Arrivals
-    sequences: Callable[[int, Planned], Sequence[Running]]
-    failed: Callable[[int, str], T]
+
+    def failed(self, row: int, error: object) -> tuple[int, T]:
+        """Return a row's number in all calls, and its result, as it is wrong."""
+        return self.kind.call.first + row, self.kind.failed(row, self.prompts[row], str(error))
 
 
 class _Serving[T: CallResult]:
@@ -211,11 +253,11 @@ class _Serving[T: CallResult]:
 
     def answered(self, chunk: RequestChunk[T]) -> Iterator[tuple[int, T]]:
         """Submits a chunk, and yields what ends meanwhile."""
-        errors = {chunk.call.first + row: str(error) for row, error in chunk.arrivals.errors.items()}
-        if errors and chunk.call.stops:
-            self.wrong |= errors
+        call, errors = chunk.kind.call, chunk.arrivals.errors
+        if errors and call.stops:
+            self.wrong |= {call.first + row: str(error) for row, error in errors.items()}
         else:
-            yield from ((row, chunk.failed(row - chunk.call.first, error)) for row, error in errors.items())
+            yield from itertools.starmap(chunk.failed, errors.items())
             yield from self._submitted(chunk)
 
     def ended(self, most: int = 0, begun: Iterable[Job] | None = None) -> Iterator[tuple[int, T]]:
@@ -226,7 +268,7 @@ class _Serving[T: CallResult]:
             if not job.has_ended or self._running.pop(job.row, None) is None:
                 continue
             result = self._finish(job)
-            if result is not None and result.error is not None and job.call.stops:
+            if result is not None and result.error is not None and job.kind.call.stops:
                 self.wrong[job.row] = result.error
             elif result is not None:
                 yield job.row, result
@@ -235,23 +277,24 @@ class _Serving[T: CallResult]:
         """Ends what runs."""
         if self._running:
             for job in self._running.values():
-                job.planned.hold.leave(failed=True)
+                job.leave(failed=True)
             self._loop.abort([sequence for job in self._running.values() for sequence in job.sequences])
 
     def _submitted(self, chunk: RequestChunk[T]) -> Iterator[tuple[int, T]]:
+        call = chunk.kind.call
         with closing(chunk.arrivals.windows()) as windows:
             for window in windows:
                 begun: list[Job] = []
                 for row, found in window:
-                    number = chunk.call.first + row
+                    number = call.first + row
                     if isinstance(found, Request):
                         job = self._running[number] = self._start(chunk, row, found, self._heard.put)
                         begun.append(job)
                         yield from self.ended(_AHEAD * self._loop.engine.runner.ladder.max_sequences)
-                    elif chunk.call.stops:
+                    elif call.stops:
                         self.wrong[number] = str(found)
                     else:
-                        yield number, chunk.failed(row, str(found))
+                        yield chunk.failed(row, found)
                     if self.wrong:
                         return
                 # Pixels of the next window are decoded meanwhile; those of this one are given up then.
@@ -297,3 +340,9 @@ def serve[T: CallResult](
         raise failed
     if serving.wrong:
         raise RequestError(serving.wrong)
+
+
+def good[T](value: T | ValueError) -> T:
+    """Of a row that is not wrong."""
+    assert not isinstance(value, ValueError)
+    return value

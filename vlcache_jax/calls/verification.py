@@ -46,21 +46,12 @@ def _verify(
     again = [
         dataclasses.replace(
             answer,
-            layout=planned.layout,
-            plan=planned.plan,
-            images=(),
-            owner=None,
-            hold=None,
-            metrics=None,
-            priority=0,
-            error=None,
+            planned=planned,
             detokenizer=builder.detokenizer(answer.params),
             matcher=None if answer.matcher is None else answer.matcher.fresh(),
-            compress=None,
             token_ids=[],
             logprobs=[],
             prompt_logprobs=[],
-            choice=None,
         )
         for planned, answer in zip(cold, answers, strict=True)
     ]
@@ -96,7 +87,10 @@ def _without_cache(planned: Planned, num_layers: int) -> Planned:
     )
     layout = dataclasses.replace(planned.layout, spans=spans)
     plan = full_prefill(layout, num_layers)
-    return dataclasses.replace(planned, layout=layout, plan=plan, uses=(), choice=None, keeps_pages=False)
+    options = dataclasses.replace(planned.options, compress=None)
+    return dataclasses.replace(
+        planned, options=options, layout=layout, plan=plan, uses=(), choice=None, owner=None, hold=None
+    )
 
 
 def _without_records(image: ImageRef) -> ImageRef:

@@ -18,8 +18,9 @@ from vlcache_jax.common.checks import check_text, is_a, short, shorten, unknown
 from vlcache_jax.common.vllm_compat import GUIDED
 from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.protocol.answers import Counts, logprob
-from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, Options, template_options
+from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, template_options
 from vlcache_jax.protocol.schema import SAMPLING, read_object, write
+from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -125,10 +126,10 @@ class Row:
         """How it is answered; None: it is wrong."""
         return None if self.request is None else self.request.params
 
-    @property
-    def compress(self) -> str | None:
-        """What of its prompt its answer goes on with, if it says so itself."""
-        return None if self.request is None else self.request.options.compress
+    def asked(self, run: RequestOptions) -> RequestOptions:
+        """The options of its request; where it has none of its own, those of the run."""
+        own = RequestOptions() if self.request is None else self.request.asked
+        return run if own.compress is None else dataclasses.replace(run, compress=own.compress)
 
     def behind(self, system: str) -> Row:
         """The row with a system message, unless it has one or is wrong."""
@@ -239,8 +240,8 @@ def _plain(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
         sampling.pop("seed", None)
     if (compress := given.get("compress")) is not None:
         check_text(compress, "compress")
-    params, options = SamplingParams(**{**defaults, **sampling}), Options(compress=compress)
-    return ChatRequest(_messages(row, media), params, template_options(given), options=options)
+    params, asked = SamplingParams(**{**defaults, **sampling}), RequestOptions.read(given)
+    return ChatRequest(_messages(row, media), params, template_options(given), asked)
 
 
 def _messages(row: Mapping[str, Any], media: Sequence[str]) -> list[Any]:

@@ -24,6 +24,7 @@ from vlcache_jax.commands.rows import BEGINNINGS, LineAnswer, Row
 from vlcache_jax.common.files import check_readable, check_writable
 from vlcache_jax.common.progress import Progress, interruptible, say
 from vlcache_jax.protocol.answers import ChatFormat
+from vlcache_jax.request_options import Compress, RequestOptions
 from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class Recipe:
     @property
     def name(self) -> str:
         return self.model or SHIPPED
+
+    @property
+    def asked(self) -> RequestOptions:
+        """The options of rows that have none of their own."""
+        return RequestOptions(reuse=self.reuse, compress=self.compress)
 
     def rows(self) -> Iterator[tuple[int, str, str]]:
         """The lines that are not empty: numbers from 1, digests of them and all settings, and what they hold."""
@@ -204,7 +210,7 @@ def _answer(recipe: Recipe, sheet: Sheet, overwrite: bool) -> None:
     warned = recipe.model is not None
     chats: ChatFormat | None = None  # of the model, once it is loaded
 
-    def good() -> Iterator[tuple[Any, SamplingParams, str | None]]:
+    def good() -> Iterator[tuple[Any, SamplingParams, Compress | None]]:
         """The rows that can run: conversation, sampling parameters, compression. The others are answered at once."""
         nonlocal warned
         for given in sheet.rows():
@@ -215,7 +221,7 @@ def _answer(recipe: Recipe, sheet: Sheet, overwrite: bool) -> None:
                 continue
             warned = warned or warn_of_others(row.conversation)
             running[next(count)] = row
-            yield row.conversation, row.params, recipe.compress if row.compress is None else row.compress
+            yield row.conversation, row.params, row.asked(recipe.asked).compress
 
     say("importing JAX")
     with interruptible():
@@ -232,7 +238,7 @@ def _answer(recipe: Recipe, sheet: Sheet, overwrite: bool) -> None:
             map(operator.itemgetter(i), same) for i, same in enumerate(itertools.tee(good(), 3))
         )
         for index, output in llm.chat_iter(
-            conversations, params, use_tqdm=False, reuse=recipe.reuse, compress=compress, on_error="return"
+            conversations, params, use_tqdm=False, options=recipe.asked, compress=compress, on_error="return"
         ):
             row = running.pop(index)
             if output.error is not None:

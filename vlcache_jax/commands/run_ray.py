@@ -84,11 +84,8 @@ class RowAnswers:
         if row.params is None:
             error = row.error or ""
             return _Answered(row.failed(error), error, 0)
-        compress = self._recipe.compress if row.compress is None else row.compress
-        [output] = self._llm.chat(
-            [row.conversation], row.params, use_tqdm=False,
-            reuse=self._recipe.reuse, compress=compress, on_error="return",
-        )  # fmt: skip
+        options = row.asked(self._recipe.asked)
+        [output] = self._llm.chat([row.conversation], row.params, use_tqdm=False, options=options, on_error="return")
         if output.error is not None:
             error = row.named(output.error, 0)
             return _Answered(row.failed(error), error, 0)

@@ -119,7 +119,7 @@ class Compactor:
 
     def _look(self, answer: Generation) -> abc.Iterator[Results]:
         """Finds out what is kept of a prompt, or lets it be found out."""
-        compressor, layout = answer.compress, answer.layout
+        compressor, layout = answer.planned.options.compress, answer.layout
         assert compressor is not None
         try:
             rows = 0 if compressor.alpha == 1 else make_observed(compressor, layout)
@@ -173,7 +173,7 @@ class Compactor:
         """Launches it; returns how often attention is next to nothing. None: it lacks pixels."""
         lease, layout, layers = answer.progress.lease, answer.layout, self._runner.shapes.kv.layers
         assert lease is not None
-        assert answer.compress is not None
+        assert answer.planned.options.compress is not None
         # The rows as if they were computed once more, into pages that nobody writes.
         plan = full_prefill(layout, layers, ()).behind(len(layout) - found.rows)
         plan = replace(plan, slot=answer.progress.plan.slot)
@@ -184,7 +184,7 @@ class Compactor:
         if not _are_readable(looked_at - turn.kept.keys() - turn.here.keys()):
             return None
         pages = self._rung(lease.table)
-        sums, threshold = self._runner.run(EmptySums(pages)), np.float32(answer.compress.p or 0)
+        sums, threshold = self._runner.run(EmptySums(pages)), np.float32(answer.planned.options.compress.p or 0)
         for step in prefill_steps([prefill], self._ladder, self._runner.num_slots, layers):
             self._prefiller.stage(step, turn)
             sums = self._runner.run(
@@ -222,7 +222,8 @@ class Compactor:
         return CompressionResult(answer, compression, found.took)
 
     def _compact(self, answer: Generation, found: _Observation, compression: Compression) -> None:
-        lease, compressed, compressor = answer.progress.lease, answer.progress.compressed, answer.compress
+        lease, compressed = answer.progress.lease, answer.progress.compressed
+        compressor = answer.planned.options.compress
         assert lease is not None
         assert compressed is not None
         assert compressor is not None

@@ -125,8 +125,11 @@ def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[S
         for sequence in answered:
             layout = layouts[id(sequence.layout)]
             plan, choice = decide(policy, layout, kv.layers)
-            owner = sequence.owner if has_pages else None
-            sequences.append(Sequence(layout, plan, sequence.new_slots, choice=choice, owner=owner))
+            owner = sequence.planned.owner if has_pages else None
+            planned = dataclasses.replace(
+                sequence.planned, layout=layout, plan=plan, uses=(), choice=choice, owner=owner, hold=None
+            )
+            sequences.append(Sequence(planned, sequence.new_slots))
         rehearsal.run(sequences)
     return programs.repeats(rehearsal.repeat)
 

@@ -7,7 +7,7 @@ import weakref
 from collections import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from vlcache_jax.common.checks import short
 
@@ -109,16 +109,20 @@ class Logprob(abc.Mapping[int, TokenLogprob]):
 
 
 @dataclass(frozen=True)
-class CompletionDelta:
-    """What is new of an answer.
+class CompletionOutput:
+    """One answer; in a `RequestDelta` what is new of it.
 
     Attributes:
       index: which of the request's answers.
-      text: what follows the text so far. It may be empty, as characters and beginnings of stop strings are held back
-        until they are complete, or turn out to be none.
-      token_ids: that follow those so far.
-      finish_reason, stop_reason: see `CompletionOutput`; told once, with the last tokens or behind them.
-      logprobs: of these tokens, if asked for.
+      text: without the stop string that ended it, unless that was asked for. In a delta it follows the text so far. It
+        may be empty then, as characters and beginnings of stop strings are held back until they are complete, or turn
+        out to be none.
+      token_ids: up to the end token, or the token that completed the stop string; in a delta those that follow.
+      finish_reason: "stop" (end token or stop string), "length", "error" or "abort"; None while it goes on. Deltas have
+        it once, with the last tokens or behind them.
+      stop_reason: the stop string, or the token of `stop_token_ids`, that ended it.
+      logprobs: of its tokens, if asked for.
+      cumulative_logprob: their sum; None in a delta.
     """
 
     index: int
@@ -127,6 +131,15 @@ class CompletionDelta:
     finish_reason: str | None
     stop_reason: str | int | None = None
     logprobs: tuple[Logprob, ...] | None = None
+    cumulative_logprob: float | None = None
+
+    # vLLM's, of what there is not here.
+    lora_request: ClassVar[None] = None
+    routed_experts: ClassVar[None] = None
+
+    def finished(self) -> bool:
+        """Whether it has ended; vLLM has this method."""
+        return self.finish_reason is not None
 
 
 class Detokenizer:

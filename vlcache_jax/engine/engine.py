@@ -397,8 +397,8 @@ class Engine:
         self.writer.end([record for record in made if record is not None], failed=failed)
         self._count(generated_tokens=len(sequence.generated))
         note_ended(sequence)
-        if failed and sequence.hold is not None:
-            sequence.hold.fail()  # before anyone is told
+        if failed and sequence.planned.hold is not None:
+            sequence.planned.hold.fail()  # before anyone is told
         sequence.finish()
         self._flight.leave(sequence, now=is_settled)
         sequence.tell()

@@ -21,14 +21,14 @@ from vlcache_jax.cache.items import Use
 from vlcache_jax.cache.record import Record, State, Why
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
-from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.device import sampler
-from vlcache_jax.engine.completions import CompletionDelta, Detokenizer, Logprob, RequestMetrics
+from vlcache_jax.engine.completions import CompletionOutput, Detokenizer, Logprob, RequestMetrics
 from vlcache_jax.engine.compressed_pages import CompressedLease, Compression
 from vlcache_jax.engine.grammars import Bits, Matcher
 from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
+from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.policies import Plan
 from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
@@ -154,18 +154,31 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A request that is ready to run; see `Sequence`."""
+    """A request that is ready to run. A sequence that differs in something has a copy of its own.
+
+    Attributes:
+      request: its images identified.
+      options: as they came, names read.
+      layout: of the prompt.
+      plan: how many layers compute each token.
+      uses: what is done with each image.
+      choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
+      owner: digest of the salt whose pages it can use and leave; None: it does neither.
+      request_key: of its images together; None: there are none, or nothing is reused.
+      request_known: whether the same images came together before.
+      hold: what it needs in the cache until it has run; None: nothing that it has to give back.
+    """
 
     request: Request
+    options: ResolvedOptions
     layout: Layout
     plan: Plan
-    uses: tuple[ImageUse, ...]
-    choice: RowChoice | None
-    policy: str
-    keeps_pages: bool
-    request_key: str | None
-    request_known: bool
-    hold: Holding
+    uses: tuple[ImageUse, ...] = ()
+    choice: RowChoice | None = None
+    owner: str | None = None
+    request_key: str | None = None
+    request_known: bool = False
+    hold: Holding | None = None
 
 
 @dataclass(eq=False)
@@ -263,42 +276,27 @@ class Sequence:
     who that is.
 
     Args:
-      plan, images, priority, metrics, error: what `progress`, `told` and `end` begin with.
+      error: why it ends before it begins; None: it begins.
 
     Attributes:
-      layout: of the prompt.
+      planned: the request as this sequence runs it; its `layout` is that of the prompt.
       new_slots: slots needed beyond the prompt.
-      choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
-      owner: digest of the salt whose pages it can use and leave; None: it does neither.
-      hold: what its request needs in the cache until it has run; None: nothing that it has to give back.
-      tenant: of a server, whose request it is; None: there is none.
     """
 
-    layout: Layout
-    plan: InitVar[Plan]
+    planned: Planned
     new_slots: int
-    images: InitVar[abc.Sequence[ImageUse]] = ()
-    choice: RowChoice | None = None
-    owner: str | None = None
-    hold: Holding | None = None
-    tenant: str | None = None
-    metrics: InitVar[RequestMetrics | None] = None
-    priority: InitVar[int] = 0
     error: InitVar[str | None] = field(default=None, kw_only=True)
+    layout: Layout = field(init=False)
     progress: SequenceProgress = field(init=False)
     told: Told = field(init=False)
     end: End = field(init=False)
 
-    def __post_init__(
-        self,
-        plan: Plan,
-        images: abc.Sequence[ImageUse],
-        metrics: RequestMetrics | None,
-        priority: int,
-        error: str | None,
-    ) -> None:
-        object.__setattr__(self, "progress", SequenceProgress(plan, images, priority))
-        object.__setattr__(self, "told", Told(RequestMetrics() if metrics is None else metrics))
+    def __post_init__(self, error: str | None) -> None:
+        planned = self.planned
+        progress = SequenceProgress(planned.plan, planned.uses, planned.options.priority)
+        object.__setattr__(self, "layout", planned.layout)
+        object.__setattr__(self, "progress", progress)
+        object.__setattr__(self, "told", Told(dataclasses.replace(planned.request.metrics)))
         object.__setattr__(self, "end", End(error))
 
     @property
@@ -319,13 +317,13 @@ class Sequence:
     @functools.cached_property
     def chain(self) -> Chain | None:
         """What the prompt's tokens are; None: nobody is to know."""
-        if self.owner is None or self.progress.plan.slot is not None:  # with slots of its own it is not like any other
+        owner, layout = self.planned.owner, self.layout
+        if owner is None or self.progress.plan.slot is not None:  # with slots of its own it is not like any other
             return None
-        layout = self.layout
         images = [
             (PlacedImage(span.start, span.image.key, span.image.grid, span.time), span.length) for span in layout.images
         ]
-        return Chain.of(self.owner, layout.token_ids, images)
+        return Chain.of(owner, layout.token_ids, images)
 
     def exact(self, num_layers: int) -> int:
         """How many tokens at the beginning have exact K, V."""
@@ -400,7 +398,6 @@ class Generation(Sequence):
       bad_words: tokens of those that must not come.
       detokenizer: makes text of its tokens.
       matcher: says which tokens may come next; None: all may.
-      compress: says what of its prompt is kept once the first token is there; None: all is.
       token_ids, logprobs: generated so far.
       prompt_logprobs: of the prompt's tokens from the second one on, if asked for.
       lock: is held while it changes, as others may look at it meanwhile.
@@ -412,7 +409,6 @@ class Generation(Sequence):
     bad_words: abc.Sequence[abc.Sequence[int]]
     detokenizer: Detokenizer
     matcher: Matcher | None = None
-    compress: Compressor | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -447,7 +443,7 @@ class Generation(Sequence):
             self.end.finish_reason, self.end.stop_reason = "stop", self.detokenizer.stop_reason
         return len(self.token_ids) - before
 
-    def take(self, index: int, first: int) -> CompletionDelta:
+    def take(self, index: int, first: int) -> CompletionOutput:
         """What is new since this was asked last. The text ends before what ended it, unless that is to be in it.
 
         Args:
@@ -462,7 +458,7 @@ class Generation(Sequence):
                 self.detokenizer.finish()
             logprobs = None if self.params.logprobs is None else tuple(self.logprobs[first:])
             new = tuple(self.token_ids[first:])
-            return CompletionDelta(index, self.detokenizer.take(), new, reason, self.end.stop_reason, logprobs)
+            return CompletionOutput(index, self.detokenizer.take(), new, reason, self.end.stop_reason, logprobs)
 
     def _read(self) -> int | None:
         """Hands the detokenizer what is new; how many tokens remain where a stop string ends the answer."""
@@ -488,7 +484,8 @@ class Generation(Sequence):
     @property
     def awaits_compression(self) -> bool:
         """Whether its next token is not to be computed before its prompt is compressed."""
-        return self.compress is not None and self.progress.compressed is None and not self.progress.is_whole
+        is_to_be = self.planned.options.compress is not None and not self.progress.is_whole
+        return is_to_be and self.progress.compressed is None
 
     @property
     def may_begin_again(self) -> bool:
@@ -505,7 +502,8 @@ class Generation(Sequence):
 
         None, where their log-probabilities are asked for, or the prompt is compressed: these come of windows.
         """
-        if self.matcher is None or self.params.logprobs is not None or self.compress is not None:
+        comes_of_windows = self.params.logprobs is not None or self.planned.options.compress is not None
+        if self.matcher is None or comes_of_windows:
             return ()
         told = self.matcher.allowed()
         return told.forced if told.behind is not None else told.forced[:-1]

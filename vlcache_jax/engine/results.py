@@ -105,8 +105,8 @@ class Flight:
 
 
 def _leave(sequence: Sequence) -> None:
-    if sequence.hold is not None:
-        sequence.hold.leave()
+    if sequence.planned.hold is not None:
+        sequence.planned.hold.leave()
 
 
 class Tokens(Results):

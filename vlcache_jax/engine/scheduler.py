@@ -51,7 +51,7 @@ class Turns:
 
     def give(self, sequence: Sequence) -> None:
         """Note that a sequence has a lane."""
-        self._given[sequence.tenant] = self._lanes = self._lanes + 1
+        self._given[sequence.planned.options.tenant] = self._lanes = self._lanes + 1
 
     def first(self, waiting: abc.Iterable[Sequence], running: abc.Iterable[Sequence]) -> Sequence:
         """The one that has the next lane.
@@ -62,11 +62,11 @@ class Turns:
         """
         heads: dict[str | None, Sequence] = {}
         for sequence in waiting:
-            heads.setdefault(sequence.tenant, sequence)
-        lanes = Counter(sequence.tenant for sequence in running)
+            heads.setdefault(sequence.planned.options.tenant, sequence)
+        lanes = Counter(sequence.planned.options.tenant for sequence in running)
 
         def turn(head: Sequence) -> tuple[int, int, int, int]:
-            tenant = head.tenant
+            tenant = head.planned.options.tenant
             return self._rank(head), lanes[tenant], self._given.get(tenant, 0), head.progress.arrived
 
         return min(heads.values(), key=turn)
@@ -78,13 +78,13 @@ class Turns:
         """
         tenants: dict[str | None, list[S]] = defaultdict(list)
         for sequence in sorted(sequences, key=order):
-            tenants[sequence.tenant].append(sequence)
+            tenants[sequence.planned.options.tenant].append(sequence)
         placed = [(place, one) for group in tenants.values() for place, one in enumerate(group)]
         placed.sort(key=lambda found: (self._rank(found[1]), found[0], found[1].progress.arrived))
         return [one for _, one in placed]
 
     def _rank(self, sequence: Sequence) -> int:
-        return sequence.progress.priority if sequence.tenant in self._ranked else 0
+        return sequence.progress.priority if sequence.planned.options.tenant in self._ranked else 0
 
 
 class Fillers:
@@ -273,7 +273,7 @@ class Scheduler:
         if lease.is_fork:  # all of the prompt is there; its last row is computed for its logits alone
             plan = dataclasses.replace(sequence.progress.plan, shift=False)
             return [make(layout, plan.behind(lease.cached), links=False)]
-        choice, plan, tokens = sequence.choice, sequence.progress.plan, sequence.generated
+        choice, plan, tokens = sequence.planned.choice, sequence.progress.plan, sequence.generated
         if not tokens:
             return [make(layout, plan.behind(lease.cached), choice=choice)]
         if choice is None:
@@ -317,7 +317,7 @@ class Scheduler:
             progress.prefilled += 1
             # A prompt that chooses is computed as the first time, and what was generated behind it after that.
             if progress.prefilled == (
-                2 if sequence.choice is not None and sequence.generated and not lease.is_fork else 1
+                2 if sequence.planned.choice is not None and sequence.generated and not lease.is_fork else 1
             ):
                 progress.scheduled = len(prefill.layout) + 1
                 self.pages.computed(lease)

@@ -28,6 +28,7 @@ from vlcache_jax.outputs import RequestDelta, RequestOutput, SearchBegun, Search
 from vlcache_jax.protocol.deltas import Joined
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.tools import SEARCH, forced_call
+from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 from vlcache_jax.service import Service
 
@@ -113,13 +114,15 @@ class Searches:
         conversations: Sequence[Asked],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         name: str,
-        options: Mapping[str, Any],
+        options: RequestOptions,
+        more: Mapping[str, Any],
     ) -> list[RequestOutput]:
         """The answers to conversations; see `LLM.chat`.
 
         Args:
           name: of a conversation, with {} for its number.
-          options: the other arguments of `LLM.chat`.
+          options: of all of them.
+          more: the other arguments of `LLM.chat`.
 
         Raises:
           RequestError, ValueError: see `LLM.chat`; or the library is another model's, or another owner's.
@@ -127,11 +130,11 @@ class Searches:
         library = self.retriever.library
         if library.service is not llm.service:
             raise ValueError(f"retrieve must search a library of this engine, got {library.name!r} of another one")
-        if library.owner not in (None, options.get("cache_salt")):
+        if library.owner not in (None, options.cache_salt):
             raise ValueError(f"cache_salt must be the owner's of library {library.name!r}")
         params = _each(sampling_params, len(conversations), llm)
         rows = [_SearchRow(given, own) for given, own in zip(conversations, params, strict=True)]
-        given = options.get("tools") or ()
+        given = more.get("tools") or ()
         tools = self.beside(given)
         forced = forced_call(tools, {"type": "function", "function": {"name": SEARCH}}) if self.required else None
         for number in range(self.rounds + 1):
@@ -141,7 +144,7 @@ class Searches:
             outputs = llm.chat(
                 [row.conversation for row in going],
                 [row.params(forced if number == 0 else None) for row in going],
-                **{**options, "tools": tools, "on_error": "return"},
+                **{**more, "options": options, "tools": tools, "on_error": "return"},
             )
             for row, output in zip(going, outputs, strict=True):
                 row.take(output, searches=number < self.rounds)
@@ -151,7 +154,7 @@ class Searches:
                 with contextlib.suppress(TimeoutError):
                     future.exception(max(0.0, start + self.timeout - time.monotonic()))
                 row.go_on(self._found(future, start, row.call, row.text))
-        return _results(rows, name, options.get("on_error", "raise"))
+        return _results(rows, name, more.get("on_error", "raise"))
 
     def beside(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The tools of a request, and the one that searches.

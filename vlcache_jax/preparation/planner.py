@@ -41,6 +41,7 @@ from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_l
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
+from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.policies import Plan, Policy
 from vlcache_jax.reuse.selection import RowChoice, computing, decide
 
@@ -284,6 +285,7 @@ class Planner:
       forms: of records.
       token_rungs: to which records are padded.
       rates: by which `CacheConfig.load` = "auto" decides; None: it decides nothing.
+      keeps_pages: whether prompts use pages that are there already, and leave theirs.
     """
 
     def __init__(
@@ -295,17 +297,19 @@ class Planner:
         forms: Forms,
         token_rungs: tuple[int, ...],
         rates: Rates | None = None,
+        keeps_pages: bool = True,
     ):
         self.store, self.writer, self.rates = store, writer, rates
+        self._keeps_pages = keeps_pages
         self._config = config
         self._forms, self._token_rungs = forms, token_rungs
 
-    def plan(self, request: Request, policy: Policy) -> Planned:
+    def plan(self, request: Request, options: ResolvedOptions) -> Planned:
         """Looks a request up, plans it, and gives what it will compute a place in the cache.
 
         Whoever asks for it ends `Planned.hold`, once.
         """
-        start = time.perf_counter()
+        start, policy = time.perf_counter(), options.reuse
         layers = self._config.text.num_layers
         contexts = self._contexts(request) if policy.links else []
         handles: list[Handle] = []
@@ -343,12 +347,12 @@ class Planner:
         request.metrics.lookup += time.perf_counter() - start
         return Planned(
             request=request,
+            options=options,
             layout=layout,
             plan=plan,
             uses=tuple(uses),
             choice=choice,
-            policy=policy.name,
-            keeps_pages=policy.links,
+            owner=request.owner if policy.links and self._keeps_pages else None,
             request_key=key,
             request_known=known,
             hold=Holding(self.store, handles, made, None if known else key, request.items),

@@ -11,7 +11,6 @@ import numpy as np
 
 from vlcache_jax.common.checks import check_text, is_a, short
 from vlcache_jax.common.json_files import FLAG, check_fields, optional, read_object, real, whole
-from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.completions import Detokenizer, token_bytes
 from vlcache_jax.engine.decode_slots import bad_word_tokens, bias_row, words_array
@@ -19,7 +18,6 @@ from vlcache_jax.engine.grammars import Grammars
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, PooledSequence
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams, StructuredOutputsConfig
 
 _ENDS, _HELD = "eos_token_id", "structured_outputs_config"
@@ -42,7 +40,6 @@ class SequenceBuilder:
       generation: the checkpoint's own sampling parameters.
       end_tokens: the checkpoint's.
       seed: of answers whose sampling parameters name none.
-      keeps_pages: whether prompts use pages that are there already, and leave theirs.
       structured: the engine's options of structured outputs, which come before the checkpoint's.
 
     Attributes:
@@ -57,7 +54,6 @@ class SequenceBuilder:
         generation: dict[str, Any],
         end_tokens: frozenset[int],
         seed: int,
-        keeps_pages: bool = True,
         structured: StructuredOutputsConfig = StructuredOutputsConfig(),  # noqa: B008 - frozen
     ):
         self._config = config
@@ -66,7 +62,6 @@ class SequenceBuilder:
         self._generation = generation
         self._end_tokens = end_tokens
         self._random = np.random.default_rng(seed)
-        self._keeps_pages = keeps_pages
         self._structured = structured.over(StructuredOutputsConfig.of(generation.get(_HELD)))
         self.grammars = Grammars(tokenizer, end_tokens, config.text.vocab_size)
 
@@ -159,41 +154,27 @@ class SequenceBuilder:
         room = max(1, self._memory.max_model_len - length)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def answers(
-        self,
-        planned: Planned,
-        params: SamplingParams,
-        priority: int = 0,
-        compress: Compressor | None = None,
-        tenant: str | None = None,
-    ) -> list[Generation]:
+    def answers(self, planned: Planned, params: SamplingParams) -> list[Generation]:
         """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
-        choice, error = self._choice(planned, 1)
-        first_plan, first_choice = planned.plan, choice
+        planned, error = self._fitting(planned, 1)
+        first = other = planned
         if params.prompt_logprobs is not None:
             whole = planned.plan.wanting(range(len(planned.layout)), self._config.text.num_layers)
-            first_plan, first_choice = dataclasses.replace(whole, shift=False), None
-        first = int(self._random.integers(2**32)) if params.seed is None else _as_uint32(params.seed)
+            first = dataclasses.replace(planned, plan=dataclasses.replace(whole, shift=False), choice=None)
+        if params.n > 1:
+            other = dataclasses.replace(planned, uses=_shared(planned.uses))
+        seed = int(self._random.integers(2**32)) if params.seed is None else _as_uint32(params.seed)
         return [
             Generation(
-                planned.layout,
-                first_plan if i == 0 else planned.plan,
+                first if i == 0 else other,
                 new_slots=self.new_slots(len(planned.layout), params),
-                images=planned.uses if i == 0 else _shared(planned.uses),
-                choice=first_choice if i == 0 else choice,
-                owner=self._owner(planned),
-                hold=planned.hold,
-                tenant=tenant,
-                metrics=dataclasses.replace(planned.request.metrics),
-                priority=priority,
                 error=error,
                 params=params,
-                seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
+                seed=seed if i == 0 else int(np.random.SeedSequence([seed, i]).generate_state(1)[0]),
                 end_tokens=self._ends(params),
                 bad_words=self._bad_words(params),
                 detokenizer=self.detokenizer(params),
                 matcher=self.grammars.matcher(params, opens_thought=planned.request.prompt.opens_thought),
-                compress=compress,
             )
             for i in range(params.n)
         ]
@@ -220,52 +201,34 @@ class SequenceBuilder:
     def forced(self, planned: Planned, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
         """The sequence that scores a continuation."""
         length, layers = len(planned.layout), self._config.text.num_layers
-        choice, error = self._choice(planned, len(tokens))
+        planned, error = self._fitting(planned, len(tokens))
         wanted = range(length - 1, length + len(tokens) - 1)
-        return Forced(
-            planned.layout.extended(tokens),
-            planned.plan.extended(len(tokens), layers).wanting(wanted, layers),
-            new_slots=0,
-            images=planned.uses if capture else _shared(planned.uses),
-            choice=choice,
-            owner=self._owner(planned),
+        own = dataclasses.replace(
+            planned,
+            layout=planned.layout.extended(tokens),
+            plan=planned.plan.extended(len(tokens), layers).wanting(wanted, layers),
+            uses=planned.uses if capture else _shared(planned.uses),
             hold=planned.hold if capture else None,
-            error=error,
-            keep_logits=keep_logits,
-            metrics=dataclasses.replace(planned.request.metrics),
         )
+        return Forced(own, new_slots=0, error=error, keep_logits=keep_logits)
 
-    def pooled(self, planned: Planned, priority: int = 0, tenant: str | None = None) -> PooledSequence:
+    def pooled(self, planned: Planned) -> PooledSequence:
         """The sequence that ends with a prompt's last token."""
-        choice, error = self._choice(planned, 1)
-        return PooledSequence(
-            planned.layout,
-            planned.plan,
-            new_slots=0,
-            images=planned.uses,
-            choice=choice,
-            owner=self._owner(planned),
-            hold=planned.hold,
-            tenant=tenant,
-            metrics=dataclasses.replace(planned.request.metrics),
-            priority=priority,
-            error=error,
-        )
+        planned, error = self._fitting(planned, 1)
+        return PooledSequence(planned, new_slots=0, error=error)
 
-    def _owner(self, planned: Planned) -> str | None:
-        return planned.request.owner if self._keeps_pages and planned.keeps_pages else None
-
-    def _choice(self, planned: Planned, outputs: int) -> tuple[RowChoice | None, str | None]:
-        """How the request chooses rows, or why it cannot: one prefill step has to hold all of its rows and logits."""
+    def _fitting(self, planned: Planned, outputs: int) -> tuple[Planned, str | None]:
+        """The request, or why it cannot choose rows: one prefill step has to hold all of its rows and logits."""
         if planned.choice is not None:
             rows = planned.plan.rows(1)[0] + (outputs - 1)
             ladder = self._memory.ladder
             if rows > ladder.max_rows or outputs > ladder.max_sequences:
-                return None, (
-                    f"reuse {planned.policy} chooses among all rows of a prompt, so it must have at most max_rows = "
-                    f"{ladder.max_rows} of them and {ladder.max_sequences} scored tokens, got {rows} and {outputs}"
+                return dataclasses.replace(planned, choice=None), (
+                    f"reuse {planned.options.reuse.name} chooses among all rows of a prompt, so it must have at most "
+                    f"max_rows = {ladder.max_rows} of them and {ladder.max_sequences} scored tokens, got {rows} and "
+                    f"{outputs}"
                 )
-        return planned.choice, None
+        return planned, None
 
     def check_length(self, name: str, length: int, new_slots: int) -> None:
         """Raises a ValueError if a prompt of `length` tokens and `new_slots` more do not fit."""
@@ -285,7 +248,7 @@ def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwa
         return error
 
 
-def _shared(uses: abc.Sequence[ImageUse]) -> abc.Sequence[ImageUse]:
+def _shared(uses: abc.Sequence[ImageUse]) -> tuple[ImageUse, ...]:
     """What a sequence does with its images that does not capture them, as another one does."""
     return tuple(dataclasses.replace(use, captured=None) for use in uses)
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vlcache_jax.inputs.prompt import PromptRenderer
     from vlcache_jax.outputs import (
         CacheReport,
-        CompletionDelta,
         CompletionOutput,
         Compression,
         Logprob,
@@ -166,7 +165,7 @@ class Answer(ABC):
         beside, self._next = self._next, {}
         return self._head(self.piece) | {"choices": choices} | usage | beside
 
-    def _end(self, one: CompletionOutput | CompletionDelta) -> dict[str, Any]:
+    def _end(self, one: CompletionOutput) -> dict[str, Any]:
         """What choices and their pieces say of the end."""
         told: dict[str, Any] = {"finish_reason": one.finish_reason}
         if one.stop_reason is not None:
@@ -180,10 +179,10 @@ class Answer(ABC):
         """A whole answer."""
 
     @abstractmethod
-    def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
+    def _delta(self, index: int, one: CompletionOutput, prompt: str) -> dict[str, Any] | None:
         """What is new of an answer; None: nothing that is told yet."""
 
-    def _is_told(self, one: CompletionDelta) -> bool:
+    def _is_told(self, one: CompletionOutput) -> bool:
         """Whether a delta is told though it may have no text."""
         has_tokens = self.options.returns_token_ids and bool(one.token_ids)
         return bool(one.logprobs) or one.finish_reason is not None or has_tokens
@@ -226,7 +225,7 @@ class ChatAnswer(Answer):
         end = self._end(answer) | {"finish_reason": parser.finish_reason(answer.finish_reason)}
         return {"index": index, "message": message, "logprobs": self._logprobs(answer.logprobs)} | end
 
-    def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
+    def _delta(self, index: int, one: CompletionOutput, prompt: str) -> dict[str, Any] | None:
         parser = self._parser(index, prompt)
         one = self._without_thinking(index, parser, one)
         new = parser.push(one.text)
@@ -258,7 +257,7 @@ class ChatAnswer(Answer):
             )
         return self._parsers[index]
 
-    def _without_thinking[T: (CompletionOutput, CompletionDelta)](self, index: int, parser: AnswerParser, one: T) -> T:
+    def _without_thinking(self, index: int, parser: AnswerParser, one: CompletionOutput) -> CompletionOutput:
         """Counts tokens of thinking, and leaves them out where they are not told."""
         thinking = parser.thinking(one.token_ids)
         self._counts[index // self.answers].reasoning += sum(thinking)
@@ -292,7 +291,7 @@ class CompletionAnswer(Answer):
         logprobs = self._logprobs(index, answer.logprobs)
         return {"index": index, "text": answer.text, "logprobs": logprobs} | self._end(answer)
 
-    def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
+    def _delta(self, index: int, one: CompletionOutput, prompt: str) -> dict[str, Any] | None:
         if not one.text and not self._is_told(one):
             return None
         return {"index": index, "text": one.text, "logprobs": self._logprobs(index, one.logprobs)} | self._end(one)

@@ -22,6 +22,7 @@ from vlcache_jax.protocol.schema import (
     sampling_params,
 )
 from vlcache_jax.protocol.tools import forced_call
+from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 
 TEMPLATE = tuple(TemplateOptions.__annotations__)
@@ -32,11 +33,10 @@ _FORM = re.compile(r"^structured_outputs(\.\w+)?")
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked beside the prompt and its sampling.
+    """What is asked of the server beside what the engine is asked.
 
     Attributes:
       model: as the client calls it; None: it does not.
-      reuse, compress, cache_salt, priority: see `AsyncLLM.generate`.
       stream: whether the answer comes in pieces.
       include_usage: a stream ends with its usage.
       continuous_usage: each piece has the usage so far.
@@ -47,10 +47,6 @@ class Options:
     """
 
     model: str | None = None
-    reuse: str | float | None = None
-    compress: str | None = None
-    cache_salt: str | None = None
-    priority: int = 0
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -78,10 +74,6 @@ class Options:
         forms = [name for name in ("structured_outputs", "response_format", "tools") if body.get(name) is not None]
         return cls(
             model=body.get("model"),
-            reuse=body.get("reuse"),
-            compress=body.get("compress"),
-            cache_salt=body.get("cache_salt"),
-            priority=body.get("priority") or 0,
             stream=streams,
             include_usage=bool((told or {}).get("include_usage")),
             continuous_usage=bool((told or {}).get("continuous_usage_stats")),
@@ -120,7 +112,7 @@ class ChatRequest:
       messages: of the conversation; what is wrong with them, the renderer tells.
       params: how to answer.
       template: how messages become text, see `Template`.
-      mm_processor_kwargs: see `LLM.chat`.
+      asked: of the engine, beside these.
       options: what else is asked.
       parts: what the answer is told apart into.
     """
@@ -128,7 +120,7 @@ class ChatRequest:
     messages: list[Any]
     params: SamplingParams
     template: TemplateOptions = field(default_factory=TemplateOptions)
-    mm_processor_kwargs: Mapping[str, Any] | None = None
+    asked: RequestOptions = field(default_factory=RequestOptions)
     options: Options = field(default_factory=Options)
     parts: OutputParts = field(default_factory=OutputParts)
 
@@ -162,7 +154,7 @@ class ChatRequest:
             given["messages"],
             sampling_params(_seeded(sampling), defaults),
             template,
-            given.get("mm_processor_kwargs"),
+            RequestOptions.read(given),
             Options.parse(given),
             OutputParts(
                 calls=bool(given.get("tools")) and choice != "none" and not is_held,
@@ -181,11 +173,13 @@ class CompletionRequest:
     Attributes:
       prompts: texts, or lists of token ids.
       params: how to answer each.
+      asked: of the engine, beside these.
       options: what else is asked.
     """
 
     prompts: tuple[str | Sequence[int], ...]
     params: SamplingParams
+    asked: RequestOptions = field(default_factory=RequestOptions)
     options: Options = field(default_factory=Options)
 
     @classmethod
@@ -199,7 +193,7 @@ class CompletionRequest:
         sampling = {name: given[name] for name in SAMPLING if name in given}
         _read_format(sampling, given.get("response_format"))
         params = sampling_params(_seeded(sampling), {"max_tokens": _LEGACY_TOKENS})
-        return cls(_prompts(given.get("prompt")), params, Options.parse(given))
+        return cls(_prompts(given.get("prompt")), params, RequestOptions.read(given), Options.parse(given))
 
 
 @dataclass(frozen=True)

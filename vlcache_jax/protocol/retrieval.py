@@ -27,6 +27,7 @@ from vlcache_jax.protocol.schema import (
     check_fields,
     told,
 )
+from vlcache_jax.request_options import RequestOptions
 
 MOST_INPUTS = 2048
 _PART: Schema = {"type": ["string", "object", "array"]}
@@ -118,22 +119,18 @@ class RetrievalOptions:
 
     Attributes:
       model: as the client calls it; None: it does not.
-      settings: of the engine's method.
-      cache_salt: of the request.
-      reuse: what it asks for.
+      instruction: what vectors or scores are for; None: the model's own words.
+      asked: of the engine, beside these.
     """
 
     model: str | None
-    settings: Mapping[str, Any]
-    cache_salt: str | None
-    reuse: str | float | None
+    instruction: str | None
+    asked: RequestOptions
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Of checked fields."""
-        settings = {name: given[name] for name in ("instruction", "mm_processor_kwargs") if name in given}
-        settings["priority"] = given.get("priority") or 0
-        return cls(given.get("model"), settings, given.get("cache_salt"), given.get("reuse"))
+        return cls(given.get("model"), given.get("instruction"), RequestOptions.read(given))
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ class EmbeddingRequest:
       field: of the body, that holds them.
       dimensions: of the vectors; None: all.
       is_base64: how they are told.
-      asked: the rest.
+      options: the rest.
       template: of messages.
       adds_special_tokens: whether the tokenizer is to add tokens of its own; None: as it does.
     """
@@ -154,7 +151,7 @@ class EmbeddingRequest:
     field: str
     dimensions: int | None
     is_base64: bool
-    asked: RetrievalOptions
+    options: RetrievalOptions
     template: TemplateOptions = dataclasses.field(default_factory=TemplateOptions)
     adds_special_tokens: bool | None = None
 
@@ -198,7 +195,7 @@ class RerankRequest:
       given: the documents as they came.
       top_n: how many are told of; None: all.
       returns_documents: with their texts.
-      asked: the rest.
+      options: the rest.
     """
 
     query: Any
@@ -206,7 +203,7 @@ class RerankRequest:
     given: Sequence[Any]
     top_n: int | None
     returns_documents: bool
-    asked: RetrievalOptions
+    options: RetrievalOptions
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -249,12 +246,12 @@ class ScoreRequest:
     Attributes:
       pairs: of each score the query and the document, what `AsyncLLM.rerank` takes.
       places: of each what the client calls them, such as ("queries", "documents[1]").
-      asked: the rest.
+      options: the rest.
     """
 
     pairs: Sequence[tuple[Any, Any]]
     places: Sequence[tuple[str, str]]
-    asked: RetrievalOptions
+    options: RetrievalOptions
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:

@@ -11,10 +11,11 @@ import ray.data
 
 from vlcache_jax.cache.records import CacheStats
 from vlcache_jax.common.checks import check_text, check_whole, short
-from vlcache_jax.config import Compress, EngineConfig, EngineOptions
+from vlcache_jax.config import EngineConfig, EngineOptions
 from vlcache_jax.llm import LLM
 from vlcache_jax.ray.engines import WINDOW, EngineOrder, Packed, placed, warn_of_room
 from vlcache_jax.ray.feeding import COLUMNS, Feeder, Sharder
+from vlcache_jax.request_options import Compress, RequestOptions
 from vlcache_jax.sampling import SamplingParams
 
 _TASKS = 16  # blocks that are under way, so that small ones keep engines busy
@@ -72,7 +73,7 @@ def generate(
     check_whole("num_engines", num_engines, 1)
     order = EngineOrder(engines=num_engines, num_gpus=gpus, num_cpus=num_cpus, window=window)
     warn_of_room(num_engines, gpus)
-    make = Packed(functools.partial(DatasetWorker, config, sampling_params, compress))
+    make = Packed(functools.partial(DatasetWorker, config, sampling_params, RequestOptions(compress=compress)))
     return dataset.map_batches(
         Feeder,
         fn_constructor_kwargs={"make": make, "order": order, "names": _names(columns)},
@@ -116,18 +117,18 @@ class DatasetWorker:
 
     Args:
       config: of the engine.
-      params, compress: of all conversations.
+      params, options: of all conversations.
     """
 
-    def __init__(self, config: EngineConfig, params: SamplingParams | None, compress: Compress | None):
+    def __init__(self, config: EngineConfig, params: SamplingParams | None, options: RequestOptions):
         self._llm = LLM(config)
-        self._llm.service.compressor_of(compress)  # what is wrong for all rows is no row's error
-        self._params, self._compress = params, compress
+        self._llm.service.compressor_of(options.compress)  # what is wrong for all rows is no row's error
+        self._params, self._options = params, options
 
     def __call__(self, conversation: Any) -> dict[str, Any]:
         """What `feeding.ANSWERS` names; what is missing is none."""
         [output] = self._llm.chat(
-            [conversation], self._params, use_tqdm=False, compress=self._compress, on_error="return"
+            [conversation], self._params, use_tqdm=False, options=self._options, on_error="return"
         )
         if output.error is not None:
             return {"error": output.error.removeprefix("conversations[0]").lstrip(": ")}

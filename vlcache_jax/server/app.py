@@ -23,6 +23,7 @@ from vlcache_jax import __version__
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.keys import owner_key, payer
 from vlcache_jax.common.checks import short
+from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.protocol.requests import TokenizeRequest
 from vlcache_jax.protocol.retrieval import EmbeddingRequest, RerankRequest, ScoreRequest
 from vlcache_jax.protocol.schema import DETOKENIZE, ApiError, check_fields
@@ -255,12 +256,13 @@ class Server:
     async def _tokenize(self, request: TokenizeRequest, _: Tenant | None) -> Mapping[str, Any]:
         check_model(request.model, self.models)
         is_text = isinstance(request.prompt, str)
-        settings = {} if is_text else template_of(request, self.config)
+        limits = None if is_text else request.mm_processor_kwargs
+        template: TemplateOptions = {} if is_text else template_of(request, self.config)
         if request.special is False and (added := (await self.engine.get_tokenizer()).num_special_tokens_to_add()):
             message = f"add_special_tokens must be left out, as all prompts have the {added} that the tokenizer adds"
             raise ApiError(f"{message}, got false", "add_special_tokens")
         try:
-            tokens = await self.engine.tokenize(request.prompt, **settings)
+            tokens = await self.engine.tokenize(request.prompt, mm_processor_kwargs=limits, **template)
         except ValueError as error:
             raise as_api_error(error, "prompt" if is_text else "messages") from error
         told = {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens.tolist()}

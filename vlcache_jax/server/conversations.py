@@ -126,9 +126,7 @@ class Responses(Chats):
         forces = chat_body.get("tool_choice") not in (None, "auto", "none")
         return AskedResponse(**given, request=request, before=before, searches=searches, forces=forces)
 
-    def _deltas(
-        self, prompt: Any, request: ChatRequest, salt: str | TenantSalt | None, field: str
-    ) -> AsyncGenerator[More]:
+    def _deltas(self, prompt: Any, request: ChatRequest, field: str) -> AsyncGenerator[More]:
         assert isinstance(request, AskedResponse)
         most = request.params.max_tokens
 
@@ -139,7 +137,7 @@ class Responses(Chats):
             if most is not None:
                 params.max_tokens = most - used
                 params.min_tokens = min(params.min_tokens, params.max_tokens)
-            return self._turn([*prompt, *added], request, params, salt, field)
+            return self._turn([*prompt, *added], request, params, field)
 
         return ask((), 0) if request.searches is None else request.searches.turns(self.engine.service, ask, most)
 

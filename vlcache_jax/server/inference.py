@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -13,22 +14,22 @@ from typing import Any, ClassVar
 from starlette.types import Receive, Scope, Send
 
 from vlcache_jax.async_llm import AsyncLLM
-from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.calls.groups import NotFiniteError, RequestError
 from vlcache_jax.common.checks import short
 from vlcache_jax.common.json_files import AT_ONCE
-from vlcache_jax.inputs.prompt import template_text
+from vlcache_jax.inputs.prompt import TemplateOptions, template_text
 from vlcache_jax.outputs import OutputCollector, RequestDelta, SearchBegun, SearchRound
 from vlcache_jax.protocol.answers import Answer, ChatFormat, CompletionAnswer, answer_id
-from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
+from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.schema import ApiError, read_object, write
+from vlcache_jax.request_options import Reuse
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.admission import TENANT, ClientGoneError, Doubt, Entrance, read_body
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_layer import IdMaker, answer_json, as_api_error, merged, until_gone
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.tenants import Register, Tenant, request_salt
+from vlcache_jax.server.tenants import Register, Tenant, salted
 
 # A large body may take seconds, for which small ones must not wait.
 _large = ThreadPoolExecutor(2, "vlcache-bodies")
@@ -144,15 +145,15 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         prompts = self._prompts(request)
         count = request.params.n * len(prompts)
         self._check_most(request.params.max_tokens)
-        self._check(request.options, count, tenant)
+        self._check(request, count, tenant)
         told = request.options
-        salt = request_salt(self._register, tenant, told.cache_salt)
+        request = dataclasses.replace(request, asked=salted(request.asked, self._register, tenant))
         answer = self._begin(request, self._names.new(self.prefix), self._models[0])
         sender.failed = answer.failed
         fields = [f"{self.field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [self.field]
         if len(prompts) > 1:
-            await self._check_prompts(prompts, request, salt, fields)
-        streams = [self._deltas(prompt, request, salt, field) for prompt, field in zip(prompts, fields, strict=True)]
+            await self._check_prompts(prompts, request, fields)
+        streams = [self._deltas(prompt, request, field) for prompt, field in zip(prompts, fields, strict=True)]
         with self._entrance.answering(tenant, count):
             async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
                 if told.stream:
@@ -165,35 +166,19 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                     await self._keep(request, answer, tenant)
                     await sender.respond(whole)
 
-    async def _check_prompts(
-        self, prompts: Sequence[Any], request: R, salt: str | TenantSalt | None, fields: Sequence[str]
-    ) -> None:
+    async def _check_prompts(self, prompts: Sequence[Any], request: R, fields: Sequence[str]) -> None:
         """Refuse a request of which one prompt is wrong before another one runs and its first event is sent."""
-        options = request.options
         try:
-            await self.engine.check(
-                prompts, request.params, reuse=options.reuse, compress=options.compress, cache_salt=salt
-            )
+            await self.engine.check(prompts, request.params, options=request.asked)
         except RequestError as error:
             raise self._error(error, request, fields[min(error.errors)]) from error
 
-    def _deltas(self, prompt: Any, request: R, salt: str | TenantSalt | None, field: str) -> AsyncGenerator[More]:
+    def _deltas(self, prompt: Any, request: R, field: str) -> AsyncGenerator[More]:
         """What comes of one of the prompts; `field` is what its errors call it."""
-        return self._turn(prompt, request, request.params, salt, field)
+        return self._turn(prompt, request, request.params, field)
 
-    async def _turn(
-        self, prompt: Any, request: R, params: SamplingParams, salt: str | TenantSalt | None, field: str
-    ) -> AsyncGenerator[RequestDelta]:
-        told = request.options
-        asked = self.engine.deltas(
-            prompt,
-            params,
-            reuse=told.reuse,
-            compress=told.compress,
-            cache_salt=salt,
-            priority=told.priority,
-            **self._settings(request),
-        )
+    async def _turn(self, prompt: Any, request: R, params: SamplingParams, field: str) -> AsyncGenerator[RequestDelta]:
+        asked = self.engine.deltas(prompt, params, options=request.asked, **self._template(request))
         try:
             async with contextlib.aclosing(asked) as deltas:
                 async for delta in deltas:
@@ -245,15 +230,15 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             if one.finish_reason is not None:
                 self._metrics.ended(one.finish_reason)
 
-    def _check(self, options: Options, n: int, tenant: Tenant | None) -> None:
-        check_model(options.model, self._models)
+    def _check(self, request: R, n: int, tenant: Tenant | None) -> None:
+        check_model(request.options.model, self._models)
         if n > self.config.max_n:
             raise ApiError(f"n of all prompts together must be at most {self.config.max_n}, got {n}", "n")
-        check_reuse(self.engine, self.config, options.reuse, tenant)
+        check_reuse(self.engine, self.config, request.asked.reuse, tenant)
         more = self.config.allow_compress if tenant is None or tenant.compress is None else tenant.compress
-        if options.compress is not None and options.compress not in more:
+        if (compress := request.asked.compress) is not None and compress not in more:
             known = " or ".join(more) or "left out"
-            raise ApiError(f"compress must be {known} on this server, got {short(options.compress)}", "compress")
+            raise ApiError(f"compress must be {known} on this server, got {short(compress)}", "compress")
 
     def _error(self, error: ValueError, request: R, field: str) -> ApiError:
         """What the client is told of what is wrong with its request; `field` is of its body."""
@@ -278,8 +263,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     async def _keep(self, request: R, answer: Writer, tenant: Tenant | None) -> None:  # noqa: B027 - most keep nothing
         """Takes note of a whole answer, before the client hears of it."""
 
-    def _settings(self, request: R) -> Mapping[str, Any]:
-        """What the engine is told of how prompts are made."""
+    def _template(self, request: R) -> TemplateOptions:
+        """How the messages of a request become text."""
         return {}
 
 
@@ -311,7 +296,7 @@ class Chats(Inference[ChatRequest]):
     def _prompts(self, request: ChatRequest) -> Sequence[Any]:
         return [request.messages]
 
-    def _settings(self, request: ChatRequest) -> Mapping[str, Any]:
+    def _template(self, request: ChatRequest) -> TemplateOptions:
         return template_of(request, self.config)
 
 
@@ -330,10 +315,11 @@ class Completions(Inference[CompletionRequest]):
         return [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in request.prompts]
 
 
-def template_of(request: ChatRequest | TokenizeRequest, config: ServerConfig) -> Mapping[str, Any]:
+def template_of(request: ChatRequest | TokenizeRequest, config: ServerConfig) -> TemplateOptions:
     """How the messages of a request become text."""
-    own = {} if config.chat_template is None else {"chat_template": config.chat_template}
-    return {**request.template, **own, "mm_processor_kwargs": request.mm_processor_kwargs}
+    if config.chat_template is None:
+        return request.template
+    return {**request.template, "chat_template": config.chat_template}
 
 
 def check_model(name: str | None, known: Sequence[str]) -> None:
@@ -348,7 +334,7 @@ def allowed_reuse(engine: AsyncLLM, config: ServerConfig, tenant: Tenant | None)
     return list(dict.fromkeys(map(str, (engine.service.config.reuse, *more))))
 
 
-def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: str | float | None, tenant: Tenant | None) -> None:
+def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: Reuse | None, tenant: Tenant | None) -> None:
     """Raises an ApiError if a request may not ask for it."""
     allowed = allowed_reuse(engine, config, tenant)
     if reuse is not None and str(reuse) not in allowed:

@@ -28,7 +28,7 @@ from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_layer import IdMaker, as_api_error
 from vlcache_jax.server.inference import check_model, check_reuse
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.tenants import Register, Tenant, request_salt
+from vlcache_jax.server.tenants import Register, Tenant, salted
 
 _TOGETHER = 32  # inputs of one request that are under way; others need room, too
 
@@ -51,7 +51,7 @@ class Retrieval:
 
     async def embeddings(self, request: EmbeddingRequest, tenant: Tenant | None) -> Mapping[str, Any]:
         """See OpenAI's `/v1/embeddings`."""
-        settings = self._settings(request.asked, tenant)
+        settings = self._settings(request.options, tenant)
         most = _at_a_time(len(request.inputs), tenant)
         if request.adds_special_tokens is False and self._engine.service.renderer.adds_special_tokens:
             raise ApiError(
@@ -75,7 +75,7 @@ class Retrieval:
 
     async def rerank(self, request: RerankRequest, tenant: Tenant | None, *, cohere: bool = False) -> Mapping[str, Any]:
         """See Jina's and vLLM's `/v1/rerank`; also with the `meta` of Cohere's `/v2/rerank`."""
-        settings = self._settings(request.asked, tenant)
+        settings = self._settings(request.options, tenant)
         most = _at_a_time(len(request.documents), tenant)
         with self._entrance.answering(tenant, most):
             try:
@@ -90,7 +90,7 @@ class Retrieval:
 
     async def score(self, request: ScoreRequest, tenant: Tenant | None) -> Mapping[str, Any]:
         """See vLLM's `/score`."""
-        settings = self._settings(request.asked, tenant)
+        settings = self._settings(request.options, tenant)
         most = _at_a_time(len(request.pairs), tenant)
 
         async def score(pair: tuple[Any, Any], places: tuple[str, str]) -> RerankOutput:
@@ -116,11 +116,10 @@ class Retrieval:
         own = {} if self._config.chat_template is None else {"chat_template": self._config.chat_template}
         return [{"messages": one, **request.template, **own} for one in request.inputs]
 
-    def _settings(self, asked: RetrievalOptions, tenant: Tenant | None) -> dict[str, Any]:
-        check_model(asked.model, self._models)
-        check_reuse(self._engine, self._config, asked.reuse, tenant)
-        salt = request_salt(self._register, tenant, asked.cache_salt)
-        return {**asked.settings, "reuse": asked.reuse, "cache_salt": salt}
+    def _settings(self, given: RetrievalOptions, tenant: Tenant | None) -> dict[str, Any]:
+        check_model(given.model, self._models)
+        check_reuse(self._engine, self._config, given.asked.reuse, tenant)
+        return {"instruction": given.instruction, "options": salted(given.asked, self._register, tenant)}
 
     def _note(self, outputs: Sequence[EmbeddingOutput | RerankOutput]) -> None:
         for output in outputs:

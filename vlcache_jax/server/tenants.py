@@ -17,6 +17,7 @@ A file of keys is TOML. A key stands in it as its SHA-256, so that who reads the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 import os
@@ -25,12 +26,13 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.common.checks import check_flags, check_text, check_whole, parse_bytes, short
 from vlcache_jax.common.files import make_folder
 from vlcache_jax.inputs.messages import check_keys
+from vlcache_jax.request_options import RequestOptions
 
 _KEY_FIELDS = ("name", "sha256", "tenant")
 _TENANT_FIELDS = ("reuse", "cache_bytes", "requests", "compress", "priority")
@@ -258,9 +260,12 @@ class Register:
         return self._names
 
 
-def request_salt(register: Register | None, tenant: Tenant | None, own: str | None) -> str | TenantSalt | None:
-    """Under which a request is answered that names a salt itself, or does not."""
-    return own if register is None or tenant is None else register.salts.salt(tenant.name, own)
+def salted(options: RequestOptions, register: Register | None, tenant: Tenant | None) -> RequestOptions:
+    """The options of a body, with the salt under which its tenant's requests are answered."""
+    if register is None or tenant is None:
+        return options
+    own = cast(str | None, options.cache_salt)  # bodies have no others
+    return dataclasses.replace(options, cache_salt=register.salts.salt(tenant.name, own))
 
 
 def owner_of(register: Register | None, tenant: Tenant | None) -> TenantSalt | None:
