@@ -15,7 +15,6 @@ everything mutable, and the next call makes it anew.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -114,13 +113,10 @@ class Pool:
             self.arrays = [[run(self._empty), run(self._empty)] for _ in range(self._count)]
         return self.arrays
 
-    @contextlib.contextmanager
-    def taken(self) -> abc.Iterator[Halves]:
-        """The arrays, for programs that take and return them: what the list has in the end is the pool. If that does
-        not come, everything in it is lost."""
-        arrays, self.arrays = self.arrays or self.make(), None
-        yield arrays
-        self.arrays = arrays
+    def taken(self) -> _Taken:
+        """Within, the arrays, for programs that take and return them: what the list has in the end is the pool. If that
+        does not come, everything in it is lost."""
+        return _Taken(self)
 
     def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
         """Copies pages: of each pair the first to the second, which none of the others names."""
@@ -131,6 +127,22 @@ class Pool:
             source[: len(some)], target[: len(some)] = zip(*some, strict=True)
             with self.taken() as arrays:
                 arrays[:] = self._programs.run(CopyPages(size), arrays, source, target)
+
+
+class _Taken:
+    """The arrays of a pool, which has them again at the end of a `with` that raised nothing."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+
+    def __enter__(self) -> Halves:
+        self._arrays = self._pool.make()
+        self._pool.arrays = None
+        return self._arrays
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._pool.arrays = self._arrays
 
 
 Index = npt.NDArray[np.int32]
@@ -296,7 +308,7 @@ class Runner:
         """Whether the device is the host's processor."""
         return bool(next(iter(self.normalization.devices())).platform == "cpu")
 
-    @property
+    @functools.cached_property
     def reads_in_place(self) -> bool:
         """Whether what `put` gives is the host's own memory."""
         return self.is_host and self.devices.count == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import numpy as np
@@ -31,6 +31,7 @@ class ImageRef:
       num_tokens: image tokens it takes in the prompt.
       shared: another entry key under which it may be kept, such as an operator's for everyone; None: there is none.
       shared_owner: digest of the salt in that key.
+      keys: entry keys under which it may be kept, its own first.
       has_pixels: whether it can be computed.
     """
 
@@ -47,12 +48,8 @@ class ImageRef:
     ):
         self.has_pixels, self.shared_owner = has_pixels, shared_owner
         self.key, self.grid, self.num_tokens, self.shared = key, grid, num_tokens, shared
+        self.keys = (key,) if shared in (None, key) else (key, shared)
         self._load = load
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Entry keys under which it may be kept, its own first."""
-        return tuple(dict.fromkeys(key for key in (self.key, self.shared) if key is not None))
 
     @functools.cached_property
     def patches(self) -> Patches:
@@ -89,21 +86,22 @@ class Span:
 
     An image is a "miss" (no K, V to link, so computed), "exact" (K, V were computed in this very context) or
     "approximate" (in another one).
+
+    Attributes:
+      stop: where it ends.
+      tokens: its tokens among those of the prompt.
     """
 
     start: int
     length: int
     image: ImageRef | None
     state: State
+    stop: int = field(init=False)
+    tokens: slice = field(init=False)
 
-    @property
-    def stop(self) -> int:
-        """Where it ends."""
-        return self.start + self.length
-
-    @property
-    def tokens(self) -> slice:
-        return slice(self.start, self.stop)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", self.start + self.length)
+        object.__setattr__(self, "tokens", slice(self.start, self.stop))
 
     def within(self, count: int) -> bool:
         """Whether it lies as a whole in the first `count` tokens."""
@@ -211,12 +209,40 @@ class Inset(NamedTuple):
     markers: tuple[int, ...] | None = None
 
 
-class PlaceholderRange(NamedTuple):
-    """Tokens `begin` to `end` of a prompt, and what comes in their place."""
+type PlaceholderRange = tuple[int, int, Inset]
+"""Tokens from the first number to the second of a prompt, and what comes in their place."""
 
-    begin: int
-    end: int
-    inset: Inset
+
+class Expansion:
+    """A prompt, and what comes in the place of its images and videos.
+
+    Args:
+        token_ids: with one pad for each image and video, int32 [n].
+        places: in their order.
+
+    Attributes:
+        length: of the expanded prompt.
+    """
+
+    def __init__(self, token_ids: Ids, places: Sequence[PlaceholderRange]):
+        self._token_ids, self._places = token_ids, places
+        self.length = len(token_ids) + sum([len(inset.ids) - (end - begin) for begin, end, inset in places])
+
+    def expanded(self) -> tuple[Ids, Ids, Ids]:
+        """Returns what `Expander.expand` does."""
+        token_ids = self._token_ids
+        parts: list[Ids] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        done = length = 0
+        for begin, end, inset in self._places:
+            parts += [token_ids[done:begin], inset.ids]
+            length += begin - done
+            starts += [length + start for start in inset.starts]
+            lengths += [inset.length] * len(inset.starts)
+            done, length = end, length + len(inset.ids)
+        parts.append(token_ids[done:])
+        return np.concatenate(parts).astype(np.int32), np.array(starts, np.int32), np.array(lengths, np.int32)
 
 
 class Expander:
@@ -285,25 +311,14 @@ class Expander:
         Raises:
             ValueError: as many pads as there are not counts, a count below 1, or two pads side by side.
         """
-        parts: list[Ids] = []
-        starts: list[int] = []
-        lengths: list[int] = []
-        done = length = 0
-        for begin, end, inset in self._places(token_ids, counts):
-            parts += [token_ids[done:begin], inset.ids]
-            length += begin - done
-            starts += [length + start for start in inset.starts]
-            lengths += [inset.length] * len(inset.starts)
-            done, length = end, length + len(inset.ids)
-        parts.append(token_ids[done:])
-        return np.concatenate(parts).astype(np.int32), np.array(starts, np.int32), np.array(lengths, np.int32)
+        return self.expansion(token_ids, counts).expanded()
 
     def length(self, token_ids: Ids, counts: Sequence[int | Inset]) -> int:
         """How many ids `expand` gives."""
-        places = self._places(token_ids, counts)
-        return len(token_ids) + sum(len(inset.ids) - (end - begin) for begin, end, inset in places)
+        return self.expansion(token_ids, counts).length
 
-    def _places(self, token_ids: Ids, counts: Sequence[int | Inset]) -> list[PlaceholderRange]:
+    def expansion(self, token_ids: Ids, counts: Sequence[int | Inset]) -> Expansion:
+        """What `expand` needs, with the same errors."""
         pads = self.pads(token_ids, "token_ids").tolist()
         if len(counts) != len(pads):
             raise ValueError(f"counts must have one entry for each of {len(pads)} images, got {len(counts)}")
@@ -314,15 +329,16 @@ class Expander:
             begin, end = pad, pad + 1
             if begin > done and inset.markers == (int(token_ids[begin - 1]), *token_ids[end : end + 1].tolist()):
                 begin, end = begin - 1, end + 1
-            places.append(self._joined(token_ids, done, PlaceholderRange(begin, end, inset)))
+            place = begin, end, inset
+            places.append(self._joined(token_ids, done, place) if inset.lead else place)
             done = end
-        return places
+        return Expansion(token_ids, places)
 
     def _joined(self, token_ids: Ids, done: int, place: PlaceholderRange) -> PlaceholderRange:
         """The place of an inset that begins with text: what stands before it, from `done` on, is one text with it."""
         begin, end, inset = place
         first = begin
-        while inset.lead and first > done and int(token_ids[first - 1]) not in self._special:
+        while first > done and int(token_ids[first - 1]) not in self._special:
             first -= 1
         if first == begin:
             return place
@@ -334,7 +350,7 @@ class Expander:
             together = np.concatenate([before, own])
         starts = tuple(start + len(together) - len(own) for start in inset.starts)
         ids = np.concatenate([together, inset.ids[inset.lead :]])
-        return PlaceholderRange(first, end, inset._replace(ids=ids, starts=starts))
+        return first, end, inset._replace(ids=ids, starts=starts)
 
     def _text(self, ids: Ids) -> str:
         return str(self._tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False))
