@@ -308,7 +308,7 @@ class Runner:
         """Whether the device is the host's processor."""
         return bool(next(iter(self.normalization.devices())).platform == "cpu")
 
-    @functools.cached_property
+    @property
     def reads_in_place(self) -> bool:
         """Whether what `put` gives is the host's own memory."""
         return self.is_host and self.devices.count == 1

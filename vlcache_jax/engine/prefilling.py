@@ -420,9 +420,8 @@ class Prefiller:
                 turn.took += ahead.took
         uses = [prefill.sequence.progress.images for prefill in prefills]
         turn.kept = {use.span.image: use.encoder for some in uses for use in some if use.encoder is not None}
-        turn.images = (
-            [[self._found(use, turn) for use in some] for some in uses] if self.copies.tier.num_pages else uses
-        )
+        has_tier = self.copies.tier.num_pages > 0
+        turn.images = [[self._found(use, turn) for use in some] for some in uses] if has_tier else uses
         return turn
 
     def launch(self, turn: PrefillGroup) -> Launched | None:

@@ -7,7 +7,6 @@ begin with those that are there.
 from __future__ import annotations
 
 import functools
-import math
 from collections import abc, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -230,6 +229,7 @@ class Upload:
 
     def __init__(self, copies: DeviceCopies, transfers: Transfers, prefills: abc.Iterable[Prefill]):
         self._copies, self._runner, self._transfers = copies, copies.runner, transfers
+        self._reads_in_place = copies.runner.reads_in_place
         batches = list(_batches(copies, linked_images(prefills)))
         groups = self._runner.shapes.link_groups
         self._waiting = deque(_Piece(batch, layers) for layers in groups for batch in batches)
@@ -255,7 +255,7 @@ class Upload:
             if piece.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._copies.tier.fill(record, record.meta.tokens, 0)
-            self._linked.append((piece.nbytes, done[-1]))
+            self._linked.append((0 if self._reads_in_place else piece.nbytes, done[-1]))
         return read, done
 
     @property
@@ -281,13 +281,20 @@ class Upload:
         """Starts transfers, as long as what is on its way is not too much; whether some have been started."""
         while self._linked and _is_ready(self._linked[0][1]):
             self._linked.popleft()
+        if self._reads_in_place:  # nothing moves, so the next one begins when the one before is linked
+            if self._waiting and not self._started:
+                self._begin()
+            return bool(self._started)
         under_way = sum([size for size, _ in self._linked]) + sum([piece.nbytes for piece, _ in self._started])
-        most = math.inf if self._runner.reads_in_place else self._runner.transfer_bytes
-        while self._waiting and (not under_way or under_way + self._waiting[0].nbytes <= most):
-            piece = self._waiting.popleft()
-            self._started.append((piece, self._transfers.start(piece.batch.records, piece.layers)))
-            under_way += piece.nbytes
+        while self._waiting and (not under_way or under_way + self._waiting[0].nbytes <= self._runner.transfer_bytes):
+            under_way += self._begin().nbytes
         return bool(self._started)
+
+    def _begin(self) -> _Piece:
+        """Starts the transfer of the next piece."""
+        piece = self._waiting.popleft()
+        self._started.append((piece, self._transfers.start(piece.batch.records, piece.layers)))
+        return piece
 
 
 def _is_ready(array: Any) -> bool:
