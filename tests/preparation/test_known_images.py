@@ -99,7 +99,7 @@ def test_the_store_decides_what_is_kept(llm, encoded, loss):
         ask(llm, encoded)
     store = llm.service.cache.store
     if loss == "clear":
-        llm.cache.clear()
+        llm.reset_mm_cache()
         assert len(store.described) == len(store.pictures) == 0
     elif loss == "spoil":
         for record in store.tier.records():
@@ -184,7 +184,7 @@ def test_several_threads_share_what_is_known(llm, textured_image):
         output = ask(llm, *(files[i] for i in order))
         assert [image.key for image in output.cache.images] == [keys[i] for i in order]
         if turn % 5 == 4:
-            llm.cache.clear()
+            llm.service.cache.store.clear()
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(run, range(20)))

@@ -313,10 +313,6 @@ class Expander:
         """
         return self.expansion(token_ids, counts).expanded()
 
-    def length(self, token_ids: Ids, counts: Sequence[int | Inset]) -> int:
-        """How many ids `expand` gives."""
-        return self.expansion(token_ids, counts).length
-
     def expansion(self, token_ids: Ids, counts: Sequence[int | Inset]) -> Expansion:
         """What `expand` needs, with the same errors."""
         pads = self.pads(token_ids, "token_ids").tolist()
