@@ -141,9 +141,9 @@ class Handle:
     def hold_all(handles: Sequence[Handle]) -> None:
         """Does what `hold` does for handles of one store."""
         records = [record for handle in handles for record in handle._records]
-        if records:
-            handles[0]._store.hold(records, 1)
-            handles[0]._store.pin(records, -1)
+        for first in handles[:1]:
+            first._store.hold(records, 1)
+            first._store.pin(records, -1)
         for handle in handles:
             handle._count = handle._store.hold
 
@@ -153,8 +153,8 @@ class Handle:
         records = [record for handle in handles for record in handle._records]
         for handle in handles:
             handle._records = []
-        if records:
-            handles[0]._count(records, -1)
+        for first in handles[:1]:
+            first._count(records, -1)
 
     def __enter__(self) -> Handle:
         return self
