@@ -235,7 +235,8 @@ class LLM(Embedder):
           RequestError, ValueError: see `chat`.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
+        if foreign:
+            ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
         (listed, name), render = _listed_prompts(prompts), self.service.renderer.from_prompt
         call = self.service.call(name, listed, render, reuse, cache_salt, on_error, compress, params=sampling_params)
         return self._answer(call, verify, use_tqdm)

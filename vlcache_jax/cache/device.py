@@ -55,9 +55,8 @@ class DeviceTier:
 
     def need(self, records: Iterable[Record]) -> None:
         """These stay until it is called again."""
-        if self.num_pages:
-            with self._lock:
-                self._needed = weakref.WeakSet(records)
+        with self._lock:
+            self._needed = weakref.WeakSet(records)
 
     def keep(self, records: Iterable[Record], share: float) -> bool:
         """Lets the copies of records stay as long as the records are kept in host memory.

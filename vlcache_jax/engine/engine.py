@@ -390,7 +390,8 @@ class Engine:
         # What was launched for its prompt has been read, or nothing was: nobody reads its records any more.
         lease = sequence.progress.lease
         is_settled = lease is None or lease.is_proven or sequence.end.fault is not None
-        self._compactor.forget(sequence)
+        if self.scheduler.compressed.count:
+            self._compactor.forget(sequence)
         self._prefiller.forget(sequence)
         self.scheduler.finish(sequence, failed=failed)
         if failed and sequence.end.group is not None:

@@ -310,7 +310,8 @@ def _batches(
 ) -> abc.Iterator[_Batch]:
     """Images that are linked together, and where their tokens belong."""
     runner, tier = copies.runner, copies.tier
-    tier.need([record for record, _ in images])
+    if tier.num_pages:
+        tier.need([record for record, _ in images])
     here: list[tuple[Index, Prefill, ImageSpan]] = []
     by_size: dict[int, list[tuple[Record, Prefill, ImageSpan]]] = {}
     for record, users in images:
