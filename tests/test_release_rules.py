@@ -102,7 +102,7 @@ def test_markers_around_a_video(directory, text):
     insets = [renderer.expander.video_inset(one, 3, videos.markers) for one in shown]
     ids, starts, lengths = renderer.expander.expand(tokens(text), insets)
     assert ids.tolist() == tokens(expected).tolist()
-    assert renderer.expander.length(tokens(text), insets) == len(ids)
+    assert renderer.expander.expansion(tokens(text), insets).length == len(ids)
     pad = renderer.video_token_id
     assert [ids[start : start + 3].tolist() for start in starts] == [[pad] * 3] * len(lengths)
     assert not any(ids[start - 1] == pad or ids[start + 3 : start + 4].tolist() == [pad] for start in starts)

@@ -237,7 +237,8 @@ class LLM(Embedder):
           RequestError, ValueError: see `chat`.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
+        if foreign:
+            ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
         options = RequestOptions.of(options, reuse=reuse, compress=compress, cache_salt=cache_salt)
         (listed, name), render = _listed_prompts(prompts), self.service.continues(options)
         call = self.service.call(name, listed, render, options, on_error, params=sampling_params)

@@ -431,11 +431,10 @@ class Reporter:
 
     def _report(self, planned: Planned, sequence: Running) -> CacheReport:
         plan = sequence.progress.plan if sequence.told.ran is None else sequence.told.ran
-        images = tuple(
-            self._image_report(i, use, plan, sequence.told.cached) for i, use in enumerate(sequence.progress.images)
-        )
+        uses, cached = sequence.progress.images, sequence.told.cached
+        images = tuple([self._image_report(i, use, plan, cached) for i, use in enumerate(uses)])
         compression = sequence.told.compression
-        approximate = sum(image.tokens - image.recomputed[-1] for image in images if image.match == "approximate")
+        approximate = sum([image.tokens - image.recomputed[-1] for image in images if image.match == "approximate"])
         return CacheReport(
             images,
             exact=approximate == 0 and (compression is None or compression.is_whole),
@@ -449,19 +448,21 @@ class Reporter:
     def _image_report(self, index: int, use: ImageUse, plan: Plan, cached: int) -> ImageReuse:
         image = use.span.image
         depth = plan.depth[use.span.tokens]
-        is_resident = use.span.within(cached)
+        is_resident, computes = use.span.within(cached), bool(depth.any())
         linked = None if is_resident else use.linked
         moved = 0
         if linked is not None and use.kv_tier != "device":
-            moved += linked.meta.nbytes + _fetched(linked, use.kv_tier)
+            moved += linked.meta.nbytes
+            if use.kv_tier != "host":
+                moved += _fetched(linked)
         encoder = "none"
-        if depth.any():
+        if computes:
             # One turn may compute it for both, and its tokens be read before the record is filled.
             found = use.has_encoder and use.encoder is not None and not isinstance(use.encoder.state, Lost)
             encoder = use.encoder_tier if found else "computed"
             if found and use.encoder is not None and encoder != "device":
                 rows = use.encoder.meta.nbytes // use.encoder.meta.padded * int(np.count_nonzero(depth))
-                moved += rows + _fetched(use.encoder, encoder)
+                moved += rows if encoder == "host" else rows + _fetched(use.encoder)
         return ImageReuse(
             index=index,
             key=image.key,
@@ -469,7 +470,7 @@ class Reporter:
             encoder=encoder,
             kv="resident" if is_resident else "none" if linked is None else use.kv_tier,
             match="exact" if is_resident else "miss" if linked is None else use.span.state,
-            recomputed=active_rows(depth, self._num_layers),
+            recomputed=active_rows(depth, self._num_layers) if computes else (0,) * self._num_layers,
             bytes_moved=moved,
             why=None if is_resident else use.why,
             video=None if use.span.moment is None else use.span.moment.video,
@@ -516,14 +517,14 @@ class Deltas:
         return dataclasses.replace(one, logprobs=logprobs)
 
 
-def _fetched(record: Record, tier: str) -> int:
-    """Bytes that came from outside host memory."""
-    return 0 if tier == "host" else len(record.meta.parts) * record.meta.part_bytes
+def _fetched(record: Record) -> int:
+    """Bytes of a record that came from outside host memory."""
+    return len(record.meta.parts) * record.meta.part_bytes
 
 
 def _exact_tokens(sequence: Running) -> int:
     """Prompt tokens whose K, V were reused exactly."""
     plan, cached = sequence.progress.plan, sequence.told.cached
     linked = [use.span for use in sequence.progress.images if use.linked is not None and use.span.state == "exact"]
-    behind = (plan.depth[max(span.start, cached) : span.stop] for span in linked)
-    return cached + sum(int(np.count_nonzero(depth == 0)) for depth in behind)
+    depths = [plan.depth[max(span.start, cached) : span.stop] for span in linked]
+    return cached + (int(np.count_nonzero(np.concatenate(depths) == 0)) if depths else 0)

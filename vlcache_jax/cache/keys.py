@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,12 +113,13 @@ def context_keys(parts: Iterable[str | int | npt.NDArray[np.int32]]) -> Iterator
     for part in parts:
         if isinstance(part, str):
             yield digest.hexdigest()
-        value: Any = part
-        if isinstance(part, np.ndarray):
-            value = part.astype("<i4").tobytes()
-        elif isinstance(part, int):
-            value = _TIME, part
-        _write(digest.update, value)
+            letter, content = b"s", part.encode()
+        elif isinstance(part, np.ndarray):
+            letter, content = b"b", part.astype("<i4").tobytes()
+        else:
+            _write(digest.update, (_TIME, part))
+            continue
+        digest.update(letter + _length(len(content)) + content)  # as `_write` does
 
 
 def owner_key(salt: Salt) -> str:
@@ -145,9 +146,14 @@ def request_key(entries: Sequence[str]) -> str:
     return _digest("request", entries)
 
 
+_length = struct.Struct(">Q").pack
+
+
 def _digest(*parts: Any) -> str:
     digest = blake3()
-    _write(digest.update, parts)
+    digest.update(b"l" + _length(len(parts)))
+    for part in parts:
+        _write(digest.update, part)
     return digest.hexdigest()
 
 
@@ -157,8 +163,10 @@ def _write(write: Callable[[bytes | memoryview], object], value: Any) -> None:
     Lists and tuples are the same; a mapping's order does not count, and its keys are strings.
     """
     match value:
+        case None:
+            write(b"n")
         case str():
-            _write_sized(write, b"s", value.encode())
+            write(b"s" + _length(len(encoded := value.encode())) + encoded)
         case bytes() | memoryview():  # in place: it may be a whole picture
             write(b"b" + _length(len(value)))
             write(value)
@@ -171,8 +179,6 @@ def _write(write: Callable[[bytes | memoryview], object], value: Any) -> None:
             for key in sorted(value):
                 _write_sized(write, b"s", key.encode())
                 _write(write, value[key])
-        case None:
-            write(b"n")
         case bool():
             write(b"t" if value else b"f")
         case int():
@@ -185,10 +191,6 @@ def _write(write: Callable[[bytes | memoryview], object], value: Any) -> None:
 
 def _write_sized(write: Callable[[bytes], object], letter: bytes, content: bytes) -> None:
     write(letter + _length(len(content)) + content)
-
-
-def _length(count: int) -> bytes:
-    return struct.pack(">Q", count)
 
 
 NO_TENANTS = frozenset({owner_key(None), owner_key(SHARED)})
@@ -230,19 +232,19 @@ class Bounded[V]:
 
     def __init__(self, most: int):
         self._most = most
-        self._values: OrderedDict[str, V] = OrderedDict()
+        self._values: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def get(self, key: str) -> V | None:
+    def get(self, key: Hashable) -> V | None:
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
-    def put(self, key: str, value: V) -> bool:
+    def put(self, key: Hashable, value: V) -> bool:
         """Whether the key was there before."""
         with self._lock:
             known = key in self._values
@@ -252,7 +254,7 @@ class Bounded[V]:
                 self._values.popitem(last=False)
             return known
 
-    def pop(self, key: str) -> V | None:
+    def pop(self, key: Hashable) -> V | None:
         with self._lock:
             return self._values.pop(key, None)
 

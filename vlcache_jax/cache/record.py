@@ -94,7 +94,7 @@ class Meta:
             return ("encoder",), *(("deepstack", j) for j in range(self.shape[0] - 1))
         return tuple(("kv", layer) for layer in range(self.shape[0]))
 
-    @property
+    @functools.cached_property
     def padded(self) -> int:
         """Tokens that the data have room for."""
         if self.context is None:
@@ -106,7 +106,7 @@ class Meta:
         """Of the record's arrays; where K, V are coded [L, 2, T, bytes]."""
         return tuple((*self.shape[:2], self.padded, size) for size in self.planes) or (self.shape,)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """With padding, as it lies in memory."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize

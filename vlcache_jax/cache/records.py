@@ -71,7 +71,7 @@ class CacheStats:
 
 
 class Handle:
-    """What was found for an image. Its records stay until it is released, at the end of a `with`.
+    """What was found for an image. Its records, which are pinned, stay until it is released, at the end of a `with`.
 
     Attributes:
       encoder: record of the encoder rows, or None.
@@ -98,8 +98,6 @@ class Handle:
         self._store = records
         self._records = [record for record in (encoder, kv) if record is not None]
         self._count = records.pin
-        for record in self._records:
-            records.pin(record, 1)
 
     def pass_over(self, *, encoder: bool) -> None:
         """Lets go of K, V, if there are any, as computing them is cheaper.
@@ -115,7 +113,7 @@ class Handle:
             self.encoder = None
         for record in self.passed_over:
             self._records.remove(record)
-            self._count(record, -1)
+        self._count(self.passed_over, -1)
 
     def prefer(self, other: Handle) -> Handle:
         """The better of two, with the encoder rows of either; the rest of them is released."""
@@ -133,14 +131,30 @@ class Handle:
 
     def hold(self) -> None:
         """Holds the records from now on, instead of pinning them: they may lose their place, not their contents."""
-        for record in self._records:
-            self._store.hold(record, 1)
-            self._store.pin(record, -1)
-        self._count = self._store.hold
+        Handle.hold_all([self])
 
     def release(self) -> None:
-        while self._records:
-            self._count(self._records.pop(), -1)
+        """Lets go of the records."""
+        Handle.release_all([self])
+
+    @staticmethod
+    def hold_all(handles: Sequence[Handle]) -> None:
+        """Does what `hold` does for handles of one store."""
+        records = [record for handle in handles for record in handle._records]
+        for first in handles[:1]:
+            first._store.hold(records, 1)
+            first._store.pin(records, -1)
+        for handle in handles:
+            handle._count = handle._store.hold
+
+    @staticmethod
+    def release_all(handles: Sequence[Handle]) -> None:
+        """Does what `release` does for handles of one store, all of which are held, or none is."""
+        records = [record for handle in handles for record in handle._records]
+        for handle in handles:
+            handle._records = []
+        for first in handles[:1]:
+            first._count(records, -1)
 
     def __enter__(self) -> Handle:
         return self
@@ -169,18 +183,24 @@ class MemoryTier:
 
     def get(self, name: str) -> Record | None:
         """The record of this name, which may still be being filled."""
-        with self._lock:
-            record = self._records.get(_place(name))
-            if record is not None and record.meta.name != name:
-                self.clashes += 1
-                return None
-            return record
+        return self.get_all([name])[0]
 
-    def touch(self, record: Record) -> None:
-        """Makes it the most recently used one."""
+    def get_all(self, names: Sequence[str]) -> list[Record | None]:
+        """The records of these names."""
         with self._lock:
-            if self._records.get(place := _place(record.meta.name)) is record:
-                self._records.move_to_end(place)
+            found = [self._records.get(_place(name)) for name in names]
+            for i, name in enumerate(names):
+                if (record := found[i]) is not None and record.meta.name != name:
+                    self.clashes += 1
+                    found[i] = None
+            return found
+
+    def touch(self, records: Sequence[Record]) -> None:
+        """Makes them the most recently used ones, the last one most of all."""
+        with self._lock:
+            for record in records:
+                if self._records.get(place := _place(record.meta.name)) is record:
+                    self._records.move_to_end(place)
 
     def allocate(
         self, metas: Sequence[Meta], displaced: Sequence[Record] = (), source: str | None = None
@@ -319,8 +339,7 @@ class Records:
     def find(self, entry: str, context: str, *, grid: Grid | None, approximate: bool) -> Handle:
         """Finds what is here of an image and pins it; see `Store.lookup`."""
         with self._lock:
-            encoder = self._get(f"enc/{entry}", grid)
-            same = self._get(name := f"kv/{entry}/{context}", grid)
+            encoder, same = self._get_all([f"enc/{entry}", name := f"kv/{entry}/{context}"], grid)
             is_own = same is not None and same.meta.canonical
             is_coded = same is not None and is_own and bool(same.meta.planes)
             exact = is_own and not is_coded
@@ -334,9 +353,10 @@ class Records:
                 kv = usable[-1] if usable else None
                 lost = (self._lost.get(name) if same is None else None) or (None if variants else self._lost.get(entry))
                 why = lost[0] if lost else Why.other_context if variants else Why.unknown_image
-            for record in (kv, encoder):  # the encoder's rows are of use for longer
-                if record is not None:
-                    self.tier.touch(record)
+            found = [record for record in (kv, encoder) if record is not None]
+            self.tier.touch(found)  # the encoder's rows last: they are of use for longer
+            for record in found:
+                record.pins += 1
             return Handle(self, encoder, kv, exact, why, is_coded)
 
     def is_of_use(self, meta: Meta, approximate: bool) -> bool:
@@ -344,24 +364,26 @@ class Records:
         prefers_another = not meta.canonical and self.has_variants(meta.entry, canonical=True)
         return meta.is_exact or (approximate and not prefers_another)
 
-    def count(self, handle: Handle) -> None:
-        """Enters a look-up in the counters."""
+    def count(self, handles: Sequence[Handle]) -> None:
+        """Enters look-ups in the counters."""
         with self._lock:
-            self._counts.encoder_hits += handle.encoder is not None
-            self._counts.hits_exact += handle.exact
-            self._counts.hits_approximate += handle.kv is not None and not handle.exact
-            passed_over = any(record.meta.context is not None for record in handle.passed_over)
-            self._counts.passed_over += passed_over
-            self._counts.misses += handle.kv is None and not passed_over
-            if handle.why is not None:
-                self._whys[handle.why.value] += 1
+            for handle in handles:
+                self._counts.encoder_hits += handle.encoder is not None
+                self._counts.hits_exact += handle.exact
+                self._counts.hits_approximate += handle.kv is not None and not handle.exact
+                passed_over = bool([record for record in handle.passed_over if record.meta.context is not None])
+                self._counts.passed_over += passed_over
+                self._counts.misses += handle.kv is None and not passed_over
+                if handle.why is not None:
+                    self._whys[handle.why.value] += 1
 
-    def _get(self, name: str, grid: Grid | None) -> Record | None:
-        record = self.tier.get(name)
-        if record is not None and grid not in (None, record.meta.grid):
-            self._counts.clashes += 1
-            return None
-        return record
+    def _get_all(self, names: Sequence[str], grid: Grid | None) -> list[Record | None]:
+        found = self.tier.get_all(names)
+        for i, record in enumerate(found):
+            if record is not None and grid not in (None, record.meta.grid):
+                self._counts.clashes += 1
+                found[i] = None
+        return found
 
     # Making records.
 
@@ -410,7 +432,7 @@ class Records:
                     self._lost.pop(record.meta.name)
         if record.is_ready:
             self.published(record)
-        self._let_pass(record)
+        self._let_pass([record])
 
     def published(self, record: Record) -> None:
         """A record has been filled. The `Store` hands it to the tiers outside; here nobody is told."""
@@ -449,12 +471,13 @@ class Records:
 
     # Staying and leaving.
 
-    def pin(self, record: Record, by: int) -> None:
-        """Counts handles that need a record to stay."""
+    def pin(self, records: Sequence[Record], by: int) -> None:
+        """Counts handles that need records to stay."""
         with self._lock:
-            record.pins += by
-        if by < 0:
-            self._let_pass(record)
+            for record in records:
+                record.pins += by
+            if by < 0:
+                self._let_pass(records)
 
     def keep(self, entry: str, is_kept: bool) -> int:
         """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes.
@@ -472,30 +495,34 @@ class Records:
                 )
             for record in records:
                 record.is_kept = is_kept
-                self._let_pass(record)
+            self._let_pass(records)
             return len(records)
 
-    def hold(self, record: Record, by: int, *, to_write: bool = False) -> None:
-        """Counts requests that are going to read a record, and those that are to write it to another tier."""
+    def hold(self, records: Sequence[Record], by: int, *, to_write: bool = False) -> None:
+        """Counts requests that are going to read records, and those that are to write them to another tier."""
         with self._lock:
-            record.held += by
-            record.writes += by * to_write
-            if not record.held and self.tier.get(record.meta.name) is not record:
-                self._left.discard(record)
-                if record.state is State.reserved:
-                    record.lose(Why.load_failed)  # nobody needs to fill it any more
-        if by < 0:
-            self._let_pass(record)
+            for record in records:
+                record.held += by
+                record.writes += by * to_write
+                # A record that nobody holds, and that has lost its place, is gone.
+                may_be_gone = record in self._left or record.state is State.reserved
+                if not record.held and may_be_gone and self.tier.get(record.meta.name) is not record:
+                    self._left.discard(record)
+                    if record.state is State.reserved:
+                        record.lose(Why.load_failed)  # nobody needs to fill it any more
+            if by < 0:
+                self._let_pass(records)
 
-    def _let_pass(self, record: Record) -> None:
-        """Lets go of a record that nobody needs: one that is being loaded, or of which no memory is to be kept."""
+    def _let_pass(self, records: Sequence[Record]) -> None:
+        """Lets go of records that nobody needs: those that are being loaded, or of which no memory is to be kept."""
         with self._lock:
-            if not record.is_free:
-                return
-            if record.source is not None:
-                self.cancel(record)
-            if self.config.passes_on and record.is_settled:
-                self.remove(record, None)
+            for record in records:
+                if (record.source is None and not self.config.passes_on) or not record.is_free:
+                    continue
+                if record.source is not None:
+                    self.cancel(record)
+                if self.config.passes_on and record.is_settled:
+                    self.remove(record, None)
 
     def has_variants(self, entry: str, *, canonical: bool = False) -> bool:
         """Whether K, V of an image, or canonical ones, are kept, or being filled."""

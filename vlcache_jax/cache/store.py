@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.config import CacheConfig
@@ -40,6 +40,7 @@ from vlcache_jax.inputs.processor import Grid
 _log = logging.getLogger(__name__)
 
 _REFUSED = 4096  # files that are no pictures
+_DESCRIBED = 16384  # pictures with their limits; half a kilobyte apiece
 _LOOK = 1.0  # seconds that a request waits at most to hear what a tier elsewhere has
 _LOOK_HERE = 10.0  # and at most for what one of this machine has, unless `timeout` says otherwise
 _TICK = 0.05  # seconds between two looks at what is late
@@ -95,6 +96,8 @@ class Store(Records):
 
     Attributes:
       pictures: what an alias stands for.
+      described: what follows from the picture that an alias stands for, as request preparation keeps it there by alias
+        and limits of pixels. It is forgotten with the aliases.
       refusals: why the file under an alias is no picture.
       requests: the lists of images that came together.
       shared: the entry keys of what an operator keeps for everyone, by those without a salt.
@@ -120,6 +123,7 @@ class Store(Records):
         self._together = together
         super().__init__(config, shares or Quotas(config.owner_bytes), clock, forgotten)
         self.pictures = Bounded[PictureKey](REMEMBERED)
+        self.described = Bounded[Any](_DESCRIBED)
         self.refusals = Bounded[str](_REFUSED)
         self.requests = RememberedRequests()
         self.shared = Bounded[str](REMEMBERED)
@@ -172,8 +176,8 @@ class Store(Records):
                 self._expired(entry)
             handle = self.find(entry, context, grid=grid, approximate=approximate)
         finally:
-            for record in coming:
-                self.pin(record, -1)
+            if coming:
+                self.pin([*coming], -1)
         handle.brought = {record.meta.name: label for record, label in coming.items()}
         return handle
 
@@ -193,8 +197,7 @@ class Store(Records):
             channel.tier.touch(here)
         begun = [(channel, found, self._place(channel, found)) for channel, found in wanted.values()]
         coming = {record: (channel, found.meta) for channel, found, record in begun if record is not None}
-        for record in coming:  # nobody lets it pass before it has been found
-            self.pin(record, 1)
+        self.pin([*coming], 1)  # nobody lets them pass before they have been found
         for record, (channel, meta) in coming.items():
             self._start(channel, meta, record)
         return {record: channel.tier.label for record, (channel, _) in coming.items()}
@@ -202,7 +205,7 @@ class Store(Records):
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled, or can be brought in."""
         with self._lock:
-            is_here = bool(self._records(entry))
+            is_here = entry in self._variants or self.tier.get(f"enc/{entry}") is not None
         return is_here or f"enc/{entry}" in _outside(self.channels, entry, self.ages.oldest())
 
     def wait(self) -> None:
@@ -221,8 +224,8 @@ class Store(Records):
 
     def _keep(self, record: Record, channels: Sequence[Channel]) -> None:
         for channel in (channel for channel in channels if not channel.tier.is_read_only):
-            self.hold(record, 1, to_write=True)
-            channel.keep(record, lambda: self.hold(record, -1, to_write=True))
+            self.hold([record], 1, to_write=True)
+            channel.keep(record, lambda: self.hold([record], -1, to_write=True))
 
     def _sight(self, entry: str) -> None:
         """An image is asked for. Records that wait for its second time are written now."""
@@ -276,7 +279,7 @@ class Store(Records):
         """Forgets every record in host memory, alias and request. Counters go on."""
         with self._lock:
             super().clear()
-            for memory in (self.pictures, self.refusals, self.requests, self.shared):
+            for memory in (self.pictures, self.described, self.refusals, self.requests, self.shared):
                 memory.clear()
 
     def stats(self) -> CacheStats:

@@ -10,7 +10,6 @@ made for the largest of them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -109,13 +108,10 @@ class Pool:
             self.arrays = [[run(self._empty), run(self._empty)] for _ in range(self._count)]
         return self.arrays
 
-    @contextlib.contextmanager
-    def taken(self) -> abc.Iterator[Halves]:
-        """The arrays, for programs that take and return them: what the list has in the end is the pool. If that does
-        not come, everything in it is lost."""
-        arrays, self.arrays = self.arrays or self.make(), None
-        yield arrays
-        self.arrays = arrays
+    def taken(self) -> _Taken:
+        """Within, the arrays, for programs that take and return them: what the list has in the end is the pool. If that
+        does not come, everything in it is lost."""
+        return _Taken(self)
 
     def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
         """Copies pages: of each pair the first to the second, which none of the others names."""
@@ -126,6 +122,22 @@ class Pool:
             source[: len(some)], target[: len(some)] = zip(*some, strict=True)
             with self.taken() as arrays:
                 arrays[:] = self._programs.run(CopyPages(size), arrays, source, target)
+
+
+class _Taken:
+    """The arrays of a pool, which has them again at the end of a `with` that raised nothing."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+
+    def __enter__(self) -> Halves:
+        self._arrays = self._pool.make()
+        self._pool.arrays = None
+        return self._arrays
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._pool.arrays = self._arrays
 
 
 Index = npt.NDArray[np.int32]

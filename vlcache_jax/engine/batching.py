@@ -22,7 +22,7 @@ from vlcache_jax.engine.request import Sequence
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
-from vlcache_jax.reuse.policies import Plan
+from vlcache_jax.reuse.policies import Plan, active_rows
 from vlcache_jax.reuse.selection import RowChoice, Selection
 from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, most_moved, shifted_images
 
@@ -149,7 +149,7 @@ def linked_images(
     users: dict[int, tuple[Record, list[tuple[Prefill, ImageSpan]]]] = {}
     for prefill in prefills:
         for use in prefill.sequence.progress.images if prefill.links else ():
-            if use.linked is not None and not use.span.within(prefill.cached):
+            if use.linked is not None and use.span.stop > prefill.cached:
                 users.setdefault(id(use.linked), (use.linked, []))[1].append((prefill, use.span))
     return list(users.values())
 
@@ -189,7 +189,7 @@ def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: in
         rows, computed = computed[:count], computed[count:]
         rows = rows[np.argsort(-depth[rows], kind="stable")]
         selection = None
-        active = tuple(int(np.count_nonzero(depth[rows] > layer)) for layer in range(num_layers))
+        active = active_rows(depth[rows], num_layers)
         if choice is not None:
             # Up to the check layer all are computed; behind it those that must be, and so many of the others.
             check = choice.policy.check_layer
@@ -251,9 +251,11 @@ def _captured(
 
 def pad_rows(rows: Rows, size: int, num_slots: int) -> Rows:
     """Padding rows write nowhere (distinct slots beyond the pool) and see nothing."""
-    missing = size - len(rows.slot)
-    padded = Rows(*(np.pad(field, [(0, 0)] * (field.ndim - 1) + [(0, missing)]) for field in rows))
-    padded.slot[size - missing :] = num_slots + np.arange(size - missing, size)
+    count = len(rows.slot)
+    padded = Rows(*[np.zeros((*field.shape[:-1], size), field.dtype) for field in rows])
+    for own, field in zip(padded, rows, strict=True):
+        own[..., :count] = field
+    padded.slot[count:] = num_slots + np.arange(count, size)
     return padded
 
 
@@ -297,7 +299,7 @@ def _place(images: list[ImageRef], image: Index, image_row: Index, token: Index)
     Answers to one prompt share the rows of its images.
     """
     is_image = image >= 0
-    first = np.cumsum([0, *(one.num_tokens for one in images)])
+    first = np.cumsum([0, *[one.num_tokens for one in images]])
     index = first[image[is_image]] + image_row[is_image]  # among the rows of all images
     is_there = np.zeros(first[-1], bool)
     is_there[index] = True

@@ -167,8 +167,9 @@ class Engine:
         self._sweep()
         self._admit()
         put_back = self._prefill()
-        for results in self._compactor.advance():
-            self._flight.add(results)
+        if self.scheduler.compressed.count:
+            for results in self._compactor.advance():
+                self._flight.add(results)
         window = self.runner.ladder.window
         self._decode(free, window)
         while self._flight.read < launched:  # `_decode` may have read some of these already
@@ -176,7 +177,8 @@ class Engine:
         # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow. The
         # host looks once: how an answer goes on must not hang on the time.
         known = held(self.scheduler.decoding, until=time.perf_counter() + _MASK_PATIENCE)
-        if not self.runner.programs.is_warming:  # else they come token by token: their steps may have no programs yet
+        # While programs are compiled, they come token by token: their steps may have no programs yet.
+        if known and not self.runner.programs.is_warming:
             start = time.thread_time()
             for forced, tokens in run_on(self.runner, self._lanes, self.scheduler.runs(known)):
                 if tokens is not None:
@@ -387,7 +389,8 @@ class Engine:
         # What was launched for its prompt has been read, or nothing was: nobody reads its records any more.
         lease = sequence.progress.lease
         is_settled = lease is None or lease.is_proven or sequence.end.fault is not None
-        self._compactor.forget(sequence)
+        if self.scheduler.compressed.count:
+            self._compactor.forget(sequence)
         self._prefiller.forget(sequence)
         self.scheduler.finish(sequence, failed=failed)
         if failed and sequence.end.group is not None:

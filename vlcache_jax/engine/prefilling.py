@@ -416,7 +416,10 @@ class Prefiller:
             if ahead is not None:
                 turn.where.update(ahead.where)
                 turn.took += ahead.took
-        turn.images = [[self._found(use, turn) for use in prefill.sequence.progress.images] for prefill in prefills]
+        uses = [prefill.sequence.progress.images for prefill in prefills]
+        turn.kept = {use.span.image: use.encoder for some in uses for use in some if use.encoder is not None}
+        has_tier = self.copies.tier.num_pages > 0
+        turn.images = [[self._found(use, turn) for use in some] for some in uses] if has_tier else uses
         return turn
 
     def launch(self, turn: PrefillGroup) -> Launched | None:
@@ -481,8 +484,6 @@ class Prefiller:
 
     def _found(self, use: ImageUse, turn: PrefillGroup) -> ImageUse:
         """An image with the tier that it comes from now."""
-        if use.encoder is not None:
-            turn.kept[use.span.image] = use.encoder
         if use.linked is None or self.copies.tier.find(use.linked) is None:
             return use
         if (rows := self.copies.tier.find_rows(use.linked)) is None:

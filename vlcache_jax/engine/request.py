@@ -140,8 +140,7 @@ class Holding:
         for record in self._made:
             if record.state is State.reserved:
                 self._store.cancel(record)
-        for handle in self._handles:
-            handle.release()
+        Handle.release_all(self._handles)
         self._items.clear()
 
 

@@ -110,7 +110,9 @@ class Fillers:
 
     def of(self, sequence: Sequence) -> list[Sequence]:
         """Those that are to fill what a sequence links."""
-        found = (self._found.get(id(use.linked)) for use in sequence.progress.images if use.linked is not None)
+        if not self._found:
+            return []
+        found = [self._found.get(id(use.linked)) for use in sequence.progress.images if use.linked is not None]
         return [one for one in found if one is not None]
 
     def last(self, others: abc.Sequence[Sequence], running: abc.Iterable[Sequence]) -> Sequence:
@@ -581,4 +583,4 @@ class Readiness:
 def _uncached(sequence: Sequence, lease: Lease, images: abc.Sequence[ImageUse]) -> list[tuple[int, ImageUse]]:
     """Its images that are not in pages as a whole, and their numbers."""
     cached = len(sequence.layout) if lease.is_fork else lease.cached
-    return [(i, use) for i, use in enumerate(images) if not use.span.within(cached)]
+    return [(i, use) for i, use in enumerate(images) if use.span.stop > cached]

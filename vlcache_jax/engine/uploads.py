@@ -7,7 +7,6 @@ with the first layers.
 from __future__ import annotations
 
 import functools
-import math
 from collections import abc, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 
 from vlcache_jax.cache.device import DeviceTier, Index
-from vlcache_jax.cache.record import Record, TierError
+from vlcache_jax.cache.record import Record, State, TierError
 from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.programs.base import Stored
 from vlcache_jax.device.programs.memory import Code, EmptyTier, KeepLayer, KeepRows, Link, Recall
@@ -27,6 +26,7 @@ from vlcache_jax.engine.scheduler import PATIENCE
 from vlcache_jax.inputs.layout import ImageSpan
 
 Array = jax.Array | np.ndarray
+Images = list[list[jax.Array]]  # of each image its planes
 
 
 class DeviceCopies:
@@ -157,14 +157,16 @@ class Transfers:
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, "vlcache-transfers")
 
-    def start(self, records: abc.Sequence[Record], layers: slice) -> Future[list[list[jax.Array]]]:
-        """Some layers of records on the device, of each its planes. The future has a TierError if one does not come."""
-        if not records or (self._runner.reads_in_place and all(record.has_arrived(layers.stop) for record in records)):
-            here: Future[list[list[jax.Array]]] = Future()  # nothing has to move
-            here.set_result([self._lent(record, layers) for record in records])
-            return here
+    def start(self, records: abc.Sequence[Record], layers: slice) -> Images | Future[Images]:
+        """Some layers of records on the device, if need be later. The future has a TierError if one does not come."""
+        if not records:
+            return []
+        if self._runner.reads_in_place:
+            coming = [one for one in records if one.state is not State.ready and not one.has_arrived(layers.stop)]
+            if not coming:
+                return [one.lent.get(layers.start) or self._lent(one, layers) for one in records]
 
-        def put() -> list[list[jax.Array]]:
+        def put() -> Images:
             for record in records:
                 if not record.wait_for(layers.stop):
                     raise TierError(f"{record.meta.name} did not come")
@@ -177,9 +179,8 @@ class Transfers:
         return self._runner.put([plane[layers] for plane in record.planes])
 
     def _lent(self, record: Record, layers: slice) -> list[jax.Array]:
-        if layers.start not in record.lent:
-            record.lent[layers.start] = self._put(record, layers)
-        return record.lent[layers.start]
+        record.lent[layers.start] = lent = self._put(record, layers)
+        return lent
 
     def close(self) -> None:
         """It brings nothing any more. Nobody waits for what is on its way."""
@@ -214,7 +215,7 @@ class _Piece:
     @functools.cached_property
     def nbytes(self) -> int:
         """That have to come."""
-        return sum(plane[self.layers].nbytes for record in self.batch.records for plane in record.planes)
+        return sum([plane[self.layers].nbytes for record in self.batch.records for plane in record.planes])
 
 
 class Upload:
@@ -228,10 +229,11 @@ class Upload:
 
     def __init__(self, copies: DeviceCopies, transfers: Transfers, prefills: abc.Iterable[Prefill]):
         self._copies, self._runner, self._transfers = copies, copies.runner, transfers
+        self._reads_in_place = copies.runner.reads_in_place
         batches = list(_batches(copies, linked_images(prefills)))
         groups = self._runner.shapes.link_groups
         self._waiting = deque(_Piece(batch, layers) for layers in groups for batch in batches)
-        self._started: deque[tuple[_Piece, Future[list[list[jax.Array]]]]] = deque()
+        self._started: deque[tuple[_Piece, Images | Future[Images]]] = deque()
         self._linked: deque[tuple[int, jax.Array]] = deque()  # bytes that their programs read until they are ready
 
     def advance(self) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -245,15 +247,15 @@ class Upload:
         """
         read: list[jax.Array] = []
         done: list[jax.Array] = []
-        while self._start() and self._started[0][1].done():
+        while self._start() and _has_come(self._started[0][1]):
             piece, coming = self._started.popleft()
-            images, batch = coming.result(), piece.batch
+            images, batch = coming if isinstance(coming, list) else coming.result(), piece.batch
             read += jax.tree.leaves(images)
             done.append(self._copies.link(piece.layers, images, batch.places(), batch.where))
             if piece.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._copies.tier.fill(record, record.meta.tokens, 0)
-            self._linked.append((piece.nbytes, done[-1]))
+            self._linked.append((0 if self._reads_in_place else piece.nbytes, done[-1]))
         return read, done
 
     @property
@@ -265,30 +267,42 @@ class Upload:
     def wait(self) -> None:
         """Waits for what the next link lacks, but not for long: others may arrive meanwhile, or be aborted."""
         if self._started:
-            wait([self._started[0][1]], PATIENCE)
+            wait([coming for _, coming in self._started if isinstance(coming, Future)][:1], PATIENCE)
         elif self._waiting:
             self._linked[0][1].block_until_ready()
 
     def cancel(self) -> None:
         """Nobody wants the rest any more."""
         for _, coming in self._started:
-            coming.cancel()
+            if isinstance(coming, Future):
+                coming.cancel()
 
     def _start(self) -> bool:
         """Starts transfers, as long as what is on its way is not too much; whether some have been started."""
         while self._linked and _is_ready(self._linked[0][1]):
             self._linked.popleft()
-        under_way = sum(size for size, _ in self._linked) + sum(piece.nbytes for piece, _ in self._started)
-        most = math.inf if self._runner.reads_in_place else self._runner.transfer_bytes
-        while self._waiting and (not under_way or under_way + self._waiting[0].nbytes <= most):
-            piece = self._waiting.popleft()
-            self._started.append((piece, self._transfers.start(piece.batch.records, piece.layers)))
-            under_way += piece.nbytes
+        if self._reads_in_place:  # nothing moves, so the next one begins when the one before is linked
+            if self._waiting and not self._started:
+                self._begin()
+            return bool(self._started)
+        under_way = sum([size for size, _ in self._linked]) + sum([piece.nbytes for piece, _ in self._started])
+        while self._waiting and (not under_way or under_way + self._waiting[0].nbytes <= self._runner.transfer_bytes):
+            under_way += self._begin().nbytes
         return bool(self._started)
+
+    def _begin(self) -> _Piece:
+        """Starts the transfer of the next piece."""
+        piece = self._waiting.popleft()
+        self._started.append((piece, self._transfers.start(piece.batch.records, piece.layers)))
+        return piece
 
 
 def _is_ready(array: Any) -> bool:
     return bool(array.is_ready())
+
+
+def _has_come(coming: Images | Future[Images]) -> bool:
+    return isinstance(coming, list) or coming.done()
 
 
 def _batches(
@@ -296,14 +310,15 @@ def _batches(
 ) -> abc.Iterator[_Batch]:
     """Images that are linked together, and where their tokens belong."""
     runner, tier = copies.runner, copies.tier
-    tier.need(record for record, _ in images)
+    if tier.num_pages:
+        tier.need([record for record, _ in images])
     here: list[tuple[Index, Prefill, ImageSpan]] = []
     by_size: dict[int, list[tuple[Record, Prefill, ImageSpan]]] = {}
     for record, users in images:
-        if (place := tier.find(record)) is not None:
+        if tier.num_pages and (place := tier.find(record)) is not None:
             here += [(place, *user) for user in users]
         else:
-            by_size.setdefault(record.meta.padded, []).extend((record, *user) for user in users)
+            by_size.setdefault(record.meta.padded, []).extend([(record, *user) for user in users])
     if here:
         yield from _recalls(runner, here)
     promoted: set[Record] = set()
@@ -311,11 +326,13 @@ def _batches(
         for count in runner.shapes.split_links(size, len(alike)):
             some, alike = alike[:count], alike[count:]
             places = functools.partial(_places, runner, [(prefill, span) for _, prefill, span in some], size)
-            records = tuple(record for record, _, _ in some)
+            records = tuple([record for record, _, _ in some])
+            if not tier.num_pages:
+                yield _Batch(records, functools.cache(places), None)
+                continue
             new = [record for record in dict.fromkeys(records) if record not in promoted]
             promoted.update(new)
-            where = _promoted(copies, records, new, size) if tier.num_pages else None
-            yield _Batch(records, functools.cache(places), where, tuple(new))
+            yield _Batch(records, functools.cache(places), _promoted(copies, records, new, size), tuple(new))
 
 
 def _places(runner: Runner, users: abc.Sequence[tuple[Prefill, ImageSpan]], size: int) -> jax.Array | np.ndarray:

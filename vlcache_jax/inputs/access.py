@@ -447,7 +447,7 @@ class Access:
     def _too_large(self, name: str) -> ValueError:
         return ValueError(f"{name} must have at most {self._max_bytes} bytes, got a larger file")
 
-    @property
+    @functools.cached_property
     def _max_bytes(self) -> int:
         return cast(int, self.max_image_bytes)
 

@@ -33,12 +33,40 @@ class Inset(NamedTuple):
     markers: tuple[int, ...] | None = None
 
 
-class PlaceholderRange(NamedTuple):
-    """Tokens `begin` to `end` of a prompt, and what comes in their place."""
+type PlaceholderRange = tuple[int, int, Inset]
+"""Tokens from the first number to the second of a prompt, and what comes in their place."""
 
-    begin: int
-    end: int
-    inset: Inset
+
+class Expansion:
+    """A prompt, and what comes in the place of its images and videos.
+
+    Args:
+        token_ids: with one pad for each image and video, int32 [n].
+        places: in their order.
+
+    Attributes:
+        length: of the expanded prompt.
+    """
+
+    def __init__(self, token_ids: Ids, places: Sequence[PlaceholderRange]):
+        self._token_ids, self._places = token_ids, places
+        self.length = len(token_ids) + sum([len(inset.ids) - (end - begin) for begin, end, inset in places])
+
+    def expanded(self) -> tuple[Ids, Ids, Ids]:
+        """Returns what `Expander.expand` does."""
+        token_ids = self._token_ids
+        parts: list[Ids] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        done = length = 0
+        for begin, end, inset in self._places:
+            parts += [token_ids[done:begin], inset.ids]
+            length += begin - done
+            starts += [length + start for start in inset.starts]
+            lengths += [inset.length] * len(inset.starts)
+            done, length = end, length + len(inset.ids)
+        parts.append(token_ids[done:])
+        return np.concatenate(parts).astype(np.int32), np.array(starts, np.int32), np.array(lengths, np.int32)
 
 
 class Expander:
@@ -107,25 +135,10 @@ class Expander:
         Raises:
             ValueError: as many pads as there are not counts, a count below 1, or two pads side by side.
         """
-        parts: list[Ids] = []
-        starts: list[int] = []
-        lengths: list[int] = []
-        done = length = 0
-        for begin, end, inset in self._places(token_ids, counts):
-            parts += [token_ids[done:begin], inset.ids]
-            length += begin - done
-            starts += [length + start for start in inset.starts]
-            lengths += [inset.length] * len(inset.starts)
-            done, length = end, length + len(inset.ids)
-        parts.append(token_ids[done:])
-        return np.concatenate(parts).astype(np.int32), np.array(starts, np.int32), np.array(lengths, np.int32)
+        return self.expansion(token_ids, counts).expanded()
 
-    def length(self, token_ids: Ids, counts: Sequence[int | Inset]) -> int:
-        """How many ids `expand` gives."""
-        places = self._places(token_ids, counts)
-        return len(token_ids) + sum(len(inset.ids) - (end - begin) for begin, end, inset in places)
-
-    def _places(self, token_ids: Ids, counts: Sequence[int | Inset]) -> list[PlaceholderRange]:
+    def expansion(self, token_ids: Ids, counts: Sequence[int | Inset]) -> Expansion:
+        """What `expand` needs, with the same errors."""
         pads = self.pads(token_ids, "token_ids").tolist()
         if len(counts) != len(pads):
             raise ValueError(f"counts must have one entry for each of {len(pads)} images, got {len(counts)}")
@@ -136,15 +149,16 @@ class Expander:
             begin, end = pad, pad + 1
             if begin > done and inset.markers == (int(token_ids[begin - 1]), *token_ids[end : end + 1].tolist()):
                 begin, end = begin - 1, end + 1
-            places.append(self._joined(token_ids, done, PlaceholderRange(begin, end, inset)))
+            place = begin, end, inset
+            places.append(self._joined(token_ids, done, place) if inset.lead else place)
             done = end
-        return places
+        return Expansion(token_ids, places)
 
     def _joined(self, token_ids: Ids, done: int, place: PlaceholderRange) -> PlaceholderRange:
         """The place of an inset that begins with text: what stands before it, from `done` on, is one text with it."""
         begin, end, inset = place
         first = begin
-        while inset.lead and first > done and int(token_ids[first - 1]) not in self._special:
+        while first > done and int(token_ids[first - 1]) not in self._special:
             first -= 1
         if first == begin:
             return place
@@ -156,7 +170,7 @@ class Expander:
             together = np.concatenate([before, own])
         starts = tuple(start + len(together) - len(own) for start in inset.starts)
         ids = np.concatenate([together, inset.ids[inset.lead :]])
-        return PlaceholderRange(first, end, inset._replace(ids=ids, starts=starts))
+        return first, end, inset._replace(ids=ids, starts=starts)
 
     def _text(self, ids: Ids) -> str:
         return str(self._tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False))

@@ -78,7 +78,7 @@ class ImageSource:
     @property
     def mark(self) -> bytes | None:
         """What tells it for sure without decoding it; None: nothing does."""
-        return self.encoded
+        return self.value if isinstance(self.value, bytes) else None
 
     def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
         """Height and width, as far as the head of the file tells. Decodes no pixel.
@@ -175,6 +175,10 @@ class NamedImage(ImageSource):
     def encoded(self) -> None:
         return None
 
+    @property
+    def mark(self) -> None:
+        return None
+
     def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
         raise ValueError(f"{self.name} must be an image itself, got an item of library {self.named.library!r}")
 
@@ -221,7 +225,7 @@ def read_encoded(value: Any, accepted: str, *, access: Access, name: str) -> byt
     if isinstance(value, bytes):
         encoded = value
         begin = value[: _LONGEST_PATH + 1].decode("latin-1")  # megabytes of pixels are not decoded as text
-        if is_base64(begin) and is_base64(value.decode("latin-1")):
+        if begin[:64].isascii() and is_base64(begin) and is_base64(value.decode("latin-1")):
             raise ValueError(f"{name} must be the bytes of a file, got base64 alone: decode its {len(value)} bytes")
     elif isinstance(value, str) and value[:5].lower() == "data:":
         encoded = _decode_data_url(value, access, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import numpy as np
@@ -28,6 +28,7 @@ class ImageRef:
       num_tokens: image tokens it takes in the prompt.
       shared: another entry key under which it may be kept, such as an operator's for everyone; None: there is none.
       shared_owner: digest of the salt in that key.
+      keys: entry keys under which it may be kept, its own first.
       has_pixels: whether it can be computed.
     """
 
@@ -44,12 +45,8 @@ class ImageRef:
     ):
         self.has_pixels, self.shared_owner = has_pixels, shared_owner
         self.key, self.grid, self.num_tokens, self.shared = key, grid, num_tokens, shared
+        self.keys = (key,) if shared in (None, key) else (key, shared)
         self._load = load
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Entry keys under which it may be kept, its own first."""
-        return tuple(dict.fromkeys(key for key in (self.key, self.shared) if key is not None))
 
     @functools.cached_property
     def patches(self) -> Patches:
@@ -86,21 +83,22 @@ class Span:
 
     An image is a "miss" (no K, V to link, so computed), "exact" (K, V were computed in this very context) or
     "approximate" (in another one).
+
+    Attributes:
+      stop: where it ends.
+      tokens: its tokens among those of the prompt.
     """
 
     start: int
     length: int
     image: ImageRef | None
     state: State
+    stop: int = field(init=False)
+    tokens: slice = field(init=False)
 
-    @property
-    def stop(self) -> int:
-        """Where it ends."""
-        return self.start + self.length
-
-    @property
-    def tokens(self) -> slice:
-        return slice(self.start, self.stop)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", self.start + self.length)
+        object.__setattr__(self, "tokens", slice(self.start, self.stop))
 
     def within(self, count: int) -> bool:
         """Whether it lies as a whole in the first `count` tokens."""

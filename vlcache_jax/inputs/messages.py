@@ -288,8 +288,8 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
     parts: list[dict[str, str]] = []
     for i, part in enumerate(content):
         where = f"{name} content[{i}]"
-        part = typed(part)
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        part = part if isinstance(part, dict) and part.get("type") is not None else typed(part)
+        kind = part.get("type") if isinstance(part, (dict, Mapping)) else None  # a dict is told at once
         if isinstance(part, str):
             parts.append({"type": "text", "text": _plain_text(part, where)})
         elif isinstance(kind, str) and kind in TEXT_KEYS:
@@ -370,7 +370,7 @@ def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]]:
     """What `read_image` takes, from an image part of either shape, and the limits that stand beside it."""
-    limits = check_own_limits(part, name)
+    limits = {} if part.keys().isdisjoint(OWN_LIMITS) else check_own_limits(part, name)
     if part.get("library") is not None or part.get("id") is not None:
         return _named(part, name), {}
     if part["type"] == "image_url":

@@ -8,6 +8,7 @@ repeated pads, as the library's processors do. `thinks` and `is_opened` find pro
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections import Counter
@@ -168,7 +169,7 @@ class Prompt:
     def limits_of(self, source: Source) -> Mapping[str, int]:
         """Of the pixels of one of the sources: its own, and where it has none this request's."""
         own = source.limits if isinstance(source, ImageSource) else {}
-        return overrule(self.limits, own)
+        return overrule(self.limits, own) if own else self.limits
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
@@ -178,7 +179,7 @@ class Prompt:
     @property
     def videos(self) -> tuple[VideoSource, ...]:
         """The sources that are videos."""
-        return tuple(source for source in self.sources if isinstance(source, VideoSource))
+        return tuple([source for source in self.sources if isinstance(source, VideoSource)])
 
 
 def _chat_template(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -326,7 +327,7 @@ class PromptRenderer:
         add = partial(self._add, shown=shown, settings=settings, found=found, numbers=Counter())
         listed = name if name.startswith("messages") else f"{name} messages"
         rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
-        settings.check_videos(sum(isinstance(source, VideoSource) for source, _ in found), name)
+        settings.check_videos(sum([isinstance(source, VideoSource) for source, _ in found]), name)
         whose = "the checkpoint's chat template" if template.chat_template is None else "chat_template"
         tools: list[Any] = [dict(tool) for tool in template.tools or ()]
         by_hand = bool(tools) and "tools" not in chat_template
@@ -427,7 +428,7 @@ class PromptRenderer:
             source: Source = self.video(part, shown.format("video", number), settings.of_video(number))
         else:
             value, limits = image_value(part, where)
-            source = image = self.image(value, shown.format("image", number))
+            source = image = read_image(value, access=self.access, name=shown.format("image", number))
             if limits:
                 source = replace(image, limits=limits)
         found.append((source, uuid))
@@ -460,8 +461,8 @@ class PromptRenderer:
                     f"{name} must hold one {token} for each {what}, got {len(own)} placeholders for {len(mine)} {what}s"
                 )
             ordered += [(int(place), *one) for place, one in zip(own, mine, strict=True)]
-        ordered.sort(key=lambda one: one[0])
-        sources, uuids = tuple(source for _, source, _ in ordered), tuple(uuid for _, _, uuid in ordered)
+        ordered.sort(key=operator.itemgetter(0))
+        sources, uuids = tuple([source for _, source, _ in ordered]), tuple([uuid for _, _, uuid in ordered])
         return Prompt(text, token_ids, sources, uuids, settings.limits, name)
 
     def _tokenized(self, text: str, name: str) -> npt.NDArray[np.int32]:

@@ -19,6 +19,7 @@ from vlcache_jax.cache.keys import Salt, alias_key, owner_key
 from vlcache_jax.cache.store import PictureKey
 from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.request import Request
+from vlcache_jax.inputs.expansion import Expansion
 from vlcache_jax.inputs.layout import ImageRef, Moment
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.preparation.recognition import Recognizer, Task
@@ -91,14 +92,15 @@ class Identifier:
         except (RuntimeError, CancelledError) as error:
             raise RuntimeError(_CLOSED) from error
 
-    def read_heads(self, tasks: Collection[Task]) -> dict[Task, ValueError | None]:
-        """Finds what is known without pixels; returns what is wrong with each."""
-        errors: dict[Task, ValueError | None] = {}
+    def read_heads(self, tasks: Collection[Task]) -> dict[Task, ValueError]:
+        """Finds what is known without pixels; returns what is wrong with those that are wrong."""
+        errors: dict[Task, ValueError] = {}
         left = iter([*tasks])
 
         def read() -> None:
             for task in left:  # all threads draw from one iterator
-                errors[task] = task.head()
+                if (error := task.head()) is not None:
+                    errors[task] = error
 
         # This thread would wait anyway, and others are woken once, not for each image. They are as many as cores: a
         # single one would often be put on the core of this thread.
@@ -111,9 +113,8 @@ class Identifier:
         return errors
 
     def decode(self, tasks: Iterable[Task]) -> dict[Task, Future[ValueError | None]]:
-        """Starts the rest, where there is any."""
-        ready = _done(None)
-        return {task: ready if task.is_ready() else self._submit(self._threads, task.run) for task in tasks}
+        """Starts the rest of those that are not ready."""
+        return {task: self._submit(self._threads, task.run) for task in tasks if not task.is_ready()}
 
     def _submit[T](self, threads: Executor, work: Callable[[], T]) -> Future[T]:
         try:
@@ -144,9 +145,11 @@ class Arrivals:
         self._identifier, self._salt, self._owner, self._lookup = identifier, salt, owner, lookup
         self._prompts: dict[int, Prompt] = {}
         self._tasks: dict[int, list[Task]] = {}
+        self._expansions: dict[int, Expansion] = {}
         self._bound: dict[str, PictureKey] = {}
         self._counted: set[int] = set()
         tasks: dict[object, Task] = {}
+        apart = apart or not len(identifier.store.shared)
         for row, prompt in enumerate(prompts):
             if isinstance(prompt, ValueError):
                 self.errors[row] = prompt
@@ -158,26 +161,22 @@ class Arrivals:
                 task = Task(identifier.recognizer, source, uuid, limits, salt, lookup, apart)
                 same = task.source_id, uuid, tuple(sorted(limits.items()))
                 self._tasks[row].append(tasks.setdefault(same, task))
-        heads = identifier.read_heads(tasks.values())
+        errors = identifier.read_heads(tasks.values())
         known = [image for task in tasks.values() if task.is_known for image in task.images]
         identifier.store.look([key for image in known for key in image.keys])
         for row, own in self._tasks.items():
             prompt = self._prompts[row]
-            wrong = (
-                task.error_of(source, error)
-                for task, source in zip(own, prompt.sources, strict=True)
-                if (error := heads[task]) is not None
-            )
-            if (error := next(wrong, None)) is not None:
-                self.errors[row] = error
+            if wrong := [pair for pair in zip(own, prompt.sources, strict=True) if pair[0] in errors]:
+                task, source = wrong[0]
+                self.errors[row] = task.error_of(source, errors[task])
             else:
                 insets = [task.medium.inset for task in own]
-                self.lengths[row] = identifier.renderer.expander.length(prompt.token_ids, insets)
+                self._expansions[row] = identifier.renderer.expander.expansion(prompt.token_ids, insets)
+                self.lengths[row] = self._expansions[row].length
 
     def token_ids(self, row: int) -> npt.NDArray[np.int32]:
         """The prompt of a row that is not wrong, images expanded."""
-        insets = [task.medium.inset for task in self._tasks[row]]
-        return self._identifier.renderer.expander.expand(self._prompts[row].token_ids, insets)[0]
+        return self._expansions[row].expanded()[0]
 
     def windows(self, *, keep_patches: bool = False) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
         """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.
@@ -205,8 +204,9 @@ class Arrivals:
                 raise
             if not keep_patches:
                 needed = {task for row in following for task in self._tasks[row]}
-                for task in {task for row in rows for task in self._tasks[row]} - needed:
-                    task.forget()
+                done = {task for row in rows for task in self._tasks[row]} - needed
+                for image in [image for task in done for image in task.images]:
+                    image.forget()
             running = coming
 
     def _cut(self) -> Iterator[list[int]]:
@@ -216,7 +216,7 @@ class Arrivals:
         for row in self.lengths:
             if row in self.errors:
                 continue
-            cost = sum(task.medium.patch_bytes for task in set(self._tasks[row]))
+            cost = sum([task.medium.patch_bytes for task in set(self._tasks[row])])
             if rows and used + cost > WINDOW_BYTES:
                 yield rows
                 rows, used = [], 0
@@ -226,45 +226,45 @@ class Arrivals:
             yield rows
 
     def _start(self, rows: Iterable[int]) -> dict[Task, Future[ValueError | None]]:
-        return self._identifier.decode(dict.fromkeys(task for row in rows for task in self._tasks[row]))
+        return self._identifier.decode(dict.fromkeys([task for row in rows for task in self._tasks[row]]))
 
     def _finish(
         self, row: int, running: dict[Task, Future[ValueError | None]], images: dict[tuple[str, bool], ImageRef]
     ) -> Request | ValueError:
         own, prompt, metrics = self._tasks[row], self._prompts[row], RequestMetrics()
-        for task in reversed(own):  # threads begin with the first ones
+        for task in reversed([task for task in own if task in running]):  # threads begin with the first ones
             if not running[task].cancelled() and running[task].cancel():  # none has: who waits may as well do it
                 running[task] = _done(task.run())
+        refs: list[ImageRef] = []
         for task, source in zip(own, prompt.sources, strict=True):
             try:
-                error = running[task].result() or self._bind(task)
+                error = running[task].result() if task in running else None
+                # The aliases of what is known are there already.
+                if error is None and self._lookup and not (task.is_known and task.uuid is None):
+                    error = self._bind(task)
             except CancelledError as cancelled:
                 raise RuntimeError(_CLOSED) from cancelled
             if error is not None:
                 return task.error_of(source, error)
-            for shared, image in zip(task.shared, task.images, strict=True):
-                images.setdefault(shared, image)
+            refs += [images.setdefault(*pair) for pair in zip(task.shared, task.images, strict=True)]
             if id(task) not in self._counted:  # the request with which an image comes first pays for it
                 self._counted.add(id(task))
                 metrics.lookup += task.lookup
                 metrics.decode_image += task.decode
                 metrics.preprocess += task.preprocess
-        refs = tuple(images[shared] for task in own for shared in task.shared)
-        insets = [task.medium.inset for task in own]
-        token_ids, starts, _ = self._identifier.renderer.expander.expand(prompt.token_ids, insets)
-        moments: list[Moment | None] = []
+        token_ids, starts, _ = self._expansions[row].expanded()
+        moments: list[Moment | None] = [] if prompt.videos else [None] * len(refs)
         videos = 0
-        for task in own:
+        for task in own if prompt.videos else ():
             moments += task.medium.moments(videos)
             videos += moments[-1] is not None
         uses = [task.use for task in own if task.use is not None]
-        return Request(prompt, token_ids, tuple(starts.tolist()), refs, tuple(moments), self._owner, metrics, uses)
+        begins = tuple(starts.tolist())
+        return Request(prompt, token_ids, begins, tuple(refs), tuple(moments), self._owner, metrics, uses)
 
     def _bind(self, task: Task) -> ValueError | None:
         """Remembers what aliases stand for, after a check that no uuid stands for two pictures."""
         store = self._identifier.store
-        if not self._lookup:
-            return None
         if task.uuid is not None:
             alias = alias_key(task.uuid, self._salt)
             bound = self._bound.setdefault(alias, store.pictures.get(alias) or task.picture)

@@ -330,16 +330,13 @@ class Planner:
             uses = [_use(span, handle, brought) for span, handle in zip(layout.images, handles, strict=False)]
             uses = uses or [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             made += self._reserve(uses, contexts, handles, plan, request.owner)
-            for handle in handles:
-                handle.hold()
+            Handle.hold_all(handles)
         except BaseException:
-            for handle in handles:
-                handle.release()
+            Handle.release_all(handles)
             for record in made:
                 self.store.cancel(record)
             raise
-        for handle in handles:
-            self.store.count(handle)
+        self.store.count(handles)
         # Whether the same images came together before, for the report.
         keys = [image.key for image in request.images]
         key = request_key(keys) if handles else None
@@ -491,4 +488,5 @@ def _fresh(layout: Layout, plan: Plan, choice: RowChoice | None, layers: int) ->
 
 def _has(handle: Handle, context: str | None, canonical: bool) -> bool:
     """Whether a record was passed over that is as good as the one that would be made."""
-    return any(r.meta.context == context and r.meta.canonical >= canonical for r in handle.passed_over)
+    as_good = [r for r in handle.passed_over if r.meta.context == context and r.meta.canonical >= canonical]
+    return bool(as_good)

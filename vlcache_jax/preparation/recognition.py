@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ class Medium(Protocol):
 
     @property
     def patch_bytes(self) -> int:
-        """Of all its images."""
+        """Memory of the patches of all its images."""
 
     def moments(self, video: int) -> tuple[Moment | None, ...]:
         """Of each image, where in the video it stands that is the request's `video`-th."""
@@ -76,6 +76,36 @@ class Medium(Protocol):
 
     def cut(self, frames: tuple[Rgb, ...]) -> Patches:
         """The pixels of an image."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageShape:
+    """What the size of a picture and the limits of its pixels decide.
+
+    Attributes:
+      grid, inset, settings, patch_bytes: see `Medium`.
+      tokens: image tokens that it takes in a prompt.
+    """
+
+    grid: Grid
+    inset: Inset
+    settings: Settings
+    patch_bytes: int
+    tokens: int
+
+
+class KnownImage(NamedTuple):
+    """What follows from an alias that the cache knows, and from limits of pixels. The store decides what is kept of it.
+
+    Attributes:
+      picture: for which the alias stands.
+      shape: of the picture with these limits.
+      key: entry key, under the salt of the alias.
+    """
+
+    picture: PictureKey
+    shape: ImageShape
+    key: str
 
 
 class Media:
@@ -108,7 +138,6 @@ class Media:
         limits: Mapping[str, int],
         alias: str | None,
         alias_of: Callable[[Any], str | None],
-        find: Callable[[str], PictureKey | None],
     ) -> Medium:
         """What the head of a source tells.
 
@@ -116,22 +145,24 @@ class Media:
           limits: of its pixels (`Prompt.limits_of`).
           alias: key of its file; None: it has none.
           alias_of: key of what tells frames for sure without decoding them.
-          find: the picture under an alias, if it is known; its file is not opened then.
 
         Raises:
           ValueError: it is none, too large, or contradicts the options.
         """
         if isinstance(source, VideoSource):
             return _Video(self, source, alias, alias_of)
-        return _Image(self, source, limits, alias, None if alias is None else find(alias))
+        shape = self.shape(*source.size(self.max_pixels), limits, source.name)
+        return PictureMedium(self, source, limits, alias, shape)
 
-    def look_known(self, source: ImageSource, limits: Mapping[str, int], picture: PictureKey) -> Medium:
-        """What is told of an image whose picture is known.
+    def shape(self, height: int, width: int, limits: Mapping[str, int], name: str) -> ImageShape:
+        """What the size of a picture and its limits decide.
 
         Raises:
           ValueError: it is too large.
         """
-        return _Image(self, source, limits, None, picture)
+        grid = self.grid(height, width, limits, name)
+        tokens, patch_bytes = self.processor.num_tokens(grid), math.prod(grid) * 3 * self.processor.patch_size**2
+        return ImageShape(grid, self.renderer.expander.image_inset(tokens), self.settings(limits), patch_bytes, tokens)
 
     def head(self, source: VideoSource, key: str | None) -> VideoHeader:
         """Of a video; a file that is known is not opened."""
@@ -173,27 +204,21 @@ class Media:
         return grid
 
 
-class _Image:
-    """A picture."""
+class PictureMedium:
+    """A picture; `shape` is that of its head, or of the picture if it is known."""
 
     def __init__(
-        self, media: Media, source: ImageSource, limits: Mapping[str, int], alias: str | None, known: PictureKey | None
+        self, media: Media, source: ImageSource, limits: Mapping[str, int], alias: str | None, shape: ImageShape
     ):
         self._media, self._source, self._limits = media, source, limits
-        size = source.size(media.max_pixels) if known is None else (known.height, known.width)
         self.aliases = [alias]
-        self.grid = media.grid(*size, limits, source.name)
-        self.inset = media.renderer.expander.image_inset(media.processor.num_tokens(self.grid))
-        self.settings = media.settings(limits)
+        self.grid, self.inset, self.settings = shape.grid, shape.inset, shape.settings
+        self.patch_bytes = shape.patch_bytes
 
     @property
     def decoding_bytes(self) -> int:
         height, width = self._source.size(self._media.max_pixels)
         return height * width * _PIXEL_BYTES
-
-    @property
-    def patch_bytes(self) -> int:
-        return math.prod(self.grid) * 3 * self._media.processor.patch_size**2
 
     def moments(self, video: int) -> tuple[Moment | None, ...]:
         return (None,)
@@ -278,6 +303,28 @@ class Recognizer:
         self._codec = codec
         self._unsalted_key = functools.lru_cache(_KEYS)(self._make_entry_key)
 
+    def known(self, alias: str, limits: Mapping[str, int], salt: Salt, name: str) -> KnownImage | None:
+        """What follows from an alias; None: it stands for no picture.
+
+        Args:
+          alias: key of a file or a trusted uuid, under the salt.
+          limits: of the pixels.
+          name: what error messages call the image.
+
+        Raises:
+          ValueError: the image is too large with these limits.
+        """
+        if (picture := self.store.pictures.get(alias)) is None:
+            return None
+        place = alias, *sorted(limits.items())
+        found: KnownImage | None = self.store.described.get(place)
+        # The alias may stand for another picture by now, as a uuid that was released may.
+        if found is None or found.picture is not picture:
+            shape = self.media.shape(picture.height, picture.width, limits, name)
+            found = KnownImage(picture, shape, self.entry_key(picture, shape.settings, salt))
+            self.store.described.put(place, found)
+        return found
+
     def entry_key(self, picture: PictureKey, settings: Settings, salt: Salt) -> str:
         """Key of what is kept for a picture."""
         named = picture.content, settings
@@ -298,6 +345,7 @@ class Task:
       use: lets the item of a library stay that it shows, until requests have it; None: it shows none.
       picture: the one that its uuid stands for.
       pictures, images: the result.
+      shared: of each image, equal for those that may be one. What is known by a name alone may have no pixels at all.
       lookup, decode, preprocess: seconds.
     """
 
@@ -325,14 +373,10 @@ class Task:
         self.lookup = self.decode = self.preprocess = 0.0
         self.pictures: list[PictureKey] = []
         self.images: list[ImageRef] = []
+        self.shared: list[tuple[str, bool]] = []
         self.is_known = self._is_identified = False
         self._running = threading.Lock()  # two windows may ask at once
         self._decoding = threading.Lock()  # and all images of a video
-
-    @property
-    def shared(self) -> list[tuple[str, bool]]:
-        """Of each image, equal for those that may be one. What is known by a name alone may have no pixels at all."""
-        return [(image.key, self._trusted is not None or not image.has_pixels) for image in self.images]
 
     @property
     def picture(self) -> PictureKey:
@@ -349,13 +393,15 @@ class Task:
             if isinstance(self.source, NamedImage):
                 self._become_item(self.source)
                 return None
-            if self._lookup:
-                self._alias = self._alias_of(self.source.mark if self._trusted is None else self._trusted)
+            mark = self.source.mark if self._trusted is None else self._trusted
+            if self._lookup and mark is not None:
+                self._alias = alias_key(mark, self._salt)
             if self._alias is not None and (refused := store.refusals.get(self._alias)) is not None:
                 raise ValueError(f"{self.source.name} {refused}")
-            find = store.pictures.get
-            self.medium = self._recognizer.media.look(self.source, self._limits, self._alias, self._alias_of, find)
-            known = [None if alias is None else find(alias) for alias in self.medium.aliases]
+            if self._become_known():
+                return None
+            self.medium = self._recognizer.media.look(self.source, self._limits, self._alias, self._alias_of)
+            known = [None if alias is None else store.pictures.get(alias) for alias in self.medium.aliases]
             if all(known):
                 for picture in known:
                     assert picture is not None
@@ -367,6 +413,18 @@ class Task:
             self.lookup = time.perf_counter() - start
         return None
 
+    def _become_known(self) -> bool:
+        """Whether it is an image that is known by its alias; then its file is not opened."""
+        recognizer, source = self._recognizer, self.source
+        if self._alias is None or not isinstance(source, ImageSource):
+            return False
+        if (known := recognizer.known(self._alias, self._limits, self._salt, source.name)) is None:
+            return False
+        self.medium = PictureMedium(recognizer.media, source, self._limits, self._alias, known.shape)
+        self._add(known.picture, known.shape.grid, known.shape.tokens, known.key)
+        self.is_known = True
+        return True
+
     def _become_item(self, source: NamedImage) -> None:
         """It is what a library says now, whatever the library says later."""
         items = self._recognizer.items
@@ -376,8 +434,10 @@ class Task:
             name=source.name, item=item, read=lambda: items.read(item, called=source.name),
             lose=lambda: items.lose(item, called=source.name),
         )  # fmt: skip
-        self.medium = self._recognizer.media.look_known(self.source, item.limits, item.picture)
-        self._become(item.picture, self.medium.grid)
+        media, picture = self._recognizer.media, item.picture
+        shape = media.shape(picture.height, picture.width, item.limits, source.name)
+        self.medium = PictureMedium(media, self.source, item.limits, None, shape)
+        self._become(picture, shape.grid)
         self.is_known = True
 
     def run(self) -> ValueError | None:
@@ -397,11 +457,6 @@ class Task:
     def is_ready(self) -> bool:
         """Whether `run` has nothing to do."""
         return (self._is_identified or self.is_known) and all(map(self._is_kept, self.images))
-
-    def forget(self) -> None:
-        """Drops the patches; whoever needs them decodes the source again."""
-        for image in self.images:
-            image.forget()
 
     def error_of(self, source: Source, error: ValueError) -> ValueError:
         """An error of this source, in the words of one of the requests that show it."""
@@ -423,7 +478,7 @@ class Task:
         return alias_key(name, self._salt) if self._lookup and name is not None else None
 
     def _identify(self) -> None:
-        self.pictures, self.images = [], []
+        self.pictures, self.images, self.shared = [], [], []
         for frames in self._decoded():
             image = self._become(_picture(frames), self.medium.fit(frames))
             if self._lookup:
@@ -433,13 +488,17 @@ class Task:
 
     def _become(self, picture: PictureKey, grid: tuple[int, int, int]) -> ImageRef:
         """The next image is known."""
+        key = self._recognizer.entry_key(picture, self.medium.settings, self._salt)
+        return self._add(picture, grid, self._recognizer.media.processor.num_tokens(grid), key)
+
+    def _add(self, picture: PictureKey, grid: Grid, tokens: int, key: str) -> ImageRef:
+        """The next image is known, and so is its entry key."""
         recognizer, settings, number = self._recognizer, self.medium.settings, len(self.images)
-        key, shared, whose = recognizer.entry_key(picture, settings, self._salt), None, SHARED
+        shared, whose = None, SHARED
         if self._item is not None:
             shared, whose = recognizer.entry_key(picture, settings, self._item.salt), self._item.salt
-        elif not self._apart and len(recognizer.store.shared):
+        elif not self._apart:
             shared = recognizer.store.shared.get(recognizer.entry_key(picture, settings, None))
-        tokens = recognizer.media.processor.num_tokens(grid)
         has_pixels = self._item is None or self._item.file is not None
         image = ImageRef(
             key, grid, tokens, lambda: self._patches(number), shared=shared, has_pixels=has_pixels,
@@ -447,6 +506,7 @@ class Task:
         )  # fmt: skip
         self.pictures.append(picture)
         self.images.append(image)
+        self.shared.append((key, self._trusted is not None or not has_pixels))
         return image
 
     def _is_kept(self, image: ImageRef) -> bool:
@@ -574,7 +634,8 @@ def _same(source: Source) -> Hashable:
         return source.film.same, source.options
     if isinstance(source, NamedImage):
         return source.named
-    return id(source.value) if source.encoded is None else _Same(source.encoded)
+    encoded = source.encoded
+    return id(source.value) if encoded is None else _Same(encoded)
 
 
 def _picture(frames: tuple[Rgb, ...]) -> PictureKey:

@@ -343,8 +343,9 @@ def make_plan(policy: Policy, layout: Layout, num_layers: int) -> Plan:
             f"plan of {name} must have depths from 0 to {most}, and {most} at the last token, "
             f"got {depth.min()} to {depth.max()}, and {depth[-1]}"
         )
-    for span in layout.spans:
-        if span.state in ("text", "miss") and (least := depth[span.tokens].min()) < num_layers:
+    leasts = np.minimum.reduceat(depth, [span.start for span in layout.spans]).tolist()
+    for span, least in zip(layout.spans, leasts, strict=True):
+        if span.state in ("text", "miss") and least < num_layers:
             raise ValueError(
                 f"plan of {name} must compute tokens {span.start} to {span.stop - 1} in every layer, "
                 f"as no record has them, got a depth of {least}"

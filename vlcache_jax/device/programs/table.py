@@ -119,6 +119,7 @@ class Programs:
         self.shapes = shapes
         self._options = _compiler_options(shapes)
         self.shows: Shows = contextlib.nullcontext
+        self._exchanges = shapes.devices.count > 1  # programs do, among devices
         self._compiled: dict[Program[Any], jax.stages.Compiled] = {}
         self._locks: dict[Program[Any], threading.Lock] = {}
         self._read: set[Program[Any]] = set()  # of them, those that were on disk
@@ -246,9 +247,11 @@ class Programs:
             else:
                 self.compile_seconds += took
         self.launches += 1
-        # All devices must get programs that exchange in one order, whoever else launches some on them.
-        with _LAUNCHING if self.shapes.devices.count > 1 else contextlib.nullcontext():
-            made: R = compiled(*arguments)
+        if self._exchanges:
+            with _LAUNCHING:  # all devices must get them in one order, whoever else launches some on them
+                made: R = compiled(*arguments)
+        else:
+            made = compiled(*arguments)
         if self.first_launched is None:
             self.first_launched = time.perf_counter()
         return made
