@@ -44,6 +44,7 @@ PARTS = ("encoder", "linear", "attention", "head", "link", "move")
 # falling schedule, each in a sixth of the layers: its mean is 0.025 where six divides the layers.
 IMAGE, IMAGES, BEFORE, AFTER = 1024, 20, 20, 6
 FALLING = (40, 20, 10, 5, 0, 0)
+COPIED = 2**28  # bytes that are copied to measure it; more than caches hold
 # Whose floors, programs and hits are counted.
 MODELS: dict[str, ModelConfig] = {
     name: published_config(name) for name in ("Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B")
@@ -261,27 +262,6 @@ def reference(config: ModelConfig, devices: int = 1) -> dict[str, Floor]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
-    rows = [
-        {"model": model, "case": name, "ms": 1e3 * found.seconds}
-        | {f"{part} ms": 1e3 * seconds for part, seconds in found.parts.items()}
-        | {"TFLOP": found.operations / 1e12}
-        for model, config in MODELS.items()
-        for name, found in reference(config).items()
-    ]
-    head = report.environment() | {"rates": dataclasses.asdict(H200)}
-    report.publish("What a prefill costs at least on an H200", rows, head, parser.parse_args().out)
-
-
-if __name__ == "__main__":
-    main()
-
-
-COPIED = 2**28  # bytes; more than caches hold
-
-
 def seconds(
     step: Callable[..., Any],
     carry: Any,
@@ -350,3 +330,21 @@ def told(rates: DeviceRates) -> dict[str, float | str]:
     """The rates for the head of a result; what is infinite as a word, as JSON has no such number."""
     known = dataclasses.asdict(rates).items()
     return {name: value if math.isfinite(value) else "read where it lies" for name, value in known}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    rows = [
+        {"model": model, "case": name, "ms": 1e3 * found.seconds}
+        | {f"{part} ms": 1e3 * seconds for part, seconds in found.parts.items()}
+        | {"TFLOP": found.operations / 1e12}
+        for model, config in MODELS.items()
+        for name, found in reference(config).items()
+    ]
+    head = report.environment() | {"rates": dataclasses.asdict(H200)}
+    report.publish("What a prefill costs at least on an H200", rows, head, parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()
