@@ -142,8 +142,8 @@ class AsyncLLM(AsyncEmbedder):
         Joined they are what `generate` yields last: `vlcache_jax.outputs.OutputCollector` does that.
 
         Args:
-          prompt, sampling_params, request_id, reuse, compress, cache_salt, priority, mm_processor_kwargs, options,
-            template: see `generate`.
+          prompt, sampling_params, request_id: see `generate`.
+          reuse, compress, cache_salt, priority, mm_processor_kwargs, options, template: see `generate`.
 
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
