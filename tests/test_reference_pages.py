@@ -13,9 +13,8 @@ import types
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vlcache_jax.cache.lookups import Event, Meter, TierStats
+from vlcache_jax.cache.lookups import CacheStats, Event, Meter, TierStats
 from vlcache_jax.cache.record import Why
-from vlcache_jax.cache.records import CacheStats
 from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.protocol.answers import Counts

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from vlcache_jax.cache.device import DeviceTier
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, alias_key, owner_key
-from vlcache_jax.cache.records import CacheStats, Handle
+from vlcache_jax.cache.lookups import CacheStats
+from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls.caller import Caller, in_order

@@ -66,8 +66,9 @@ from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
 from vlcache_jax.preparation.identification import Identifier
+from vlcache_jax.preparation.media import Media
 from vlcache_jax.preparation.planner import Forms, Identity, Planner, Rates, identity_of, time_limit
-from vlcache_jax.preparation.recognition import Media, Recognizer
+from vlcache_jax.preparation.recognition import Recognizer
 from vlcache_jax.preparation.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.request_options import Compress, RequestOptions, ResolvedOptions, Reuse
 from vlcache_jax.reuse.policies import Policy

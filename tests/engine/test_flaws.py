@@ -9,7 +9,7 @@ import pytest
 
 from tests.helper import SIZES, damage_first_passage
 from vlcache_jax import LLM, SamplingParams
-from vlcache_jax.cache.records import CacheStats
+from vlcache_jax.cache.lookups import CacheStats
 from vlcache_jax.pallas_kernels import PAGE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -163,7 +163,7 @@ def test_records_that_another_thread_brings(llm, picture, textured_image, monkey
     llm.chat(user("Other ", picture, textured_image(90, 60, 2)), PARAMS, use_tqdm=False)
     expected = [output.outputs[0].token_ids for output in llm.chat(conversations, PARAMS, use_tqdm=False, reuse=reuse)]
     monkeypatch.setitem(llm.service.device.runner.__dict__, "is_host", False)
-    monkeypatch.setattr(type(llm.service.device.runner), "transfer_bytes", 20_000)
+    monkeypatch.setattr(llm.service.device.runner, "transfer_bytes", 20_000)
     for _ in range(5):
         outputs = llm.chat(conversations, PARAMS, use_tqdm=False, reuse=reuse)
         assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.helper import SIZES, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, SamplingParams
-from vlcache_jax.cache.records import CacheStats
+from vlcache_jax.cache.lookups import CacheStats
 from vlcache_jax.commands import calibrate as commands
 from vlcache_jax.commands.cli import app
 from vlcache_jax.device.kv_shape import KVShape

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import prometheus_client
@@ -141,9 +141,9 @@ class _Statistics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        for field in fields(stats):
-            if isinstance(value := getattr(stats, field.name), int):
-                yield GaugeMetricFamily(f"vlcache_{field.name}", "See CacheStats", value=value)
+        for one in fields(stats):
+            if isinstance(value := getattr(stats, one.name), int):
+                yield GaugeMetricFamily(f"vlcache_{one.name}", "See CacheStats", value=value)
         whys = CounterMetricFamily(
             "vlcache_whys", "Images that were not linked as they were, by reason", labels=("why",)
         )
@@ -181,7 +181,7 @@ def misfit(found: Meta, form: Form, grid: Grid | None, owner: str | None) -> str
     except ValueError as error:
         return str(error)
     ours = replace(ours, owner=found.owner if owner is None else owner, checksums=found.checksums)
-    for name in (field.name for field in fields(Meta)):
+    for name in [one.name for one in fields(Meta)]:
         if (expected := getattr(ours, name)) != (got := getattr(found, name)):
             return f"{name} must be {expected!r:.80}, got {got!r:.80}"
     return None
@@ -317,3 +317,57 @@ class TierLookups:
 
     def _is_fresh(self, look: _Look | None, now: float) -> bool:
         return look is not None and now - look.at < (_KNOWN if look.found else _UNKNOWN)
+
+
+@dataclass
+class CacheStats:
+    """Counters since the engine began, and what is kept now.
+
+    Attributes:
+      hits_exact, hits_approximate: images whose K, V were found, as they were computed in the same context; or computed
+        in another one, or kept by a codec.
+      misses: images whose K, V were not found, or could not be used.
+      passed_over: images whose K, V were found, and computed all the same (`CacheConfig.load`).
+      encoder_hits: images whose encoder rows were found, and not passed over.
+      stored, evicted: records.
+      refused: records that found no room.
+      clashes: look-ups that met another image's record.
+      corrupt: records that were found damaged.
+      failed: records that could not be filled.
+      not_finite: records that held NaN or infinities, and were not kept.
+      encoder_records, kv_records, pinned: records that are kept now.
+      pinned_bytes: of records that `pin` keeps.
+      bytes, capacity: of host memory.
+      left_bytes: of records that have lost their place and that requests under way still read; they come on top.
+      device_records: of K, V that have a copy in the device tier.
+      device_bytes, device_capacity: of device memory.
+      expired: images that were older than `ttl`, and were forgotten.
+      whys: how often an image was not linked as it was, by the reason (`Why`).
+      tiers: of each tier outside memory, by its label: "disk", "remote", "peer".
+    """
+
+    hits_exact: int = 0
+    hits_approximate: int = 0
+    misses: int = 0
+    passed_over: int = 0
+    encoder_hits: int = 0
+    stored: int = 0
+    evicted: int = 0
+    refused: int = 0
+    clashes: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    not_finite: int = 0
+    encoder_records: int = 0
+    kv_records: int = 0
+    pinned: int = 0
+    pinned_bytes: int = 0
+    bytes: int = 0
+    capacity: int = 0
+    left_bytes: int = 0
+    device_records: int = 0
+    device_bytes: int = 0
+    device_capacity: int = 0
+    expired: int = 0
+    whys: Mapping[str, int] = field(default_factory=dict)
+    tiers: Mapping[str, TierStats] = field(default_factory=dict)

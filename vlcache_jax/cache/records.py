@@ -6,68 +6,14 @@ import math
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import REMEMBERED, Ages, Losses, Quotas, payer
-from vlcache_jax.cache.lookups import TierStats
+from vlcache_jax.cache.lookups import CacheStats
 from vlcache_jax.cache.record import Lost, Meta, Record, State, Why
 from vlcache_jax.inputs.processor import Grid
-
-
-@dataclass
-class CacheStats:
-    """Counters since the engine began, and what is kept now.
-
-    Attributes:
-      hits_exact, hits_approximate: images whose K, V were found, as they were computed in the same context; or computed
-        in another one, or kept by a codec.
-      misses: images whose K, V were not found, or could not be used.
-      passed_over: images whose K, V were found, and computed all the same (`CacheConfig.load`).
-      encoder_hits: images whose encoder rows were found, and not passed over.
-      stored, evicted: records.
-      refused: records that found no room.
-      clashes: look-ups that met another image's record.
-      corrupt: records that were found damaged.
-      failed: records that could not be filled.
-      not_finite: records that held NaN or infinities, and were not kept.
-      encoder_records, kv_records, pinned: records that are kept now.
-      pinned_bytes: of records that `pin` keeps.
-      bytes, capacity: of host memory.
-      left_bytes: of records that have lost their place and that requests under way still read; they come on top.
-      device_records: of K, V that have a copy in the device tier.
-      device_bytes, device_capacity: of device memory.
-      expired: images that were older than `ttl`, and were forgotten.
-      whys: how often an image was not linked as it was, by the reason (`Why`).
-      tiers: of each tier outside memory, by its label: "disk", "remote", "peer".
-    """
-
-    hits_exact: int = 0
-    hits_approximate: int = 0
-    misses: int = 0
-    passed_over: int = 0
-    encoder_hits: int = 0
-    stored: int = 0
-    evicted: int = 0
-    refused: int = 0
-    clashes: int = 0
-    corrupt: int = 0
-    failed: int = 0
-    not_finite: int = 0
-    encoder_records: int = 0
-    kv_records: int = 0
-    pinned: int = 0
-    pinned_bytes: int = 0
-    bytes: int = 0
-    capacity: int = 0
-    left_bytes: int = 0
-    device_records: int = 0
-    device_bytes: int = 0
-    device_capacity: int = 0
-    expired: int = 0
-    whys: Mapping[str, int] = field(default_factory=dict)
-    tiers: Mapping[str, TierStats] = field(default_factory=dict)
 
 
 class Handle:
@@ -298,7 +244,6 @@ class Records:
 
     Args:
       config: sizes and rules.
-      shares: of host memory, of those who pay for records.
       clock: seconds since the epoch.
       forgotten: called with every record that leaves.
 
@@ -309,11 +254,7 @@ class Records:
     """
 
     def __init__(
-        self,
-        config: CacheConfig,
-        shares: Quotas,
-        clock: Callable[[], float],
-        forgotten: Callable[[Record], object],
+        self, config: CacheConfig, shares: Quotas, clock: Callable[[], float], forgotten: Callable[[Record], object]
     ):
         self.config, self.shares = config, shares
         self.ages = Ages(config.ttl, clock)
@@ -331,8 +272,7 @@ class Records:
         with self._lock:
             if records := self._records(entry):
                 return records[0].meta.owner == owner
-            lost = self._lost.get(entry)
-            return lost is not None and lost[1] == owner
+            return (lost := self._lost.get(entry)) is not None and lost[1] == owner
 
     # Look-up.
 
@@ -361,8 +301,7 @@ class Records:
 
     def is_of_use(self, meta: Meta, approximate: bool) -> bool:
         """Whether `find` in the context of K, V would take them."""
-        prefers_another = not meta.canonical and self.has_variants(meta.entry, canonical=True)
-        return meta.is_exact or (approximate and not prefers_another)
+        return meta.is_exact or (approximate and (meta.canonical or not self.has_variants(meta.entry, canonical=True)))
 
     def count(self, handles: Sequence[Handle]) -> None:
         """Enters look-ups in the counters."""

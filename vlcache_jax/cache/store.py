@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import REMEMBERED, Bounded, Quotas, RememberedRequests
-from vlcache_jax.cache.lookups import Form, Meter, any_form
+from vlcache_jax.cache.lookups import CacheStats, Form, Meter, any_form
 from vlcache_jax.cache.record import (
     DamagedError,
     Found,
@@ -34,7 +34,7 @@ from vlcache_jax.cache.record import (
     Why,
     verified,
 )
-from vlcache_jax.cache.records import CacheStats, Handle, Records
+from vlcache_jax.cache.records import Handle, Records
 from vlcache_jax.inputs.processor import Grid
 
 _log = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ class Store(Records):
 
     Attributes:
       pictures: what an alias stands for.
-      described: what follows from the picture that an alias stands for, as request preparation keeps it there by alias
-        and limits of pixels. It is forgotten with the aliases.
+      described: what follows from that picture, by alias and limits of pixels. It is cleared with the aliases.
       refusals: why the file under an alias is no picture.
       requests: the lists of images that came together.
       shared: the entry keys of what an operator keeps for everyone, by those without a salt.

@@ -26,7 +26,6 @@ from flax import nnx
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.device.buckets import Ladder, cover, round_up
-from vlcache_jax.device.fitting import Fitting
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.mesh import ONE, Devices
 from vlcache_jax.device.programs.answer import HeadRows, LastHidden, OutputHead, SampleFirst, ScoreTokens
@@ -42,7 +41,7 @@ from vlcache_jax.device.programs.memory import (
     OpenLane,
     Restage,
 )
-from vlcache_jax.device.programs.table import Programs
+from vlcache_jax.device.programs.table import Fitting, Programs
 from vlcache_jax.device.programs.window import ANSWER, LISTS, CompressedWindow, Window
 from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, SampledTokens, choice_of
 from vlcache_jax.models import ModelConfig, abstract_model, bind
@@ -292,7 +291,7 @@ class Runner:
         rows, self._encoder_rows = self.encoder_rows(), None
         self._encoder_rows = self.run(Restage(len(place)), rows, kept, source, place)
 
-    @property
+    @functools.cached_property
     def transfer_bytes(self) -> int:
         """Most bytes of records that are on their way to the device at once, unless one is larger."""
         return self.shapes.kv.slot_bytes * self.ladder.max_rows

@@ -167,9 +167,8 @@ class Engine:
         self._sweep()
         self._admit()
         put_back = self._prefill()
-        if self.scheduler.compressed.count:
-            for results in self._compactor.advance():
-                self._flight.add(results)
+        for results in self._compactor.advance() if self.scheduler.compressed.count else ():
+            self._flight.add(results)
         window = self.runner.ladder.window
         self._decode(free, window)
         while self._flight.read < launched:  # `_decode` may have read some of these already
@@ -253,10 +252,9 @@ class Engine:
         start, programs = time.thread_time(), self.runner.programs
         programs.first_launched = None
         if self._turn is None:
-            waiting = self.scheduler.prefilling
-            ready = [one for one in waiting if self._is_ready(one)]
+            ready = [one for one in self.scheduler.prefilling if self._is_ready(one)]
             if not ready:
-                self._encode_ahead(waiting)
+                self._encode_ahead(self.scheduler.prefilling)
                 return False
             if (found := self._prefiller.next_turn(self.scheduler, ready)) is None:
                 self._is_held_up = True

@@ -14,7 +14,7 @@ from vlcache_jax.common.json_files import FLAG, check_fields, optional, read_obj
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.completions import Detokenizer, token_bytes
 from vlcache_jax.engine.decode_slots import bad_word_tokens, bias_row, words_array
-from vlcache_jax.engine.grammars import Grammars
+from vlcache_jax.engine.grammars import Grammars, Matcher
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, PooledSequence
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.models import ModelConfig
@@ -133,17 +133,19 @@ class SequenceBuilder:
         try:
             bias_row(resolved, vocab_size)
             self._bad_words(resolved)
-            self.grammars.check(resolved)
+            if held is not None:
+                self.grammars.check(resolved)
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
         return resolved
 
     def held(self, params: SamplingParams, prompt: Prompt) -> ValueError | None:
         """Prepare what holds the answer to a prompt; what is wrong with it, or None."""
-        try:
-            self.grammars.check(params, opens_thought=prompt.opens_thought)
-        except ValueError as error:
-            return ValueError(f"sampling_params {error}")
+        if params.structured_outputs is not None:
+            try:
+                self.grammars.check(params, opens_thought=prompt.opens_thought)
+            except ValueError as error:
+                return ValueError(f"sampling_params {error}")
         return None
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
@@ -174,10 +176,13 @@ class SequenceBuilder:
                 end_tokens=self._ends(params),
                 bad_words=self._bad_words(params),
                 detokenizer=self.detokenizer(params),
-                matcher=self.grammars.matcher(params, opens_thought=planned.request.prompt.opens_thought),
+                matcher=self._matcher(params, planned) if params.structured_outputs is not None else None,
             )
             for i in range(params.n)
         ]
+
+    def _matcher(self, params: SamplingParams, planned: Planned) -> Matcher | None:
+        return self.grammars.matcher(params, opens_thought=planned.request.prompt.opens_thought)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """One for an answer under these parameters."""

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import ray.data
 
-from vlcache_jax.cache.records import CacheStats
+from vlcache_jax.cache.lookups import CacheStats
 from vlcache_jax.common.checks import check_text, check_whole, short
 from vlcache_jax.config import EngineConfig, EngineOptions
 from vlcache_jax.llm import LLM
