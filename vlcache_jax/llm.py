@@ -123,8 +123,7 @@ class LLM(Embedder):
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
           retrieve: a `vlcache_jax.library.Retriever`, or `Searches` with bounds: the model is told of a tool that finds
             pictures of a library, and an answer that calls it goes on with what was found. `output.searches` tells.
-          mm_processor_kwargs: of the images and videos of this call, see `EngineConfig`; `fps` may also be a list with
-            one for each video of a conversation.
+          mm_processor_kwargs: settings of images and videos, see `EngineConfig`; `fps` may be a list, one a video.
           options: the same as `RequestOptions`; an option may stand there or be a keyword.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
             the other rows are answered, and its output tells in `error`.
