@@ -233,6 +233,7 @@ def test_nothing_compiles_after_warmup(family_checkpoint, conversations):
         assert programs.num_programs == count + 1
 
 
+@pytest.mark.ladder
 @ONE
 def test_nothing_dropped_changes_nothing(llm, conversations, monkeypatch):
     before = llm.stats().compressed

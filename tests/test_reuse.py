@@ -579,6 +579,7 @@ def settled(report):
     return dataclasses.replace(report, images=images)
 
 
+@pytest.mark.ladder_for("100000")
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2"])
 @pytest.mark.parametrize(("host_bytes", "variants"), [("1GiB", 2), (100_000, None)])
 def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes, variants):

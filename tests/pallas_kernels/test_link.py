@@ -297,6 +297,7 @@ def test_bad_arguments_of_what_is_coded(change, message):
 # What is kept on the device.
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize("case", [case for case in (*LINK_CASES, *CODED_LINK_CASES) if case.kept], ids=lambda c: c.name)
 def test_what_is_kept_on_the_device_is_linked_like_what_comes(case):
     args = case.inputs()

@@ -233,6 +233,7 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
         assert rows[:2] == [(128, 128), (128, 96)]
 
 
+@pytest.mark.ladder
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, textured_image):
     image, one = textured_image(64, 64), SamplingParams(max_tokens=1)
     with LLM(checkpoints("qwen3_vl-tied"), **SHORT) as engine:

@@ -17,6 +17,8 @@ import pytest
 from tests.server.helper import data_url, open_reranker
 from vlcache_jax import LLM
 
+pytestmark = pytest.mark.ladder
+
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "from_vllm.md"
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 PICTURES = [np.random.default_rng(seed).integers(0, 256, (64, 96, 3), np.uint8) for seed in range(2)]
