@@ -292,6 +292,7 @@ def test_p5_in_steps_of_other_sizes(llm, directory, target, donors, a, b):
             assert_close(logits(other, target, reuse=reuse), logits(llm, target, reuse=reuse))
 
 
+@pytest.mark.ladder
 @one_copy
 @each_family
 @pytest.mark.parametrize("make", [lambda k, t, n: (t * 7 + k) % 5, lambda k, t, n: 4 * (t % 3 == 1)])
