@@ -164,6 +164,7 @@ def check(reference, conversation, output, compressor):
             assert abs(row[token] - logprob) < 3e-6 * largest  # float64 is 8e-7 from either at most
 
 
+@pytest.mark.ladder
 @one_device
 @each_family
 @pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_5_vl-flat-tied")

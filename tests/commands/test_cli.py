@@ -83,7 +83,7 @@ def test_the_version(run):
     assert run("--version").stdout == f"vlcache {vlcache_jax.__version__}\n"
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
+@pytest.mark.ladder
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_info_counts_what_an_engine_counts(run, checkpoints, family):
     """The figures are those of an engine that opens the model."""
