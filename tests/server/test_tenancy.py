@@ -293,7 +293,6 @@ def test_a_tenant_may_ask_for_its_own_ways(serve, keys):
         assert model["reuse"][0] == "exact"  # the default
 
 
-@pytest.mark.ladder
 def test_a_tenant_may_compress_as_it_is_let(serve, keys):
     tenants = '[tenants.alice]\ncompress = ["vl-cache-0.5"]\n[tenants.carl]\ncompress = []\n'
     served = serve(api_keys=written(keys, tenants, a="alice", b="bob", c="carl"), allow_compress=["random-0.5"])

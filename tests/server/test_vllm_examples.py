@@ -17,8 +17,6 @@ import pytest
 from tests.server.helper import data_url, open_reranker
 from vlcache_jax import LLM
 
-pytestmark = pytest.mark.ladder
-
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "from_vllm.md"
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 PICTURES = [np.random.default_rng(seed).integers(0, 256, (64, 96, 3), np.uint8) for seed in range(2)]
@@ -250,6 +248,7 @@ def engine(tmp_path_factory):
     engine.service.close()
 
 
+@pytest.mark.ladder
 @pytest.mark.filterwarnings("ignore:.* the frames are taken for 2 a second:UserWarning")
 def test_examples_are_taken_or_say_what_to_write(serve):
     served = serve()
