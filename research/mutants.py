@@ -12,7 +12,8 @@ Nothing is written to the sources. One process collects the tests. For each muta
 changed function its new code and runs the selected tests. Tests and the package are imported only once, and neither a
 crash nor two runs at a time leave anything behind. The parent must not start a backend of jax, which no fork survives.
 
-Results are JSON lines, one a mutant. A run that was interrupted continues after the last line. A mutant is
+Results are JSON lines, one a mutant. A run that was interrupted continues after the last line. With `--before`, results
+of a run of more tests stay where their killer is among the tests of this run. A mutant is
 
 - `killed` by the test in `killer`,
 - `time-out` after `--limit` seconds, which counts as killed,
@@ -443,6 +444,7 @@ class Runner:
       lines: what tests execute.
       chosen: mutants.
       out: file of results; mutants in it are not run again.
+      before: results of a run of more tests.
       limit: seconds of one mutant.
       budget: seconds of tests of one mutant, as `cover` measured them.
       until: seconds after which no further mutant begins.
@@ -456,6 +458,7 @@ class Runner:
         lines: Lines,
         chosen: list[Mutant],
         out: pathlib.Path,
+        before: list[dict[str, Any]],
         limit: float,
         budget: float,
         until: float,
@@ -468,6 +471,7 @@ class Runner:
         self.failed = False
         known = read(out)
         self.known = {_key(row) for row in known}
+        self.before = {_key(row): row for row in before}
         self.sound = {row["killer"]: True for row in known if "killer" in row}  # tests that pass without a mutant
 
     def pytest_collection_finish(self) -> None:
@@ -484,8 +488,11 @@ class Runner:
         for mutant in self.chosen:
             if time.monotonic() - began > self.until:
                 break
-            if _key(dataclasses.asdict(mutant)) not in self.known:
-                row = self._row(mutant, items)
+            key = _key(dataclasses.asdict(mutant))
+            if key not in self.known:
+                row = self.before.get(key)
+                if row is None or (row["status"] == "killed" and row["killer"] not in items):
+                    row = self._row(mutant, items)
                 with self.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 print(json.dumps(row), flush=True)
@@ -594,6 +601,7 @@ def main() -> None:
     run = commands.add_parser("run", help="the tests that execute a mutant's line")
     run.add_argument("lines", type=pathlib.Path)
     run.add_argument("--out", type=pathlib.Path, required=True)
+    run.add_argument("--before", type=pathlib.Path, help="results of a run of more tests")
     run.add_argument("--number", type=int, default=400)
     run.add_argument("--seed", type=int, default=65)
     run.add_argument("--limit", type=float, default=180, help="seconds of a mutant")
@@ -617,7 +625,8 @@ def main() -> None:
     else:
         lines = Lines.read(args.lines)
         chosen = draw(root, lines.covered, args.number, args.seed)
-        plugin = Runner(root, lines, chosen, args.out, args.limit, args.budget, args.until)
+        before = read(args.before) if args.before else []
+        plugin = Runner(root, lines, chosen, args.out, before, args.limit, args.budget, args.until)
         settings.append("--capture=no")  # a child writes to nowhere
     sys.exit(pytest.main([*settings, *others], plugins=[plugin]))
 

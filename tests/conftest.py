@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import functools
 import gc
-import importlib.util
 import io
 import itertools
 import os
@@ -23,10 +22,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads of XLA's CPU client: interpreted kernels wait in them for each other.
 os.environ.setdefault("NPROC", "16")
-# Tests compile thousands of programs, and each computes next to nothing. Set XLA_FLAGS, empty or not, for other flags:
-# `.ci/run` also compiles as for users. What compiles for a GPU is about the compiler.
-if importlib.util.find_spec("jax_cuda13_plugin") is None:
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import numpy as np

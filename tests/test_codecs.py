@@ -150,6 +150,7 @@ def test_exact_reuse_never_links_what_is_coded(opened, made, image, monkeypatch,
     assert (now.stored, now.hits_exact, now.misses - stats.misses) == (stats.stored, stats.hits_exact, 1)
 
 
+@pytest.mark.ladder
 def test_exact_answers_are_those_of_a_cold_run(opened, made, image):
     llm = opened(made("qwen2_5_vl"), "int8")
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -185,7 +186,7 @@ def test_approximate_reuse_links_what_is_coded(opened, made, image, family, plan
 
 
 @pytest.mark.ladder
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.ladder)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("codec", "bits", "less"), [("int8", 8.25, 1.9), ("int4", 5, 3.1)])
 def test_bytes_do_not_depend_on_the_engine(opened, made, image, codec, bits, less, dtype):
     llm = opened(made("qwen3_vl", head_dim=128), codec, dtype)
@@ -229,7 +230,7 @@ def test_a_bias_that_stays_in_costs_much(opened, made, image, monkeypatch, codec
         assert divergence(plain, log_probabilities(llm, image)) > 100 * MOST_KL[codec]
 
 
-@pytest.mark.ladder_for("int4")
+@pytest.mark.ladder
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     directory = made("qwen3_vl", zero_channel)

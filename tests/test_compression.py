@@ -164,6 +164,7 @@ def check(reference, conversation, output, compressor):
             assert abs(row[token] - logprob) < 3e-6 * largest  # float64 is 8e-7 from either at most
 
 
+@pytest.mark.ladder
 @one_device
 @each_family
 @pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_5_vl-flat-tied")
@@ -233,6 +234,7 @@ def test_nothing_compiles_after_warmup(family_checkpoint, conversations):
         assert programs.num_programs == count + 1
 
 
+@pytest.mark.ladder
 @ONE
 def test_nothing_dropped_changes_nothing(llm, conversations, monkeypatch):
     before = llm.stats().compressed

@@ -89,6 +89,7 @@ def folder(tmp_path, monkeypatch, request):
     return tmp_path
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize("block", quick(blocks("python")))
 def test_python_blocks_run(block, folder):
     exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec"), {"__name__": "__main__"})

@@ -273,6 +273,7 @@ def test_requests_that_come_one_by_one(llm, empty, pictures):
     np.testing.assert_allclose([one.score for one in found], [one.score for one in ranked], atol=1e-5)
 
 
+@pytest.mark.ladder
 def test_a_model_without_an_output_head_embeds(tmp_path, load_oracle, pictures, caplog):
     """As Qwen3-VL-Embedding-8B, whose configuration speaks of a head that its files do not have."""
     whole = make_checkpoint(tmp_path / "whole", "qwen3_vl", seed=6)

@@ -73,7 +73,7 @@ def llm(family_checkpoint):
         yield engine
 
 
-@pytest.mark.ladder_for("qwen2_vl", "qwen3_vl-tied", "qwen3_vl_moe")
+@pytest.mark.ladder_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl-tied", "qwen3_vl_moe")
 @pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen2_5_vl-library-names")
 @pytest.mark.thorough_for("qwen3_vl-sharded", "qwen3_vl_moe-sharded", "qwen3_vl_moe-every", "qwen2_5_vl-flat-tied")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):

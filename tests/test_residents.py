@@ -304,6 +304,7 @@ def test_memory_never_turns_approximate_reuse_into_exact(llm, picture):
     assert output.num_cached_tokens <= output.prompt_token_ids.tolist().index(llm.service.renderer.image_token_id)
 
 
+@pytest.mark.ladder_for("cacheblend-0.2", "shift-0.2", "full-two-pass")
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2", "cacheblend-0.2", "full-two-pass"])
 def test_answers_to_one_request_share_its_pages(llm, picture, reuse):
     chat(llm, user("Elsewhere: ", picture[1], picture[0]))

@@ -293,6 +293,7 @@ def test_p5_in_steps_of_other_sizes(llm, directory, target, donors, a, b):
             assert_close(logits(other, target, reuse=reuse), logits(llm, target, reuse=reuse))
 
 
+@pytest.mark.ladder
 @one_copy
 @each_family
 @pytest.mark.parametrize("make", [lambda k, t, n: (t * 7 + k) % 5, lambda k, t, n: 4 * (t % 3 == 1)])
@@ -580,6 +581,7 @@ def settled(report):
     return dataclasses.replace(report, images=images)
 
 
+@pytest.mark.ladder_for("100000")
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2"])
 @pytest.mark.parametrize(("host_bytes", "variants"), [("1GiB", 2), (100_000, None)])
 def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes, variants):

@@ -100,7 +100,7 @@ def matches(output):
 # Parity.
 
 
-@pytest.mark.ladder_for("qwen2_vl", "qwen3_vl-tied", "qwen3_vl_moe")
+@pytest.mark.ladder
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl-tied", "qwen3_vl_moe-every"])
 def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture):
     """Videos with times that reach beyond their size and with an odd number of frames, and a picture and text behind:

@@ -71,6 +71,7 @@ def filled(family_checkpoint):
         yield compression_filled.FilledAnswers(llm, 300, 3, 4)
 
 
+@pytest.mark.ladder
 @ONE
 def test_what_is_decoded_is_what_is_kept(filled):
     kept = filled.compress((30, 60, 200))

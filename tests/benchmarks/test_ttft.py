@@ -119,6 +119,7 @@ def test_what_is_no_hit_is_not_measured(codec, message, monkeypatch):
         ttft.measure(dataclasses.replace(SETUP, codecs=(codec,)), **ENGINE)
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize(
     ("room", "message"),
     [

@@ -83,7 +83,7 @@ def test_the_version(run):
     assert run("--version").stdout == f"vlcache {vlcache_jax.__version__}\n"
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
+@pytest.mark.ladder
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_info_counts_what_an_engine_counts(run, checkpoints, family):
     """The figures are those of an engine that opens the model."""
@@ -187,6 +187,7 @@ def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):
     assert result.stderr.startswith(f"error: report must be a file that can be written, got {tmp_path}: ")
 
 
+@pytest.mark.ladder
 def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
     """All commands in one process, whose end sees whether any of them has imported it."""
     missing, out = str(tmp_path / "missing"), str(tmp_path / "out")

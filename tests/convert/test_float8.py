@@ -68,6 +68,7 @@ def dequantized(tree, path):
     return np.moveaxis(whole, -1, 0) if leaf == "kernel" else whole.swapaxes(1, 2)
 
 
+@pytest.mark.ladder_for("qwen3_vl_moe")
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
 @pytest.mark.parametrize("quantization", ["fp8", "block", "channel"])
 def test_weights_stay_in_8_bits_and_stand_for_what_is_published(made, kind, quantization):
@@ -101,7 +102,7 @@ def parameter_of(tree, path):
     return np.asarray(tree)
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe")
+@pytest.mark.ladder
 @pytest.mark.parametrize(
     ("kind", "quantization", "modules", "listed", "products"),
     [
@@ -192,6 +193,7 @@ def test_what_is_wrong_with_the_others_of_a_product_is_named(spoiled, change, pr
     assert "but 1 are not" in str(error.value)
 
 
+@pytest.mark.ladder_for("qwen3_vl_moe")
 @pytest.mark.parametrize(("kind", "quantization"), [("qwen3_vl_moe", "fp8"), ("qwen3_vl", "channel")])
 def test_a_conversion_keeps_them(made, tmp_path, kind, quantization):
     source, plain = made(kind, quantization)

@@ -93,6 +93,7 @@ def test_copies_of_heads_in_8_bits():
     np.testing.assert_array_equal(copied_rows(stored, 3), turned)
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize(("name", "count"), [("Qwen3-VL-4B-FP8", 8), ("Qwen3-VL-30B-A3B-FP8", 8)])
 def test_factors_are_shared_out_where_blocks_do_not_fall_on_devices(name, count):
     """76 blocks of inputs of the down projection of 4B, on eight devices: of half of a block there are two of each."""

@@ -117,6 +117,7 @@ def test_an_interrupted_compilation_is_begun_anew(llm, monkeypatch):
     assert lanes.is_ended.dtype == bool
 
 
+@pytest.mark.ladder
 def test_no_program_is_compiled_where_maps_run_out(llm, ask, monkeypatch, tmp_path):
     """XLA would crash there; who asks is told, and served again when there is room."""
     few = tmp_path / "max_map_count"

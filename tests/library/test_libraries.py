@@ -532,6 +532,7 @@ def kept(directory, pictures, tmp_path):
             yield llm, library, index
 
 
+@pytest.mark.ladder_for("metadata", "limits", "width", "added", "expires")
 @pytest.mark.parametrize(
     ("column", "value"),
     [

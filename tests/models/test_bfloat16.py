@@ -26,7 +26,7 @@ def assert_no_worse(ours, theirs, exact):
     assert our_error.max() <= 2 * their_error.max()
 
 
-@pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
+@pytest.mark.ladder
 @each_family
 def test_bfloat16(family_checkpoint, references):
     exact, theirs = references

@@ -39,7 +39,7 @@ def padded(rows):
     return join(rows, padding_rows(ROWS - len(rows.slot), SLOTS))
 
 
-@pytest.mark.ladder_for("qwen3_vl-sharded", "qwen2_5_vl-library-names", "qwen2_vl")
+@pytest.mark.ladder_for("qwen3_vl-sharded", "qwen3_vl_moe", "qwen2_5_vl-library-names", "qwen2_vl")
 def test_prefill_of_images_and_text(checkpoint, reference):
     """Keys before and after rotation and values of every layer, and logits at every position."""
     model = helper.load(checkpoint)

@@ -126,6 +126,7 @@ def test_a_row_is_the_weighted_sum_of_its_experts(mlp):
     np.testing.assert_allclose(jax.jit(mlp)(x, np.ones(21, bool)), expected, atol=2e-5)
 
 
+@pytest.mark.ladder
 def test_what_nobody_needs_is_not_touched(mlp):
     """Neither experts that no row passes, nor rows that are not needed: all of these are NaN."""
     x, is_needed = rows(21), np.arange(21) % 3 > 0

@@ -32,7 +32,7 @@ def test_packed_and_padded_images(checkpoint, reference):
     assert parity.difference(rows, reference.encoder_rows) <= TOLERANCE
 
 
-@pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
+@pytest.mark.ladder
 @each_family
 def test_neither_padding_nor_neighbours_are_seen(family_checkpoint, textured_image):
     model = helper.load(family_checkpoint)

@@ -124,6 +124,7 @@ def test_experts_spread_over_devices() -> None:
     assert done.stdout == "equal\n", done.stderr
 
 
+@pytest.mark.ladder
 @not_a_number
 @pytest.mark.parametrize("check", first_quick(in_small, pytest.mark.interpreted), ids=lambda check: check.name)
 def test_the_kernels(check) -> None:

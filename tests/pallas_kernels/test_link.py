@@ -158,7 +158,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.ladder_for("float16", "bfloat16")
+@pytest.mark.ladder_for("float16", "bfloat16", "int8")
 @pytest.mark.parametrize(("implementation", "dtype"), KERNELS)
 @pytest.mark.parametrize("kind", [None, "bias", "weight"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -205,6 +205,7 @@ def test_flaws_of_what_is_coded(codec, implementation):
     np.testing.assert_array_equal(v, clean[1])
 
 
+@pytest.mark.ladder_for("int8")
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_the_error_of_a_code_is_half_a_step(codec, width):
@@ -297,6 +298,7 @@ def test_bad_arguments_of_what_is_coded(change, message):
 # What is kept on the device.
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize("case", [case for case in (*LINK_CASES, *CODED_LINK_CASES) if case.kept], ids=lambda c: c.name)
 def test_what_is_kept_on_the_device_is_linked_like_what_comes(case):
     args = case.inputs()

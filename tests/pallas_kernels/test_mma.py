@@ -53,6 +53,8 @@ from vlcache_jax.pallas_kernels.chips import RESERVED, Chip
 from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu_mma as experts
 from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu_mma as float8
 
+pytestmark = pytest.mark.interpreted
+
 INTERPRETED = "mosaic_gpu_mma_interpreted"
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
 QUICK = ("packed", "requests, 8/2 heads of 64", "two_levels, decoding, 3/3 heads of 64", "one row")

@@ -62,6 +62,8 @@ from vlcache_jax.pallas_kernels.checks import CHECKS, Check
 from vlcache_jax.pallas_kernels.paged_cases import PagedRows
 from vlcache_jax.pallas_kernels.shapes import ATTENTION, AttentionShape
 
+pytestmark = pytest.mark.interpreted
+
 ATOL = 2e-2  # weights and results are rounded to bfloat16
 RACES = dispatch.interpreter(dispatch.Choice("attention", "", "mosaic_gpu_interpreted", ""))
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy

@@ -48,6 +48,7 @@ def test_rows_that_decode(case):
     np.testing.assert_allclose(out, reference(rows, q, k, v, scale=0.3), atol=ATOL["float32"], rtol=0)
 
 
+@pytest.mark.ladder
 def test_a_row_that_decodes_does_not_depend_on_others():
     """To the last bit, however many rows a step has, and how many of them see something."""
     rng = np.random.default_rng(0)
@@ -126,6 +127,7 @@ def test_pages_may_lie_anywhere():
     np.testing.assert_array_equal(jitted(q, *pools, elsewhere.work(config())), want)
 
 
+@pytest.mark.ladder
 def test_no_copy_of_the_pool():
     def temporaries(rows, pages, decode):
         q, pool = ((rows, 12, 64), jnp.bfloat16), ((pages * PAGE, 4, 64), jnp.bfloat16)

@@ -145,16 +145,17 @@ if step == "cover":
 else:
     lines = mutants.Lines.read(root / "lines.jsonl")
     chosen = mutants.draw(root, lines.covered, int(step), 0)
-    plugin = mutants.Runner(root, lines, chosen, root / "out.jsonl", 2, 60, 60, ["json"], ["small"])
-sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "test_small.py"], plugins=[plugin]))
+    before = mutants.read(root / "before.jsonl")
+    plugin = mutants.Runner(root, lines, chosen, root / "out.jsonl", before, 2, 60, 60, ["json"], ["small"])
+sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "test_small.py", *sys.argv[2:]], plugins=[plugin]))
 """
 
 
 def test_a_run_continues_where_it_stopped(clone):
-    def step(name: str) -> None:
+    def step(*words: str) -> None:
         root = pathlib.Path(__file__).parents[2]
         subprocess.run(
-            [sys.executable, "-c", SCRIPT, name], cwd=clone, env={"PYTHONPATH": f"{root}:{clone}"}, check=True
+            [sys.executable, "-c", SCRIPT, *words], cwd=clone, env={"PYTHONPATH": f"{root}:{clone}"}, check=True
         )
 
     step("cover")
@@ -185,3 +186,12 @@ def test_a_run_continues_where_it_stopped(clone):
     table = mutants.table(rows)
     assert "small/code.py:26 arguments swapped: pow(size, 1) -> pow(1, size) (1 of 1 tests)" in table
     assert table.startswith(f"killed {sum(row['status'] == 'killed' for row in rows)}, survived ")
+    # Of fewer tests, only what another one found is run again.
+    (clone / "out.jsonl").rename(clone / "before.jsonl")
+    step("1000", "--deselect=test_small.py::test_full")
+    after = {mutants._key(row): row for row in mutants.read(clone / "out.jsonl")}
+    assert len(after) == len(rows)
+    for row in rows:
+        if row.get("killer") != "test_small.py::test_full":
+            assert after[mutants._key(row)] == row
+    assert after[mutants._key(changed)]["status"] == "survived"

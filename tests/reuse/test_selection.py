@@ -107,7 +107,7 @@ def logits_by_hand(probe, runs, check, chosen):
     return probe.run(runs.placed, write, runs.donor).logits
 
 
-@pytest.mark.ladder_for("0.6")
+@pytest.mark.ladder_for("0.6", "kvshare", "cacheblend-lmcache", "cacheblend-proto")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("ratio", ["0.15", "0.6"])
 def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, probe, runs, name, ratio):
@@ -172,7 +172,8 @@ def test_two_passes_are_a_prompt_in_another_order(llm, case, probe, runs):
     assert scored.greedy.all()
 
 
-@pytest.mark.parametrize("name", [pytest.param("kvshare", marks=pytest.mark.ladder), "asked"])
+@pytest.mark.ladder
+@pytest.mark.parametrize("name", ["kvshare", "asked"])
 def test_deepstack_follows_the_rows(checkpoints, case, name):
     """A model whose DeepStack reaches behind the check layer."""
     with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as engine:
@@ -233,6 +234,7 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
         assert rows[:2] == [(128, 128), (128, 96)]
 
 
+@pytest.mark.ladder
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, textured_image):
     image, one = textured_image(64, 64), SamplingParams(max_tokens=1)
     with LLM(checkpoints("qwen3_vl-tied"), **SHORT) as engine:

@@ -465,6 +465,7 @@ def test_requests_choose_what_the_server_lets_them(serve, picture):
         serve(allow_reuse=["most"])
 
 
+@pytest.mark.ladder
 def test_requests_are_compressed_as_the_server_lets_them(serve, engine, picture):
     served = serve(allow_compress=["vl-cache-0.5", "random-0.5"])
     body = {"messages": shows(picture), "max_tokens": 3, "ignore_eos": True, "return_cache_report": True}

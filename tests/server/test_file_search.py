@@ -114,6 +114,7 @@ def test_an_answer_goes_on_with_what_was_found(served, client, engine):
     assert last.usage.output_tokens == usage.output_tokens
 
 
+@pytest.mark.ladder
 def test_without_another_embedder_the_served_model_finds(serve, shoes, client, keys, pictures):  # noqa: F811
     found = client(serve()).responses.create(**ONCE, include=["file_search_call.results"])
     assert {hit.file_id for hit in found.output[0].results} <= {item.id for item in shoes.items()}

@@ -248,6 +248,7 @@ def engine(tmp_path_factory):
     engine.service.close()
 
 
+@pytest.mark.ladder
 @pytest.mark.filterwarnings("ignore:.* the frames are taken for 2 a second:UserWarning")
 def test_examples_are_taken_or_say_what_to_write(serve):
     served = serve()

@@ -91,6 +91,7 @@ def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
     )
 
 
+@pytest.mark.ladder
 def test_what_is_refused(llm, case):
     with pytest.raises(ValueError, match="cases must not be empty"):
         profile(llm, [])
