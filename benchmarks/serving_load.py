@@ -39,7 +39,7 @@ _CELL = 16  # pixels of a picture's squares, so that its file is small
 
 
 class RequestLoad(Protocol):
-    """What a server is asked: `Load`, or other requests that come at a rate."""
+    """What a server is asked: `ServingLoad`, or other requests that come at a rate."""
 
     @property
     def requests(self) -> int: ...

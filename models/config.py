@@ -138,7 +138,7 @@ class TextConfig:
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     def quantization_of(self, layer: int, product: str) -> Quantization | None:
-        """How a product's matrix of a layer is stored in 8 bits, one of `quantization.PRODUCTS`; None: it is not."""
+        """How a product's matrix of a layer is stored in 8 bits, one of `PRODUCTS`; None: it is not."""
         kept = self.quantization
         return None if kept is None or (layer, product) in kept.left_out else kept
 

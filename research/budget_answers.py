@@ -244,7 +244,7 @@ class _Study:
         self._llm, self._masked, self._params, self._budgets = llm, masked, params, budgets
 
     def evaluate(self, cases: Sequence[_Case]) -> Iterator[tuple[_Case, list[Any]]]:
-        """What is to be found, as it is found: of a way `Result` without the sample, of layers `Layers` or nothing."""
+        """Findings, as they come: of ways `BudgetResult` without the sample, of layers `Layers` or none."""
         questions = list(dict.fromkeys(one for one, _ in cases))
         whole = self._answer(questions)
         # Inside, question by question; there also the methods that the engine has not.

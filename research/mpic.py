@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DialogueLoad:
-    """Requests drawn of some dialogues, each as often as any other; see `serving_load.Load`.
+    """Requests drawn of some dialogues, each as often as any other; see `ServingLoad`.
 
     Attributes:
       turns: of the dialogues.

@@ -3,10 +3,11 @@
     python -m research.stores --redis --out benchmarks/results/stores_cpu.json
 
 Records have the K, V of an image of 1024 tokens of Qwen3-VL-8B; `--mb` scales them. A load is what the engine does:
-`store.Filling` into a record that a store has just made, with every check. "plain" is what reading the same bytes alone
-takes: the file into a record's memory, an object or chunks into bytes of their own, the file from the peer's server
-into a record's memory. "xxh3" is what their checksums alone take. A load has to reach `LEAST` percent of the rate of
-the slower of the two. Of a write the plain one is the same bytes in one file, on the disk, or in one object, or chunks.
+`store.PendingWrite` into a record that a store has just made, with every check. "plain" is what reading the same bytes
+alone takes: the file into a record's memory, an object or chunks into bytes of their own, the file from the peer's
+server into a record's memory. "xxh3" is what their checksums alone take. A load has to reach `LEAST` percent of the
+rate of the slower of the two. Of a write the plain one is the same bytes in one file, on the disk, or in one object,
+or chunks.
 
 Where memory is new, its first touch is within the times, as it is for the engine; where it is old, both sides find it
 touched before. All of it takes turns, as a machine that is shared with others is never the same for long; times are

@@ -18,6 +18,7 @@ from vlcache_jax.common.vllm_compat import CALLS, ENGINE, SAMPLING, VllmOptions,
 from vlcache_jax.config import EngineOptions
 from vlcache_jax.device import memory_plan
 from vlcache_jax.device.kv_shape import KVShape
+from vlcache_jax.inputs.messages import read_message
 from vlcache_jax.sampling import StructuredOutputs, StructuredOutputsConfig
 
 SETTINGS = {
@@ -191,6 +192,15 @@ def test_what_no_answer_depends_on_is_told_once():
     assert one.filename == __file__
     with pytest.warns(UserWarning, match="^enable_chunked_prefill has no meaning here and is ignored$"):
         ours("LLM", ENGINE, {"enable_chunked_prefill": False}, [])
+
+
+def test_warnings_name_the_line_that_called_the_package():
+    """Whichever of its modules warns."""
+    call = {"type": "function", "function": {"name": "look", "arguments": "no object"}}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        read_message({"role": "assistant", "content": "", "tool_calls": [call]}, "messages[0]", lambda part, name: None)
+    assert [one.filename for one in told] == [__file__]
 
 
 class OutputKind(enum.Enum):

@@ -59,6 +59,14 @@ def test_calls_with_options_are_those_with_keywords(llm):
     assert last.cache.policy == "off"
 
 
+def test_compression_of_each_row_stands_beside_other_options(llm):
+    given = {"options": RequestOptions(reuse="off"), "compress": ["snapkv-0.1", None]}
+    found = dict(llm.chat_iter([HELLO, HELLO], GREEDY, **given))
+    assert [found[i].cache.policy for i in range(2)] == ["off", "off"]
+    with pytest.raises(ValueError, match="compress must be left out beside options that have it, got both"):
+        llm.chat_iter([HELLO], GREEDY, options=RequestOptions(compress="snapkv-0.1"), compress=["snapkv-0.1"])
+
+
 @pytest.mark.parametrize(
     ("method", "given", "options", "message"),
     [

@@ -193,15 +193,15 @@ class LLM(Embedder):
         _check_iterables(conversations, sampling_params)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
-        for_all, of_rows = (None, compress) if _is_iterable(compress) else (compress, None)
         options = RequestOptions.of(
-            options, reuse=reuse, compress=for_all, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs
+            options, reuse=reuse, compress=compress, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs
         )
+        options, of_rows = _split(options)
         render = self.service.renders(self.chat_iter, options, template)
         call = self.service.call("conversations[{}]", [], render, options, on_error)
         compressors = None if of_rows is None else _compressors(self.service.compressor_of, of_rows)
-        size = self.service.device.runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
+        size = self.service.device.runner.ladder.max_sequences
         calls = _calls(call, conversations, sampling_params, compressors, size)
         return self.service.caller.answers(calls, total=total, show=use_tqdm, returns_all=False)
 
@@ -347,6 +347,12 @@ class LLM(Embedder):
 
 def _answers(service: Service, call: Call, *, verify: bool, show: bool) -> list[RequestOutput]:
     return in_order(service.caller.answers([call], total=len(call.listed), show=show, verify=verify))
+
+
+def _split(options: RequestOptions) -> tuple[RequestOptions, Iterable[Compress | None] | None]:
+    """The options of all rows, and what `compress` gives for each of them; None: it is one for all."""
+    of_rows = options.compress if _is_iterable(options.compress) else None
+    return options if of_rows is None else dataclasses.replace(options, compress=None), of_rows
 
 
 def _is_iterable(given: Any) -> TypeGuard[Iterable[Any]]:

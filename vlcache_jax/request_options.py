@@ -1,4 +1,4 @@
-"""Options of a request beside its prompt and its sampling parameters.
+"""Options of a request in addition to its prompt and its sampling parameters.
 
 Both fronts make one `RequestOptions` of their keywords. Batch files and the server fill one from a row or a body. It is
 passed on whole, so that a new option is a field here, a keyword of the fronts, and the code that uses it.

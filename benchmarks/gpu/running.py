@@ -160,7 +160,7 @@ def run(plan: GpuPlan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list
     """Runs the cases that are not done yet; returns a row for every case.
 
     Raises:
-      ValueError: see `Results`.
+      ValueError: see `GpuResults`.
       RuntimeError: there is no GPU for the kernels.
     """
     results = GpuResults(plan)

@@ -48,7 +48,7 @@ def loaded(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_step(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
-    """Asks for what a step is about; see `jobs.Step`."""
+    """Asks for what a step is about; see `jobs.JobStep`."""
     calls = [[one] for one in step["requests"]] if step["alone"] else [step["requests"]]
     answers: list[dict[str, Any]] = []
     seconds = cpu = 0.0

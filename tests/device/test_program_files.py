@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import pytest
 
 from tests.helper import SIZES
 from vlcache_jax import LLM
+from vlcache_jax.common import checks
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.programs import base, compile_cache, layers
 from vlcache_jax.device.programs.layers import Layer
@@ -200,6 +202,14 @@ def test_a_constant_that_is_replaced_counts(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(base, "LINKED", (1,))
     assert compile_cache.code() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(checks, "GROUP", 16)  # of codecs
+    assert compile_cache.code() != before
+
+
+def test_every_package_that_programs_are_traced_from_is_there():
+    for name in compile_cache._TRACED:
+        assert importlib.util.find_spec(name) is not None
 
 
 @pytest.mark.parametrize(

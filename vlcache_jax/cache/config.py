@@ -40,7 +40,7 @@ class CacheConfig:
         `valkey://`; written in the background, read if host memory and disk do not have an image.
       peers: other machines' `vlcache cache serve`; read after the disk and before `remote`.
       peer_token: token that the peers require.
-      neighbours: returns the URLs of peers that change at run time; called before each lookup; see `Holders`.
+      neighbours: returns the URLs of peers that change at run time; called before each lookup; see `RecentPeers`.
       admit: what is written to `disk` and `remote`: "always": all images; "second": images that are requested a second
         time.
       ttl: maximum age in seconds of cache entries and KV blocks that are used, from the time of computation; in

@@ -79,7 +79,7 @@ class DeviceTier:
             return True
 
     def find(self, record: Record) -> Index | None:
-        """Where the K, V of a record's tokens lie, if all are here; see `_Copy.place`."""
+        """Where the K, V of a record's tokens lie, if all are here; see `_DeviceCopy.place`."""
         with self._lock:
             copy = self._copies.get(record)
             if copy is None or copy.missing or not record.is_ready:

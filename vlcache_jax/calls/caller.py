@@ -202,7 +202,7 @@ class Caller:
         return self._checked(HiddenStateKind(call, self._sequences, self.reporter))
 
     def _checked[T: CallResult](self, kind: ResultKind[T]) -> RequestChunk[T]:
-        """The rows of a call, of which every one is found that arguments and heads of files tell to be wrong."""
+        """Return the rows of a call, with the errors that arguments and headers of files show."""
         call, options, given = kind.call, kind.call.options, []
         if options.compress is not None and not kind.generates:
             raise ValueError(f"compress must be left out where no answer is generated, got {options.compress.name}")

@@ -161,7 +161,7 @@ class Job:
         return all(sequence.end.is_finished for sequence in self.sequences)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Whoever planned it needs nothing of the cache for it any more; see `Holding.leave`."""
+        """End the use of the cache that its plan began; see `Holding.leave`."""
         if self.planned.hold is not None:
             self.planned.hold.leave(failed=failed)
 
@@ -178,7 +178,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class ResultKind[T: CallResult](ABC):
-    """What is wanted of the rows of a call, which count from 0: what runs for one, and what it comes to.
+    """A kind of result: which sequences run for a row of a call, and the result that they make. Rows count from 0.
 
     Attributes:
       call: theirs.
@@ -343,6 +343,6 @@ def serve[T: CallResult](
 
 
 def good[T](value: T | ValueError) -> T:
-    """Of a row that is not wrong."""
+    """Return the value of a row without an error."""
     assert not isinstance(value, ValueError)
     return value

@@ -238,7 +238,7 @@ def _answer(recipe: Recipe, sheet: Sheet, overwrite: bool) -> None:
             map(operator.itemgetter(i), same) for i, same in enumerate(itertools.tee(good(), 3))
         )
         for index, output in llm.chat_iter(
-            conversations, params, use_tqdm=False, options=recipe.asked, compress=compress, on_error="return"
+            conversations, params, use_tqdm=False, reuse=recipe.reuse, compress=compress, on_error="return"
         ):
             row = running.pop(index)
             if output.error is not None:

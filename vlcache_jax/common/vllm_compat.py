@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-_OURS = (str(pathlib.Path(__file__).parent), "<string>")  # files; what a dataclass writes itself has the other name
+_OURS = (str(pathlib.Path(__file__).parents[1]), "<string>")  # files; what a dataclass writes itself has the other name
 
 
 @dataclass(frozen=True)

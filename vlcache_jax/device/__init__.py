@@ -1,6 +1,6 @@
-"""What the device holds and what it is told to do: from arrays of static sizes to arrays.
+"""Device memory and programs: from arrays of static sizes to arrays.
 
-`runner` holds weights, KV pool and lanes and calls `programs`. Rows of a step travel `packed`; `sampler` chooses
-tokens; `clock` tells how long it took. `ladder` has the sizes, `memory_plan` what fits, `checkpoint` the weights.
-Nothing here knows of requests.
+`runner` holds weights, KV pools and decode slots, calls `programs`, and measures their time; `sampler` chooses tokens.
+`buckets` has the sizes, `kv_shape` the form of the pool, `mesh` the placement on several devices, `memory_plan` what
+fits, `checkpoint` the weights. Nothing here knows requests.
 """

@@ -330,7 +330,7 @@ class Launched:
       step: this.
       x: hidden states of the rows that leave the last layer.
       chosen: which rows the device chose; None: it was not asked.
-      took: of its turn up to here, see `Turn`.
+      took: of its turn up to here, see `PrefillGroup`.
     """
 
     turn: PrefillGroup
@@ -341,7 +341,7 @@ class Launched:
 
 
 class _Ahead(NamedTuple):
-    """What was encoded ahead for a sequence; see `Turn`."""
+    """What was encoded ahead for a sequence; see `PrefillGroup`."""
 
     where: dict[ImageRef, tuple[jax.Array, int]]
     took: list[tuple[str, Future[float]]]

@@ -1,8 +1,8 @@
 """What a request is on its way through the engine.
 
 A `Request` has its images identified. `Planned` knows what is linked and what is computed. What runs are `Sequence`s:
-one `Generation` for each answer, one `Forced` whose continuation is scored, or one `Pooled` whose last hidden state is
-wanted.
+one `Generation` for each answer, one `Forced` whose continuation is scored, or one `PooledSequence` whose last hidden
+state is wanted.
 """
 
 from __future__ import annotations

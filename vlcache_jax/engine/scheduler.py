@@ -450,7 +450,7 @@ PATIENCE = 0.1  # seconds
 
 
 class Ready(NamedTuple):
-    """What a sequence computes, and what it takes from where; see `Progress`."""
+    """What a sequence computes, and what it takes from where; see `SequenceProgress`."""
 
     plan: Plan
     images: abc.Sequence[ImageUse]

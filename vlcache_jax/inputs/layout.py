@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.inputs.processor import Grid, Patches
 from vlcache_jax.models.rope import mrope_positions
-
-if TYPE_CHECKING:
-    pass
 
 State = Literal["text", "miss", "exact", "approximate"]
 

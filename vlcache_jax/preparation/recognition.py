@@ -24,7 +24,7 @@ from vlcache_jax.preparation.media import ImageShape, Media, Medium, PictureMedi
 
 
 class KnownImage(NamedTuple):
-    """What follows from an alias that the cache knows, and from limits of pixels. The store decides what is kept of it.
+    """A known image, looked up by its alias and the limits of its pixels. The store decides which records are kept.
 
     Attributes:
       picture: for which the alias stands.

@@ -42,7 +42,9 @@ from vlcache_jax.pallas_kernels.dispatch import Choice
 
 MOST_BYTES = 2**31  # of all files; beyond that those go that nobody has read for longest
 PACKAGE = __name__.partition(".")[0]
-_TRACED = tuple(f"{PACKAGE}.{wing}" for wing in ("codecs", "compress", "device", "models", "pallas_kernels", "reuse"))
+_TRACED = tuple(
+    f"{PACKAGE}.{name}" for name in ("common.checks", "compress", "device", "models", "pallas_kernels", "reuse")
+)
 _INSIDE = "__wrapped__", "__func__", "fget", "func"  # of what is compiled or cached, methods of classes, properties
 _FORMAT = "2"  # of the files; those of another one have other names, and leave as the oldest
 _NAME = re.compile("[0-9a-f]{64}")

@@ -7,7 +7,6 @@ thread does not wait for them. `Alarm` hides XLA's warning about slow compilatio
 A batch is padded to the smallest bucket that holds it (`Fitting`). While a warm-up compiles programs, the best one may
 be missing, and another one gives the same tokens: one of a larger bucket, several of a smaller bucket, or one token in
 place of a multi-step decode. Only then does a size depend on time.
-
 """
 
 from __future__ import annotations
