@@ -22,3 +22,14 @@ def test_links_that_are_text_files_are_reported(tmp_path):
     last = failed.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: {package / 'models'} must be a folder, got a file")
     assert "git -c core.symlinks=true clone" in last
+
+
+def test_nothing_is_built_from_links_that_are_text_files(tmp_path):
+    """The wheel would hold no module, and no installer would say so."""
+    setup = pathlib.Path(__file__).parents[1] / "setup.py"
+    (tmp_path / "setup.py").write_text(setup.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "vlcache_jax").write_text("../vlcache_jax")
+    failed = subprocess.run([sys.executable, "setup.py", "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("src/vlcache_jax must be a folder, got a file")

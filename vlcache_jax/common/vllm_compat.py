@@ -349,6 +349,7 @@ CALLS = VllmNames(
     only=_notes(_OnlyOfCalls),
     instead={
         "mm_processor_kwargs": "write it into each prompt's dict",
+        "priority": "write it into options=RequestOptions(priority=...)",
         "prompt_token_ids": 'write it into each prompt: {"prompt_token_ids": [...]}',
         "tools": "call chat, whose template tells of them",
     },
