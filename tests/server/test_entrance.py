@@ -358,7 +358,7 @@ def test_a_refused_body_without_end_is_read_to_a_bound(serve, monkeypatch, optio
     sizes, received = [], HttpProtocol.data_received
     noted = lambda own, data: (sizes.append(len(data)), received(own, data))  # noqa: E731
     monkeypatch.setattr(HttpProtocol, "data_received", noted)
-    monkeypatch.setattr(http_layer, "_BYTES", 2**22)
+    monkeypatch.setattr(http_layer, "_UNREAD_BYTES", 2**22)
     served = serve(max_body_bytes="1MiB", **options)
     with answered(served, asked, f"Content-Type: {kind}", ENDLESS) as (connection, found):
         assert found.startswith(f"HTTP/1.1 {status} ".encode())
@@ -368,13 +368,13 @@ def test_a_refused_body_without_end_is_read_to_a_bound(serve, monkeypatch, optio
 
 
 def test_a_refused_body_that_comes_byte_by_byte_is_not_waited_for(serve, monkeypatch):
-    monkeypatch.setattr(http_layer, "_SECONDS", 0.2)
+    monkeypatch.setattr(http_layer, "_UNREAD_SECONDS", 0.2)
     with answered(serve(), "POST /nowhere", ENDLESS) as (connection, _), pytest.raises(ConnectionError):
         poured(connection, b" ", 1000, wait=0.01)
 
 
 def test_a_refused_body_is_not_waited_for_at_the_end(serve, monkeypatch):
-    monkeypatch.setattr(http_layer, "_SECONDS", 10 * WITHIN)
+    monkeypatch.setattr(http_layer, "_UNREAD_SECONDS", 10 * WITHIN)
     served = serve()
     with answered(served, "POST /nowhere", ENDLESS) as (connection, _):
         served.server.entrance.ended.set()
@@ -389,7 +389,7 @@ def test_who_asks_before_it_sends_is_not_told_to(serve):
 
 
 def test_behind_a_body_that_was_refused_and_came_the_connection_stays(serve, monkeypatch):
-    monkeypatch.setattr(http_layer, "_SOON", WITHIN)
+    monkeypatch.setattr(http_layer, "_UNREAD_SOON", WITHIN)
     connection = http.client.HTTPConnection("127.0.0.1", serve().port, timeout=WITHIN)
     with contextlib.closing(connection):
         sockets = []

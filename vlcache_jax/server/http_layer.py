@@ -125,9 +125,9 @@ def _is_address(name: str) -> bool:
     return True
 
 
-_SOON = 0.05  # seconds that an answer waits for the rest of a body, behind which the connection may be used again
-_SECONDS = 10.0  # of reading what is left behind the answer
-_BYTES = 2**28  # of it; or of the largest body that is read, if that is more
+_UNREAD_SOON = 0.05  # seconds that an answer waits for the rest of a body, after which the connection may stay open
+_UNREAD_SECONDS = 10.0  # for reading the rest of a body after its answer
+_UNREAD_BYTES = 2**28  # read of such a rest at most, or the limit of bodies if that is larger
 
 
 class DropUnread:
@@ -158,18 +158,18 @@ class DropUnread:
             nonlocal dropped
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    while not is_read and dropped < max(_BYTES, self._most):
+                    while not is_read and dropped < max(_UNREAD_BYTES, self._most):
                         dropped += len((await read()).get("body", b""))
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start" and not is_read:
                 if "expect" not in Headers(scope=scope):  # who asks before it sends would be told to
-                    await drop(_SOON)
+                    await drop(_UNREAD_SOON)
                 if not is_read:
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             elif not message.get("more_body") and not is_read:
                 await send({**message, "more_body": True})
-                await until_gone(self._end, drop(_SECONDS))
+                await until_gone(self._end, drop(_UNREAD_SECONDS))
                 message = {"type": "http.response.body"}
             await send(message)
 
