@@ -27,13 +27,13 @@ import numpy as np
 from blake3 import blake3
 from PIL import Image
 
-from vlcache_jax.calls.caller import Caller
+from vlcache_jax.calls.groups import Call
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.prefilling import Prefiller
 from vlcache_jax.engine.uploads import Upload
-from vlcache_jax.preparation.identification import Arrivals
+from vlcache_jax.preparation.identification import Arrivals, Identifier
 from vlcache_jax.preparation.planner import Planner
 from vlcache_jax.study.report import environment, show, write
 
@@ -42,8 +42,8 @@ TEXT = {"num_hidden_layers": 12, "hidden_size": 64, "intermediate_size": 64, "nu
         "num_key_value_heads": 1, "max_position_embeddings": 32768}  # fmt: skip
 VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "deepstack_visual_indexes": [0, 1]}
 PARTS = (
-    ("render the prompt", Caller, "_prompts"),
-    ("hash, look up", Caller, "_check"),
+    ("render the prompt", Call, "prompt"),
+    ("hash, look up", Identifier, "open"),
     ("number the tokens", Arrivals, "_finish"),
     ("plan", Planner, "plan"),
     ("give pages", Engine, "_admit"),
