@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helper import SHORT, WITHIN, assert_nothing_left, give_lanes, give_pages, some_seeds, user
+from tests.helper import SIZES, WITHIN, assert_nothing_left, give_lanes, give_pages, some_seeds, user
 from vlcache_jax import LLM, AsyncLLM, QueueFullError, RequestError, SamplingParams
 from vlcache_jax.calls.groups import Job
 from vlcache_jax.calls.in_flight import _Place, _Room
@@ -40,13 +40,13 @@ def pictures(textured_image):
 
 @pytest.fixture(scope="module")
 def directory(checkpoints):
-    return checkpoints("qwen3_vl-tied")
+    return checkpoints("qwen3_vl")
 
 
 @pytest.fixture(scope="module")
 def shared(directory, pictures):
     """An engine that all tests use, whichever comes first; what is compiled for it is used by all others, too."""
-    engine = AsyncLLM(directory, use_tqdm=False, **SHORT)
+    engine = AsyncLLM(directory, use_tqdm=False, **SIZES)
     give_lanes(engine, LANES)
     LLM(engine.service).chat(user("a", pictures[0]), SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     yield engine
@@ -67,7 +67,7 @@ def open_engine(directory, shared):
     opened = []
 
     def make(*, closes=True, **options):
-        engine = AsyncLLM(directory, use_tqdm=False, **SHORT | options)
+        engine = AsyncLLM(directory, use_tqdm=False, **SIZES | options)
         give_lanes(engine, LANES)
         engine.service.device.runner.programs = shared.service.device.runner.programs
         engine.service.device.runner.run = shared.service.device.runner.run
@@ -326,6 +326,7 @@ def test_deltas_are_joined_to_what_chat_returns(engine, slow, pictures, kind):
     assert deltas[0].to_dict()["prompt"]["token_ids"] == expected.prompt_token_ids.tolist()
 
 
+@pytest.mark.ladder
 def test_deltas_of_random_requests(engine, pictures, monkeypatch):
     """With stop strings that span windows, several answers, aborts, and answers that are put back for want of pages."""
     rng = random.Random(0)
@@ -493,7 +494,7 @@ def test_a_bad_argument_is_named(engine, options, message):
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        (user("w " * 600), GREEDY, r"must fit in max_model_len = 512 tokens"),
+        (user("w " * 600), GREEDY, r"must fit in max_model_len = 1024 tokens"),
         (user("a", b"%!PS-Adobe-3.0"), GREEDY, r"images\[0\] must be an image that Pillow can read"),
         ([], GREEDY, "^prompt must hold at least one message"),
         ([{"role": "robot", "content": "x"}], GREEDY, r"^prompt messages\[0\] must have the role"),
@@ -1202,7 +1203,7 @@ def test_answered_requests_are_not_kept(engine, textured_image, monkeypatch):
     ahead.wait()
     kept = sum(len(sequences) for _, sequences in ahead._answered)
     ahead._answered.clear()
-    assert kept <= 2 * SHORT["ladder"].max_sequences
+    assert kept <= 2 * SIZES["ladder"].max_sequences
 
 
 def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monkeypatch):
@@ -1292,6 +1293,37 @@ def test_an_engine_that_cannot_even_fail_is_dead():
         loop._run()
     with pytest.raises(RuntimeError, match="the engine's thread has died"):
         loop.check_alive()
+
+
+class Endless:
+    """An engine that has something to do until `ended` is set, or for `most` passes."""
+
+    has_requests = True
+    most = 5000
+
+    def __init__(self):
+        self.passes, self.ended = 0, threading.Event()
+        self.scheduler = types.SimpleNamespace(add=lambda sequence: None)
+
+    @property
+    def is_idle(self):
+        return self.ended.is_set() or self.passes == self.most
+
+    def step(self):
+        self.passes += 1
+        self.ended.wait(0.001)
+
+
+def test_an_abort_does_not_wait_for_other_requests():
+    engine, aborted = Endless(), []
+    loop = Loop(engine)
+    loop.submit([types.SimpleNamespace(told=types.SimpleNamespace())])
+    loop.begin()
+    loop.abort([types.SimpleNamespace(abort=lambda: aborted.append(engine.passes))])
+    passes = engine.passes
+    engine.ended.set()
+    assert aborted[0] < passes < engine.most
+    loop.wait()
 
 
 def test_tokens_are_those_of_the_prompt(engine, pictures):

@@ -37,6 +37,40 @@ def test_who_says_nothing_is_another_process(tmp_path, monkeypatch):
             pytest.fail("held twice")
 
 
+def test_a_free_file_names_no_holder(tmp_path):
+    path = tmp_path / "lock"
+    with held(path):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    assert path.read_bytes() == b""
+    with pytest.raises(KeyError), held(path):
+        raise KeyError
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+def test_what_is_no_file_is_refused_and_closed(tmp_path, monkeypatch):
+    path, opened, closed = tmp_path / "lock", [], []
+    os.mkfifo(path)
+    real_open, real_close = os.open, os.close
+
+    def note_open(name, *given):
+        descriptor = real_open(name, *given)
+        if name == path:
+            opened.append(descriptor)
+        return descriptor
+
+    def note_close(descriptor):
+        closed.append(descriptor)
+        real_close(descriptor)
+
+    monkeypatch.setattr(folders.os, "open", note_open)
+    monkeypatch.setattr(folders.os, "close", note_close)
+    with pytest.raises(OSError, match=rf"^{path} must be a file: delete what is there$"), held(path):
+        pytest.fail("a pipe was held")
+    assert len(opened) == 1
+    assert set(opened) <= set(closed)
+
+
 def test_opening_waits_for_a_while(tmp_path, monkeypatch):
     DiskTier(tmp_path, 10**6).close()
     monkeypatch.setattr(disk, "MOST", 0.0)

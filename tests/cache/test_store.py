@@ -15,9 +15,9 @@ import vlcache_jax.cache.records
 from tests.cache.records import DictTier
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.record import DamagedError, Meta, Record, TierError, verified
+from vlcache_jax.cache.record import DamagedError, Found, Meta, Record, TierError, verified
 from vlcache_jax.cache.records import MemoryTier
-from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.store import Store, _variant
 from vlcache_jax.outputs import Why
 
 GRID = (1, 4, 4)
@@ -307,6 +307,18 @@ def test_variants():
     assert lookup(store, "a", "other").why is Why.evicted
 
 
+def test_of_other_contexts_the_newest_canonical_record_is_brought_in():
+    def wanted(*metas):
+        """Return the names to load; the newest record is the last argument."""
+        return [*_variant({meta.name: (None, Found(meta, 0.0)) for meta in metas})]
+
+    first, second, other = kv("a", "first"), kv("a", "second"), kv("a", "third", canonical=False)
+    assert wanted(enc("a"), first, second, other) == [second.name]
+    assert wanted(first, dataclasses.replace(second, canonical=False), other, enc("a")) == [first.name]
+    assert wanted(dataclasses.replace(first, canonical=False), other) == [other.name]
+    assert wanted(enc("a")) == wanted() == []
+
+
 @pytest.mark.parametrize("variants", [None, 2])
 def test_as_many_variants_stay_as_fit_and_the_reason_is_that_of_the_context(variants):
     store = Store(CacheConfig(host_bytes=5 * kv("a").nbytes, variants=variants))
@@ -547,7 +559,7 @@ def test_a_budget_bounds_the_process(tmp_path: pathlib.Path):
 import pathlib, random, re
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.record import Meta
-from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.store import Store, _variant
 
 def resident():
     return int(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024

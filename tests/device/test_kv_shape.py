@@ -13,7 +13,7 @@ from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import CODECS, link
 
 
-@pytest.mark.ladder_for("int4")
+@pytest.mark.ladder_for("int4", "32")
 @pytest.mark.parametrize(("codec", "tokens"), [("int8", 32), ("int8", 5), ("int4", 4), ("int4", 3), ("auto", 5)])
 def test_what_is_captured_is_linked_as_its_planes_are(codec, tokens):
     kv, rng = KVShape(2, 2, 128, np.dtype(np.float32), CODECS.get(codec)), np.random.default_rng(tokens)

@@ -96,6 +96,7 @@ def on_gpu(monkeypatch, gigabytes, name, **options):
     return plan_memory(config, KVShape.of(config, dtype), GPU, ladder, weights=weight_bytes(config, dtype), **given)
 
 
+@pytest.mark.ladder_for("Qwen3-VL-30B", "Qwen3-VL-32B")
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
     [("Qwen3-VL-8B", 24), ("Qwen3-VL-8B-FP8", 24), ("Qwen3-VL-30B-A3B-FP8", 48), ("Qwen3-VL-32B-FP8", 48)],

@@ -49,6 +49,7 @@ def test_copies_of_heads_have_their_share_of_the_queries(lead):
         np.testing.assert_array_equal(spread[..., head, -2:, :], own[..., -2:, :])
 
 
+@pytest.mark.ladder_for("Qwen3-VL-32B", "Qwen2.5")
 @pytest.mark.parametrize(("name", "count"), [("Qwen3-VL-32B", 4), ("Qwen3-VL-30B-A3B", 8), ("Qwen2.5-VL-7B", 4)])
 def test_what_each_device_holds(name, count):
     """All of the decoder's matrices are shared out, on an axis that divides; the tower, norms and routers are not."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helper import SHORT
+from tests.helper import SIZES
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.device.runner import check_kernels
 from vlcache_jax.kernel_selftest import selftest
@@ -183,7 +183,7 @@ def test_without_a_gpu_no_process_is_started(directory, monkeypatch):
 
 def test_on_a_cpu_the_choice_is_xla_and_says_why(checkpoints, capsys):
     image = np.zeros((64, 96, 3), np.uint8)
-    with LLM(checkpoints("qwen3_vl-tied"), **SHORT) as llm:
+    with LLM(checkpoints("qwen3_vl"), **SIZES) as llm:
         llm.chat(
             [[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]}]],
             GREEDY,

@@ -267,6 +267,7 @@ def test_an_image_that_is_dropped_is_found_no_more():
     assert pages.drop("a") == 3
     compute(pages, running)
     pages.end(running, own)  # what has been told to go does not come back
+    assert pages.stats().in_use == 0
     assert run(pages, range(30), [(10, 4, "a")]) == 8
     assert run(pages, range(30), [(10, 4, "b")]) == 29
     assert pages.clear() > 0

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from tests.helper import planned
 from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.request import ImageUse, Sequence
-from vlcache_jax.engine.scheduler import Scheduler, order
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Sequence
+from vlcache_jax.engine.scheduler import _LEAST_RUN, Scheduler, order
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.reuse.policies import full_prefill
 from vlcache_jax.reuse.selection import CacheBlend, make_choice
+from vlcache_jax.sampling import SamplingParams
 
 LAYERS, SIZE = 3, 8  # tokens of a page
 GRID = (1, 4, 4)  # of an image of four tokens
@@ -247,6 +249,24 @@ def test_who_is_put_back_keeps_its_place():
     nothing_is_left(scheduler, 2)
 
 
+def test_who_is_put_back_is_scored_from_its_beginning():
+    """The scores of the first attempt are forgotten, also those of a prompt whose answer has not begun."""
+    scheduler, whole = scheduler_of(), answer("whole", 5)
+    scored = Forced(whole.planned, 0, keep_logits=True)
+    generation = Generation(
+        whole.planned, 4, params=SamplingParams(), seed=0, end_tokens=frozenset(), bad_words=(), detokenizer=None
+    )
+    add(scheduler, scored, generation)
+    scheduler.admit()
+    scored.append(np.float32(-1), np.bool_(True), np.zeros(3, np.float32))
+    generation.prompt_logprobs.append(Logprob(-1.0, {}, 7, 1))
+    for one in (scored, generation):
+        scheduler.put_back(one)
+    assert [len(one) for one in (scored.logprobs, scored.greedy, scored.logits, generation.prompt_logprobs)] == [0] * 4
+    finish(scheduler, scored, generation)
+    nothing_is_left(scheduler)
+
+
 def test_nobody_overtakes_who_lacks_pages():
     scheduler = scheduler_of(pages=5)
     a, b, c = add(scheduler, answer("a", 17, 0), answer("b", 24, 0), answer("c", 5, 0))
@@ -451,6 +471,29 @@ def test_an_answer_grows_by_fewer_tokens_where_pages_are_short():
     assert scheduler.grow([b], 8) == 8
     assert scheduler.grow([], 8) == 8
     finish(scheduler, b)
+    nothing_is_left(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("pages", "count", "computed"),
+    [
+        (40, _LEAST_RUN - 1, 0),
+        (40, _LEAST_RUN, _LEAST_RUN),
+        (2, 4 * _LEAST_RUN - 4, 0),  # The pages hold a quarter of the tokens.
+        (2, 4 * _LEAST_RUN, _LEAST_RUN),
+    ],
+)
+def test_forced_tokens_are_computed_together_if_they_are_enough(pages, count, computed):
+    scheduler = scheduler_of(pages=pages)
+    [a] = add(scheduler, answer("a", 11, 30))
+    scheduler.admit()
+    launch(scheduler, a)  # The first forced token is launched, and not read.
+    a.forced = tuple(range(20, 20 + count))
+    runs = scheduler.runs([a])
+    assert [run.layout.token_ids[len(a.layout) :].tolist() for run in runs] == [list(a.forced[:computed])] * len(runs)
+    assert len(runs) == bool(computed)
+    assert a.progress.scheduled == 12 + computed
+    finish(scheduler, a)
     nothing_is_left(scheduler)
 
 

@@ -7,11 +7,21 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import types
 
+import numpy as np
 import pytest
 
-from tests.helper import ALONE, SIZES, WITHIN, user
+from tests.helper import ALONE, SIZES, WITHIN, planned, user
 from vlcache_jax import LLM, AsyncLLM, SamplingParams
+from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.device.programs.memory import HoldLanes
+from vlcache_jax.engine.pages import Pages
+from vlcache_jax.engine.prefilling import Prefiller, usable_ladder
+from vlcache_jax.engine.request import Generation, ImageUse
+from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.inputs.layout import ImageRef, make_layout
+from vlcache_jax.reuse.policies import full_prefill
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -114,7 +124,7 @@ async def together(engine, prompts, name):
     ("name", "names"),
     [
         ("other", ("window(8)",)),  # each has a window of its own
-        ("held", ("window(8)", "hold_lanes(1)")),
+        ("held", ("window(8)", "hold(1)")),
         ("other", ("window(1)",)),  # one has a window of eight rows
         ("long", ("embed(512)", "layer(512")),  # its steps are smaller
         ("long", ("embed(16)", "embed(64)", "layer(16", "layer(64")),  # or larger
@@ -129,6 +139,8 @@ def test_while_a_program_is_compiled_others_serve(engine, prompts, name, names, 
 
     run(engine.warmup(verbose=False))
     expected = run(ask())
+    # A program for answers that begin together also serves one.
+    engine.service.device.runner.programs.program(HoldLanes(8))
     held = Held(engine, names, monkeypatch)
 
     async def ask_meanwhile():
@@ -154,6 +166,55 @@ def test_a_stream_goes_on_while_the_programs_of_another_request_are_compiled(eng
             assert await picture == expected["picture"]
 
     run(ask())
+
+
+def linking(layers):
+    """A prefill whose prompt begins with an image of 16 tokens, which it links."""
+    grid = (1, 8, 8)
+    record = Record(Meta("image", "", "context", True, grid, 16, "float32", (layers, 2, 16, 1, 8)))
+    layout = make_layout(np.arange(40, dtype=np.int32), [0], [ImageRef("image", grid, 16, None)], 2, ["exact"])
+    answer = Generation(
+        planned(layout, full_prefill(layout, layers)), 4, params=SHORT.resolve({}), seed=0, end_tokens=frozenset(),
+        bad_words=(), detokenizer=None,
+    )  # fmt: skip
+    scheduler = Scheduler(Pages(2), 1, 512, layers)
+    scheduler.add(answer)
+    answer.progress.images = [ImageUse(layout.images[0], linked=record)]
+    scheduler.admit()
+    return scheduler.next_turn([answer])
+
+
+@pytest.mark.parametrize("name", ["link", "open_lane", "embed", "head", "sample"])
+def test_a_prefill_waits_for_each_program_that_it_needs(engine, monkeypatch, name):
+    runner, coming = engine.service.device.runner, set()
+
+    def missing(programs):
+        return [program for program in programs if program.name in coming]
+
+    monkeypatch.setattr(runner.programs, "missing", missing)
+    monkeypatch.setattr(runner.programs, "_warming", 1)
+    monkeypatch.setattr(runner.programs, "_hastened", {})
+    monkeypatch.setattr(runner.programs, "_hastening", Busy())
+    prefills = linking(runner.shapes.kv.layers)
+    assert usable_ladder(runner, prefills, runner.ladder.patches, ()) is runner.ladder
+    coming.add(name)
+    assert usable_ladder(runner, prefills, runner.ladder.patches, ()) is None
+
+
+def test_prefills_whose_programs_are_there_overtake_the_others():
+    """Each of several prefills gets a turn of its own if the programs of their common turn are being compiled."""
+    asked, there = [], {"b"}
+
+    def usable(turn):
+        asked.append(turn)
+        return "sizes" if there.issuperset(turn) else None
+
+    prefiller, scheduler = types.SimpleNamespace(_usable_ladder=usable), types.SimpleNamespace(next_turn=list)
+    assert Prefiller.next_turn(prefiller, scheduler, ["a", "b"]) == (["b"], "sizes")
+    assert asked == [["a", "b"], ["a"], ["b"]]
+    asked.clear()
+    assert Prefiller.next_turn(prefiller, scheduler, ["a"]) is None
+    assert asked == [["a"]]
 
 
 def test_a_request_whose_program_cannot_be_compiled_during_a_warm_up_has_its_error(engine, prompts, monkeypatch):

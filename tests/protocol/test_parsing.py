@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlcache_jax.inputs.prompt import is_opened, thinks
-from vlcache_jax.protocol.deltas import CallDelta, Delta, Joined, joined_pieces
+from vlcache_jax.protocol.deltas import CallDelta, Delta, Joined, joined_pieces, unfinished
 from vlcache_jax.protocol.parsing import AnswerParser, ReasoningParser
 from vlcache_jax.protocol.tools import ToolParser
 
@@ -67,6 +67,14 @@ def test_streamed_is_whole_for_any_cut(name, text, data):
         assert Counter(said) <= Counter(text + "{}" * len(calls))
         if not calls:
             assert expected.content == text
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [("", 0), ("a", 0), ("<", 1), ("a<ab", 3), ("<a<a", 2), ("a<ab>", 0), ("<ab>", 0), ("<ab> ", 0), ("<ab><a", 2)],
+)
+def test_a_whole_tag_is_no_beginning_of_one(text, length):
+    assert unfinished(text, "<ab>") == length
 
 
 def test_pieces_of_one_event_are_joined_by_call():

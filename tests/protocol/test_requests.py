@@ -190,6 +190,7 @@ SCHEMA = {
         "b": {"type": "array", "maxItems": 2, "items": {"enum": ["x", "y"]}},
         "c": {"type": "string", "minLength": 2},
         "d": {"type": "boolean"},
+        "f": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}},
     },
 }
 
@@ -210,6 +211,10 @@ SCHEMA = {
         ({"a": 1, "b": ["x"] * 3}, "v.b must have at most 2 items"),
         ({"a": 1, "c": "a"}, "v.c must have at least 2 characters"),
         ({"a": 1, "d": 1}, "v.d must be true or false"),
+        ({"a": 1, "f": [9, 0]}, None),
+        ({"a": 1, "f": [0, 10, 5]}, r"v.f\[1\] must be at most 9, got 10"),
+        ({"a": 1, "f": [9, 3, -1]}, r"v.f\[2\] must be at least 0, got -1"),
+        ({"a": 1, "f": [9, 0.5]}, r"v.f\[1\] must be an integer, got 0.5"),
     ],
 )
 def test_values_are_held_against_their_schema(value, message):

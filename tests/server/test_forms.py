@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import types
 
 import jsonschema
 import pytest
@@ -178,6 +179,21 @@ def test_a_server_that_is_ready_has_read_the_vocabulary(engine, monkeypatch):
         asyncio.run(lifecycle._Process(server, place)._warm_up())
     assert server.entrance.is_warm
     assert grammars._built is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "url"),
+    [
+        ({"host": "127.0.0.1"}, "http://127.0.0.1:80/v1"),
+        ({"host": "example.org", "root_path": "/a"}, "http://example.org:80/a/v1"),
+        ({"host": "::1"}, "http://[::1]:80/v1"),
+        ({"host": "fe80::1%eth0", "ssl_certfile": "a.pem"}, "https://[fe80::1%eth0]:80/v1"),
+    ],
+)
+def test_the_url_of_an_address(options, url):
+    """An IPv6 address has brackets."""
+    config = types.SimpleNamespace(**{"root_path": "", "ssl_certfile": None} | options)
+    assert lifecycle._url(config, types.SimpleNamespace(getsockname=lambda: (config.host, 80))) == url
 
 
 def test_the_page_is_open_and_whole(serve):

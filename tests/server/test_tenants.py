@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from vlcache_jax.cache.keys import OWNER_DIGITS, owner_key, payer
+from vlcache_jax.cache.keys import OWNER_DIGITS, TenantSalt, owner_key, payer
 from vlcache_jax.server import tenants
 from vlcache_jax.server.tenants import Salts, Tenant, Tenants, server_secret
 
@@ -127,6 +127,19 @@ def test_salts_are_of_tenant_and_request():
     assert {len(owner) for owner in owners} == {len(owner_key("a"))} == {OWNER_DIGITS}
     assert made == [Salts(b"secret").salt(*one) for one in asked]
     assert not set(made) & {Salts(b"other").salt(*one) for one in asked}
+
+
+def test_a_salt_is_a_code_of_its_kind_its_tenant_and_what_the_request_names():
+    """Records on a disk are found by these codes after a restart, and after an update."""
+
+    def code(*parts):
+        message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.new(b"secret", message, "sha256").hexdigest()
+
+    salts = Salts(b"secret")
+    assert salts.salt("a") == TenantSalt(code(b"tenant", b"a"), code(b"salt", b"a"))
+    assert salts.salt("ä", "b") == TenantSalt(code(b"tenant", "ä".encode()), code(b"salt", "ä".encode(), b"b"))
+    assert salts.salt("\udcff").tenant == code(b"tenant", b"\xff")
 
 
 def test_a_secret_is_kept_for_its_owner_alone(tmp_path):

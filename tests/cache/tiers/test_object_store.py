@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import datetime
 import http.server
@@ -465,6 +466,25 @@ def test_a_reader_may_stop(tier):
     next(reading)
     reading.close()
     assert_whole(tier, KV)
+
+
+def test_a_reader_that_stops_fetches_no_more_parts(quick):
+    """A part whose fetch has not begun is not fetched any more."""
+    begun, gate = [], threading.Event()
+
+    def fetch(number):
+        begun.append(number)
+        if number:
+            assert gate.wait(10)
+        return number
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patches:
+        patches.setattr(quick, "_pool", pool)
+        fetched = quick._side_by_side(fetch, range(6), 3)
+        assert next(fetched) == (0, 0)
+        fetched.close()
+        gate.set()
+    assert set(begun) <= {0, 1}
 
 
 def test_a_record_that_goes_while_it_is_listed(quick, monkeypatch):

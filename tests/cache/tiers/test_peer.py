@@ -24,6 +24,7 @@ import pytest
 from tests.cache.records import CASES, assert_whole, found, key, make, verified_read
 from vlcache_jax.cache.keys import FORMAT_VERSION
 from vlcache_jax.cache.record import DamagedError, EntryGoneError, Found, Record, RefusedError, TierError, blocks
+from vlcache_jax.cache.tiers import peer
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
 from vlcache_jax.cache.tiers.peer_server import PeerServer
 from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_name, make_header
@@ -164,6 +165,42 @@ def test_a_read_given_up_half_way_leaves_the_tier_usable(folder, tier):
     assert next(reading)[0] == ("kv", 0)
     reading.close()
     assert_whole(tier, LARGE)
+
+
+def test_a_few_connections_are_kept(folder, tier, monkeypatch):
+    """Connections beyond `_MOST_KEPT`, and all that are in use when the tier closes, are closed after their call."""
+    dialed = []
+    real = peer._dial
+
+    def dial(*given):
+        dialed.append(real(*given))
+        return dialed[-1]
+
+    def are_open():
+        return sum(sock.fileno() >= 0 for sock in dialed)
+
+    monkeypatch.setattr(peer, "_dial", dial)
+    monkeypatch.setattr(peer, "_MOST_KEPT", 2)
+    folder.add(CASES["kv"])
+    meta = CASES["kv"].meta.with_room(CASES["kv"].meta.tokens)
+
+    def begin():
+        readings = [tier.read(meta, meta.parts, Record(meta).parts.__getitem__) for _ in range(4)]
+        for reading in readings:
+            next(reading)
+        return readings
+
+    def finish(readings):
+        for reading in readings:
+            assert len(list(reading)) == len(meta.parts) - 1
+
+    finish(begin())
+    assert (len(dialed), are_open()) == (4, 2)
+    readings = begin()  # Two of these take the kept connections.
+    assert (len(dialed), are_open()) == (6, 4)
+    tier.close()
+    finish(readings)
+    assert are_open() == 0
 
 
 def test_what_is_done_with_a_part_takes_nothing_from_the_time_of_the_next(folder, tier, monkeypatch):
