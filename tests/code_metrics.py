@@ -226,8 +226,8 @@ def tracing(names: Mapping[str, str]) -> Iterator[Callable[[], Trace]]:
         threading.setprofile_all_threads(None)
 
 
-def trace_hit(names: Mapping[str, str]) -> Trace:
-    """Trace one token about a cached image.
+def trace_hit(names: Mapping[str, str], model: str | os.PathLike[str] = "tiny-vqa", **sizes: Any) -> Trace:
+    """Trace one token about a cached image, by an engine of these sizes.
 
     Raises:
       ValueError: the image is not found in the cache.
@@ -235,7 +235,7 @@ def trace_hit(names: Mapping[str, str]) -> Trace:
     from vlcache_jax import LLM
     from vlcache_jax.assets import PICTURES
 
-    with LLM("tiny-vqa", use_tqdm=False) as llm:
+    with LLM(model, use_tqdm=False, **sizes) as llm:
         return _trace_chat(llm, [PICTURES / "picture.png"], names, repeats=2)
 
 
@@ -275,8 +275,8 @@ def _trace_chat(llm: Any, images: list[Any], names: Mapping[str, str], *, repeat
     return trace()
 
 
-def trace_stream(names: Mapping[str, str]) -> Trace:
-    """Trace a stream of 8 tokens about a cached image from the HTTP server.
+def trace_stream(names: Mapping[str, str], model: str | os.PathLike[str] = "tiny-vqa", **sizes: Any) -> Trace:
+    """Trace a stream of 8 tokens about a cached image from the HTTP server, by an engine of these sizes.
 
     Raises:
       ValueError: the answer is not a stream to its end, or the image is not found in the cache.
@@ -290,7 +290,7 @@ def trace_stream(names: Mapping[str, str]) -> Trace:
     url = "data:image/png;base64," + base64.b64encode((PICTURES / "picture.png").read_bytes()).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
     body = json.dumps({"messages": [{"role": "user", "content": content}], **STREAMED})
-    engine = AsyncLLM("tiny-vqa", use_tqdm=False)
+    engine = AsyncLLM(model, use_tqdm=False, **sizes)
     engine.service.ahead.stop()
     try:
         with listening(Server(engine, ServerConfig(port=0))) as address:

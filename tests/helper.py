@@ -24,15 +24,8 @@ from vlcache_jax.reuse.selection import parse_policy
 
 # Programs are compiled for the sizes of an engine, and compiling is most of what tests take: whoever needs no sizes of
 # its own opens an engine of these, whose programs are compiled once for all. One answer takes the programs of eight.
-LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(8,))
+LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(8,), window=4)
 SIZES = {"ladder": LADDER, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
-# The same for answers that come bit by bit: short windows, and one rung of each ladder.
-SHORT = {
-    "ladder": Ladder(rows=(64,), patches=(64,), sequences=(4,), window=4),
-    "max_model_len": 4 * PAGE,
-    "kv_cache_bytes": 2**23,
-    "dtype": "float32",
-}
 # An answer that is alone has programs of its own, as by default: for tests that compare it with answers together.
 ALONE = dataclasses.replace(LADDER, sequences=(1, 8))
 # For a model that nothing else opens: prompts take several steps, and one program of a kind does for all.

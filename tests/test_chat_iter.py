@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import vlcache_jax.common.progress as progress
-from tests.helper import SHORT, WITHIN, assert_nothing_left, user
+from tests.helper import SIZES, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, RequestError, SamplingParams
 
-LANES = SHORT["ladder"].max_sequences
+LANES = SIZES["ladder"].max_sequences
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 AHEAD = 8 * LANES  # rows taken of the iterable and not yielded yet, at most
@@ -29,7 +29,7 @@ def pictures(textured_image):
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    with LLM(checkpoints("qwen3_vl-tied"), use_tqdm=False, **SHORT) as llm:
+    with LLM(checkpoints("qwen3_vl"), use_tqdm=False, **SIZES) as llm:
         yield llm
 
 
@@ -184,15 +184,16 @@ def test_wrong_rows_come_back(llm, mixed):
 
 def test_a_wrong_row_ends_the_job_behind_what_runs(llm, mixed):
     rows, _ = mixed
-    taken, found = Counted(rows[4:]), {}
+    del rows[3]
+    taken, found = Counted(rows), {}
     with pytest.raises(RequestError) as caught:
         found.update(chat_iter(llm, taken))
-    # The second four hold the first wrong ones, which are named together. The first four have been answered.
-    assert caught.value.errors.keys() == {5, 6}
-    assert sorted(found) == [0, 1, 2, 3]
+    # The second eight hold the first wrong ones, which are named together. The first eight have been answered.
+    assert caught.value.errors.keys() == {8, 9, 15}
+    assert sorted(found) == list(range(8))
     assert caught.value.outputs == []
     assert taken.taken <= 2 * LANES
-    assert [tokens(found[i]) for i in range(4)] == alone(llm, rows[4:8])
+    assert [tokens(found[i]) for i in range(8)] == alone(llm, rows[:8])
 
 
 def test_a_picture_that_breaks_when_it_is_decoded(llm, pictures, tmp_path):
@@ -252,7 +253,7 @@ def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
             raise OSError("the device is gone")
         return run(key, *given)
 
-    rows = [user(f"{i}") for i in range(40)]
+    rows = [user(f"{i}") for i in range(80)]
     expected = alone(llm, rows[:1])
     with monkeypatch.context() as context:
         context.setattr(llm.service.device.runner, "run", broken)
@@ -263,7 +264,7 @@ def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
 
 
 def test_closing_ends_it(checkpoints, llm):
-    with LLM(checkpoints("qwen3_vl-tied"), use_tqdm=False, **SHORT) as closing:
+    with LLM(checkpoints("qwen3_vl"), use_tqdm=False, **SIZES) as closing:
         closing.service.device.runner.programs, closing.service.device.runner.run = (
             llm.service.device.runner.programs,
             llm.service.device.runner.run,

@@ -186,8 +186,15 @@ def test_approximate_reuse_links_what_is_coded(opened, made, image, family, plan
 
 
 @pytest.mark.ladder
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("codec", "bits", "less"), [("int8", 8.25, 1.9), ("int4", 5, 3.1)])
+@pytest.mark.parametrize(
+    ("codec", "dtype", "bits", "less"),
+    [
+        ("int8", "float32", 8.25, 1.9),
+        ("int4", "bfloat16", 5, 3.1),
+        pytest.param("int8", "bfloat16", 8.25, 1.9, marks=pytest.mark.thorough),
+        pytest.param("int4", "float32", 5, 3.1, marks=pytest.mark.thorough),
+    ],
+)
 def test_bytes_do_not_depend_on_the_engine(opened, made, image, codec, bits, less, dtype):
     llm = opened(made("qwen3_vl", head_dim=128), codec, dtype)
     found = linked(llm, image)

@@ -185,7 +185,7 @@ def test_decoding_equals_a_masked_whole_cache(llm, conversations):
     assert plan.alias_size_in_bytes == pool_bytes + sum(x.size * x.dtype.itemsize for x in lanes)
 
 
-ONE = pytest.mark.parametrize("family_checkpoint", ["qwen3_vl-tied"], indirect=True, scope="session")
+ONE = pytest.mark.parametrize("family_checkpoint", ["qwen3_vl"], indirect=True, scope="session")
 
 
 @one_device
@@ -454,11 +454,11 @@ def same_logprobs(got, expected):
 
 
 def give_some(llm, outputs):
-    """As many pages of compressed prompts as four of these answers begin with."""
+    """Pages of compressed prompts for all tokens of one of these answers and the first ones of two more."""
     pages = llm.service.engine.scheduler.compressed
     layers = llm.service.device.runner.config.text.num_layers
     needed = [pages.needed(output.compression.kept, LONG.max_tokens - 1) for output in outputs]
-    give_compressed_pages(llm, max(needed) + 5 * layers)
+    give_compressed_pages(llm, max(needed) + 2 * layers)
 
 
 def watch_moves(llm, monkeypatch):
@@ -535,6 +535,7 @@ def test_put_aside_and_gone_on(llm, conversations, monkeypatch):
     assert jobs[2].sequences[0] not in {answer for answer, _ in gone}
 
 
+@pytest.mark.ladder
 @ONE
 def test_who_ends_while_it_is_put_aside_leaves_nothing(llm, conversations):
     """Because nobody wants it any more, by an error of the engine, or as the engine closes."""

@@ -28,7 +28,7 @@ def directory(request, tmp_path_factory):
     """As the smaller and the larger one of the published sizes, with tokens for yes and no."""
     return make_checkpoint(
         tmp_path_factory.mktemp("embedder") / "model", "qwen3_vl", seed=5,
-        tie_word_embeddings=request.param, text={"vocab_size": 300}, corpus=["yes", "no"] * 50,
+        tie_word_embeddings=request.param, corpus=["yes", "no"] * 50,
     )  # fmt: skip
 
 

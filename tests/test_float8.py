@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import SHORT, user
+from tests.helper import FEW, SIZES, user
 from tests.models import float8
 from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.convert import convert
@@ -41,7 +41,7 @@ def picture(textured_image):
 
 def asked(directory, disk, *questions):
     """Answers of an engine with records in a folder; questions are texts before the picture, and how it is reused."""
-    with LLM(directory, cache=CacheConfig(disk=disk), use_tqdm=False, **SHORT) as llm:
+    with LLM(directory, cache=CacheConfig(disk=disk), use_tqdm=False, **SIZES | {"ladder": FEW}) as llm:
         found = [ask(llm, *parts, **options) for *parts, options in questions]
         llm.cache.flush()
     return found
@@ -101,7 +101,7 @@ def test_a_schedule_of_one_is_none_of_the_other(made):
 
 def test_what_is_kept_of_a_layer_is_planned(made):
     """Programs hold no more than the plan has for them, and weights take what it says."""
-    with LLM(made[0], use_tqdm=False, **SHORT) as llm:
+    with LLM(made[0], use_tqdm=False, **SIZES | {"ladder": FEW}) as llm:
         ask(llm, "Hello", np.zeros((64, 64, 3), np.uint8))
         runner, checkpoint = llm.service.device.runner, llm.service.checkpoint
         config, ladder = runner.config, runner.ladder

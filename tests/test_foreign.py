@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import vlcache_jax
-from tests.helper import SHORT
+from tests.helper import SIZES
 from vlcache_jax import LLM, AsyncLLM, EngineConfig, SamplingParams
 from vlcache_jax.common.vllm_compat import CALLS, ENGINE, SAMPLING, VllmOptions, ours
 from vlcache_jax.config import EngineOptions
@@ -22,8 +22,8 @@ from vlcache_jax.inputs.messages import read_message
 from vlcache_jax.sampling import StructuredOutputs, StructuredOutputsConfig
 
 SETTINGS = {
-    **SHORT,
-    "kv_cache_bytes": "8MiB",
+    **SIZES,
+    "kv_cache_bytes": "16MiB",
     "dtype": "float",
     "use_tqdm": False,
 }
@@ -100,7 +100,7 @@ CALL_NAMES = "lora_request tokenization_kwargs tools chat_template_content_forma
 
 @pytest.fixture(scope="module")
 def llm(checkpoints):
-    with LLM(model=str(checkpoints("qwen3_vl-tied")), **SETTINGS, limit_mm_per_prompt={"image": 1}) as llm:
+    with LLM(model=str(checkpoints("qwen3_vl")), **SETTINGS, limit_mm_per_prompt={"image": 1}) as llm:
         yield llm
 
 
@@ -243,7 +243,7 @@ def test_sampling_parameters_of_others():
 def test_what_has_another_name_here(checkpoints):
     assert ours("LLM", ENGINE, {"max_num_batched_tokens": 64, "use_tqdm_on_load": None}, []) == {"max_rows": 64}
     settings = {name: value for name, value in SETTINGS.items() if name not in ("ladder", "kv_cache_bytes", "use_tqdm")}
-    model = checkpoints("qwen3_vl-tied")
+    model = checkpoints("qwen3_vl")
     others = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": "4MiB", "use_tqdm_on_load": False}
     unset = {"tensor_parallel_size": 1, "tokenizer": str(model), "seed": None, "enable_prefix_caching": None}
     limits = {"image": 2, "video": {"count": 1, "num_frames": 32, "width": 512}, "audio": {"length": 9}}
@@ -271,16 +271,16 @@ def test_what_has_another_name_here(checkpoints):
 def test_sizes_in_other_words(llm, checkpoints, monkeypatch):
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 24 * 2**30)  # whatever else runs on the machine
     pages = memory_plan.round_pages(
-        8 * 2**20 // (128 * KVShape.of(llm.service.device.runner.config, np.float32).slot_bytes)
+        16 * 2**20 // (128 * KVShape.of(llm.service.device.runner.config, np.float32).slot_bytes)
     )
     assert (llm.service.device.runner.num_slots, llm.service.device.runner.dtype) == (128 * (pages + 1), np.float32)
     settings = SETTINGS | {"kv_cache_bytes": None, "gpu_memory_utilization": 0.001, "max_num_seqs": 2, "dtype": "half"}
-    settings["ladder"] = dataclasses.replace(SHORT["ladder"], sequences=(1, 4))
-    with LLM(checkpoints("qwen3_vl-tied"), **settings) as small:
+    settings["ladder"] = dataclasses.replace(SIZES["ladder"], sequences=(1, 4))
+    with LLM(checkpoints("qwen3_vl"), **settings) as small:
         assert small.service.device.runner.ladder.sequences == (1, 2)
         assert small.service.device.runner.dtype == np.float16
     with pytest.raises(MemoryError, match="model and KV pool must fit"):
-        LLM(checkpoints("qwen3_vl-tied"), **settings | {"gpu_memory_utilization": 1e-9})
+        LLM(checkpoints("qwen3_vl"), **settings | {"gpu_memory_utilization": 1e-9})
 
 
 def test_the_engine_shows_what_it_has(llm):

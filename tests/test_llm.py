@@ -18,7 +18,6 @@ import pytest
 from tests.helper import (
     ALONE,
     FEW,
-    SHORT,
     SIZES,
     Oracle,
     compilations,
@@ -75,7 +74,7 @@ def llm(family_checkpoint):
 
 @pytest.mark.ladder_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl-tied", "qwen3_vl_moe")
 @pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen2_5_vl-library-names")
-@pytest.mark.thorough_for("qwen3_vl-sharded", "qwen3_vl_moe-sharded", "qwen3_vl_moe-every", "qwen2_5_vl-flat-tied")
+@pytest.mark.thorough_for("qwen3_vl-", "qwen3_vl_moe-sharded", "qwen3_vl_moe-every", "qwen2_5_vl-flat-tied")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
     """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
     shared = checkpoint.name in ("qwen3_vl", "qwen3_vl-tied")  # by other tests
@@ -90,6 +89,7 @@ def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations)
             assert score.greedy.all()
 
 
+@pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_5_vl-flat-tied", "qwen3_vl_moe-tied")
 @each_family
 @pytest.mark.parametrize(
     ("rows", "sequences"),
@@ -239,6 +239,7 @@ def test_nearly_equal_pools_have_the_same_programs(family_checkpoint):
 
 
 @pytest.mark.ladder
+@pytest.mark.thorough_for("qwen2_5_vl-flat-tied")
 def test_bf16(llm, family_checkpoint, conversations):
     """Any tokens are as likely as float32 says, but for bfloat16's rounding (test_bfloat16.py has the numerics)."""
     params = SamplingParams(temperature=5, seed=0, max_tokens=4, ignore_eos=True, logprobs=1)
@@ -602,7 +603,7 @@ for name in ("torch", "torchvision", "orbax", "typer", "matplotlib", "psutil"):
     sys.modules[name] = None
 import numpy as np
 from vlcache_jax import LLM, Ladder, SamplingParams
-with LLM({str(checkpoints("qwen3_vl-tied"))!r}, **{SHORT}) as llm:
+with LLM({str(checkpoints("qwen3_vl-tied"))!r}, **{SIZES}) as llm:
     image = np.zeros((64, 96, 3), np.uint8)
     content = [{{"type": "image", "image": image}}, {{"type": "text", "text": "Hi"}}]
     params = SamplingParams(max_tokens=2, ignore_eos=True)

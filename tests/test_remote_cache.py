@@ -124,7 +124,9 @@ def test_a_repeat_brings_no_bytes_over_the_network(checkpoints, conversations, m
             # What a request reports is what came, and what goes from memory to the device; a repeat has the latter.
             assert sent[0] > 0 == sent[1]
             assert all(new > old > 0 for new, old in zip(first, again, strict=True))
-            assert sum(first) - sum(again) == pytest.approx(sent[0], abs=64 << 10)  # heads of records
+            # Requests that want the same record at once may each bring it; records have heads besides.
+            once = sum({image.key: image.bytes_moved for one in outputs[0] for image in one.cache.images}.values())
+            assert once < sent[0] < sum(first) + (16 << 10)
             llm.reset_mm_cache()
             before = bucket.sent
             ask(llm, *conversations)

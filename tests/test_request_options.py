@@ -17,8 +17,8 @@ SET = {"reuse": "off", "compress": "snapkv-0.1", "cache_salt": "a", "priority": 
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("tiny-vqa", **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
+def llm(checkpoints):
+    with LLM(checkpoints("qwen3_vl"), **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
         yield llm
 
 

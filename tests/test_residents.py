@@ -186,6 +186,7 @@ def test_an_image_exchanged_under_equal_text_is_never_found(llm, picture):
     assert tokens([second]) == tokens(chat(llm, user(LONG, other, LONG), reuse="off"))
 
 
+@pytest.mark.ladder
 def test_images_that_alternate_under_one_text(llm, picture, textured_image, monkeypatch):
     """Over 200 pages, in a pool of 12, and though their hashes in the tree of pages collide: each answer is that of its
     own image."""

@@ -88,9 +88,15 @@ def test_transformers_gives_the_same_answers_and_most_are_right(questions):
     assert np.mean([right for _, _, right in found]) > 0.85
 
 
-@pytest.mark.usefixtures("few_rungs")
 def test_the_schedules_are_the_models():
+    layers = json.loads((TINY_VQA / "config.json").read_text())["text_config"]["num_hidden_layers"]
     assert SCHEDULES
+    assert [len(Schedule.load(path).levels) for path in SCHEDULES] == [layers] * len(SCHEDULES)
+
+
+@pytest.mark.ladder
+@pytest.mark.usefixtures("few_rungs")
+def test_the_schedules_decide_what_is_recomputed():
     prompt = [{"role": "user", "content": user_turn([(PICTURES / "left.png").read_bytes()], "Hi", "text_first", "Ho.")}]
     with LLM(TINY_VQA) as llm:
         llm.cache.precompute([PICTURES / "left.png"])

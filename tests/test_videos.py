@@ -55,7 +55,7 @@ def picture(textured_image):
     return {"type": "image", "image": textured_image(90, 60, 9)}
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.ladder)])
 def directory(request, checkpoints):
     return checkpoints(request.param)
 
@@ -100,8 +100,8 @@ def matches(output):
 # Parity.
 
 
-@pytest.mark.ladder
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl-tied", "qwen3_vl_moe-every"])
+@pytest.mark.ladder_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe")
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe-every"])
 def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture):
     """Videos with times that reach beyond their size and with an odd number of frames, and a picture and text behind:
     tower, logits, and what is said, at the positions of the release."""
@@ -166,7 +166,6 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
 # Reuse.
 
 
-@pytest.mark.ladder_for("qwen3_vl")
 @pytest.mark.usefixtures("from_records")
 def test_the_same_context_is_exact(llm, film, picture):
     """P2: behind the same, a video and a picture are linked as they are, whatever the policy."""
@@ -182,7 +181,6 @@ def test_the_same_context_is_exact(llm, film, picture):
         assert_close(logits(llm, target, reuse=reuse), cold)
 
 
-@pytest.mark.ladder_for("qwen3_vl")
 def test_chunks_hit_in_other_cuts_and_behind_other_text(llm, film, picture, decoded):
     """P1: whatever hits, an answer with everything computed is that of a cold run; nothing that is known is decoded."""
     files = [png(frame) for frame in film[:6]]
@@ -223,7 +221,6 @@ def test_a_film_is_not_opened_again(llm, film, decoded, monkeypatch):
     assert len(decoded) == 1
 
 
-@pytest.mark.ladder_for("qwen3_vl")
 def test_p3_shrinking_early_changes_nothing(llm, film, monkeypatch):
     chat(llm, user("Elsewhere ", video(film[:4]), video(film[2:6], 1.0)))
     target = user("Two: ", video(film[2:6]), " and ", video(film[:4]), "?")

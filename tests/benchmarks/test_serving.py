@@ -9,16 +9,19 @@ import io
 import itertools
 import json
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from vlcache_jax.benchmarks import SCHEDULE, serving
+from vlcache_jax import Ladder
+from vlcache_jax.benchmarks import SCHEDULE, serving, serving_load
 from vlcache_jax.benchmarks.serving_client import Client, ReceivedAnswer
 from vlcache_jax.benchmarks.serving_load import KINDS, ServingLoad
 from vlcache_jax.commands.cli import app
+from vlcache_jax.device import memory_plan
 from vlcache_jax.reuse.selection import parse_policy
 
 SMALL = ServingLoad(requests=12, pictures=4, window=3, turns=5, side=32, max_tokens=4)
@@ -232,13 +235,21 @@ def test_answers_are_compared_where_both_are_whole():
     assert serving.equal_share([cut], [whole]) is None
 
 
+def serve_few_sizes(*given):
+    """Runs in the server's process, where a default engine compiles fewer sizes."""
+    few = Ladder(rows=(64, 1024), patches=(256,), sequences=(8,))
+    with mock.patch.object(memory_plan, "default_ladder", return_value=few):
+        serving_load._serve(*given)
+
+
 @pytest.mark.servers
 @pytest.mark.parametrize("policies", ["full", pytest.param("full,schedule", marks=pytest.mark.thorough)])
-def test_a_server_of_its_own(policies, checkpoints, tmp_path):
+def test_a_server_of_its_own(policies, checkpoints, tmp_path, monkeypatch):
     """What is known is cached, of each policy for itself. A schedule has programs of all sizes that layers may have."""
+    monkeypatch.setattr(serving_load, "_serve", serve_few_sizes)
     out = tmp_path / "serve.json"
     small = f"--policies {policies} --known --rates 50 --requests 6 --pictures 2 --side 64 --max-tokens 3 --ignore-eos"
-    model = checkpoints("qwen3_vl-tied")
+    model = checkpoints("qwen3_vl")
     result = CliRunner().invoke(app, ["bench", "serve", *small.split(), "--model", str(model), "--out", str(out)])
     assert result.exit_code == 0, result.output
     told = json.loads(out.read_text())

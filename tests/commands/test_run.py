@@ -578,7 +578,7 @@ def test_killed_at_random_each_row_is_answered_once(checkpoints, tmp_path, textu
     wrong = set(rng.sample(range(rows), rows // 66))
     source = write_rows(tmp_path, textured_image, rows, wrong=wrong)
     words = [sys.executable, "-m", "vlcache_jax.commands.cli", "run", str(source)]
-    model = ["-m", str(checkpoints("qwen3_vl-tied")), "--max-tokens", "4", "--dtype", "float32"]
+    model = ["-m", str(checkpoints("qwen3_vl-tied")), "--max-tokens", "4", "--max-rows", "64", *WORDS]
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     subprocess.run([*words, str(whole), *model], check=True, capture_output=True, cwd=tmp_path)
     for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)[:kills]:

@@ -29,6 +29,7 @@ from vlcache_jax.server.config import ServerConfig
 
 HELLO = [{"role": "user", "content": "Hello"}]
 JSON = {"Content-Type": "application/json"}
+FEW_SIZES = "--ladder", '{"rows":[64],"patches":[256],"sequences":[8]}'
 OWNERS = (EngineConfig, CacheConfig, ServerConfig)
 
 
@@ -177,7 +178,7 @@ def test_the_address_is_logged_before_programs_are_compiled():
 @pytest.mark.parametrize("seconds", ["600", "0"])
 def test_a_signal_ends_the_server(tmp_path, seconds):
     """Who is inside gets the whole answer, or after some time an error; what was computed is on the disk."""
-    with serving("--shutdown-timeout", seconds, "--disk", str(tmp_path)) as (process, url, lines):
+    with serving(*FEW_SIZES, "--shutdown-timeout", seconds, "--disk", str(tmp_path)) as (process, url, lines):
         root, told = url.removesuffix("/v1"), []
         assert status(f"{root}/ready") == 200
         thread = threading.Thread(target=answer, args=(url, told))
@@ -231,7 +232,7 @@ def ask_on(url, number, ends):
 @pytest.mark.servers
 @pytest.mark.parametrize("seconds", [pytest.param("600", marks=pytest.mark.thorough), "0.2"])
 def test_a_signal_under_load_leaves_no_half_answer(seconds):
-    with ThreadPoolExecutor(32) as clients, serving("--shutdown-timeout", seconds) as (process, url, _):
+    with ThreadPoolExecutor(32) as clients, serving(*FEW_SIZES, "--shutdown-timeout", seconds) as (process, url, _):
         answer(url, [])
         ends = []
         asking = [clients.submit(ask_on, url, number, ends) for number in range(32)]
@@ -246,7 +247,7 @@ def test_a_signal_under_load_leaves_no_half_answer(seconds):
 
 @pytest.mark.servers
 def test_a_second_signal_ends_it_at_once():
-    with serving("--shutdown-timeout", "600") as (process, url, _):
+    with serving(*FEW_SIZES, "--shutdown-timeout", "600") as (process, url, _):
         told = []
         thread = threading.Thread(target=answer, args=(url, told))
         thread.start()
@@ -271,7 +272,7 @@ async def check_health(self):
         raise RuntimeError("the engine's thread has died")
 AsyncLLM.check_health = check_health
 """
-    with serving(first=dies) as (process, url, lines):
+    with serving(*FEW_SIZES, first=dies) as (process, url, lines):
         told = []
         thread = threading.Thread(target=answer, args=(url, told))
         thread.start()

@@ -48,7 +48,7 @@ def large(tmp_path_factory):
     return directory, total, largest
 
 
-@pytest.mark.ladder_for("float32", "bfloat16", "float16")
+@pytest.mark.ladder_for("float32", "bfloat16", "float16", "qwen3_vl-", "qwen2_5_vl-flat")
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
 def test_converted_weights_are_exact(checkpoint, tmp_path, dtype):
     seen = []

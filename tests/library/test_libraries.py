@@ -33,7 +33,7 @@ def opened(directory, disk=None, **changes):
 
 @pytest.fixture(scope="module")
 def directory(checkpoints):
-    return checkpoints("qwen3_vl-tied")
+    return checkpoints("qwen3_vl")
 
 
 @pytest.fixture(scope="module")

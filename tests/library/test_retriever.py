@@ -18,7 +18,7 @@ from vlcache_jax.testing import make_checkpoint
 def directory(tmp_path_factory):
     return make_checkpoint(
         tmp_path_factory.mktemp("retriever") / "model", "qwen3_vl", seed=5,
-        tie_word_embeddings=True, text={"vocab_size": 300}, corpus=["yes", "no"] * 50,
+        tie_word_embeddings=True, corpus=["yes", "no"] * 50,
     )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ def assert_no_worse(ours, theirs, exact):
     assert our_error.max() <= 2 * their_error.max()
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough_for("qwen2_vl-flat-tied")
+@pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
 @each_family
 def test_bfloat16(family_checkpoint, references):
     exact, theirs = references

@@ -22,7 +22,11 @@ ROWS = 72
 
 @pytest.fixture(
     scope="session",
-    params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied", pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder)],
+    params=[
+        pytest.param("qwen2_5_vl-flat-tied", marks=pytest.mark.ladder),
+        "qwen3_vl-tied",
+        pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder),
+    ],
 )
 def family_checkpoint(request, checkpoints):
     """Experts are chosen in some layers of the last one, and not in others."""
@@ -39,7 +43,9 @@ def padded(rows):
     return join(rows, padding_rows(ROWS - len(rows.slot), SLOTS))
 
 
-@pytest.mark.ladder_for("qwen3_vl-sharded", "qwen3_vl_moe", "qwen2_5_vl-library-names", "qwen2_vl")
+@pytest.mark.ladder_for("qwen3_vl-tied", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded", "qwen2_5_vl-flat-tied")
+@pytest.mark.thorough_for("qwen3_vl-sharded", "qwen2_5_vl-library-names", "qwen2_vl-", "qwen3_vl_moe-every")
+@pytest.mark.thorough_for("qwen3_vl_moe-sharded")
 def test_prefill_of_images_and_text(checkpoint, reference):
     """Keys before and after rotation and values of every layer, and logits at every position."""
     model = helper.load(checkpoint)
@@ -59,7 +65,6 @@ def test_prefill_of_images_and_text(checkpoint, reference):
     assert np.abs(reference.logits).max() > 2  # else the tolerance would mean little
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_decode_after_prefill(family_checkpoint, load_oracle, textured_image):
     """The last three tokens of the prompt one by one, at the positions that delta gives."""
     reference = parity.reference(load_oracle(family_checkpoint), family_checkpoint, textured_image)
@@ -107,7 +112,6 @@ def pools_differ_by(a, b, slots=slice(None)):
     return parity.difference(*([part[slots] for layer in pool for part in layer] for pool in (a, b)))
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_the_last_layer_runs_for_the_wanted_rows_only(case):
     order = np.roll(np.arange(case.length), 2)
     bounds = (case.length,) * case.model.config.text.num_layers
@@ -117,7 +121,6 @@ def test_the_last_layer_runs_for_the_wanted_rows_only(case):
     assert pools_differ_by(pool, case.pool) <= TOLERANCE
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_rows_that_drop_out_are_taken_from_the_pool(case):
     """Selective recompute: nested row sets over a pool that holds the right K, V. Fresh slots start as NaN."""
     # Logits are wanted of the last three tokens, which come first; other text is fresh in all layers; image tokens
@@ -133,7 +136,6 @@ def test_rows_that_drop_out_are_taken_from_the_pool(case):
     assert pools_differ_by(pool, case.pool) <= TOLERANCE
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_queries_that_nobody_needs(case, monkeypatch):
     """Whether they are computed and dropped or not at all, the others are the same."""
     layer = bind_layer(case.model.layer_graphs, case.model.params["language_model"]["layers"][0])
@@ -149,7 +151,6 @@ def test_queries_that_nobody_needs(case, monkeypatch):
     assert parity.difference(*map(list, projected)) <= TOLERANCE
 
 
-@pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
 def test_the_order_of_rows_does_not_matter(case):
     order = np.random.default_rng(1).permutation(case.length)
     logits, pool, _ = case.run(take(case.rows, order))
@@ -207,7 +208,6 @@ def test_capture_is_optional(case):
     assert raw_k.shape == v.shape == (case.length, *without[1].shape[1:])
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_keys_carry_what_is_not_finite_in_values(case):
     """One value of one row overflows: the pool's values stay finite, and no row before it knows."""
     text = case.model.config.text

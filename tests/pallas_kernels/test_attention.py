@@ -19,7 +19,7 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
-@pytest.mark.ladder_for("bfloat16")
+@pytest.mark.ladder_for("bfloat16", "causal, many rows", "one row", "scale", "one image", "one slot", "windows")
 @each_case
 @pytest.mark.parametrize("dtype", ATOL)
 def test_agrees_with_the_reference(case: KernelCase, dtype: str) -> None:
@@ -30,6 +30,7 @@ def test_agrees_with_the_reference(case: KernelCase, dtype: str) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float64), reference(*args, case.scale), atol=ATOL[dtype], rtol=0)
 
 
+@pytest.mark.ladder_for("causal, many rows", "one row", "scale", "one image", "one slot", "windows")
 @each_case
 def test_the_rest_of_the_pool_may_hold_anything(case: KernelCase) -> None:
     clean, poisoned = (jitted(*case.inputs(poison=poison), scale=case.scale) for poison in (False, True))

@@ -31,6 +31,7 @@ def arrays(tokens, dtype=np.float32, seed=0):
     return *pool, [[stored]], array(np.cos(angle), dtype), array(np.sin(angle), dtype)
 
 
+@pytest.mark.ladder_for("256")
 @pytest.mark.parametrize("size", [xla.LARGE // 2, xla.LARGE])
 def test_images_together_are_those_one_by_one(size):
     """Small ones are concatenated, large ones written alone."""
@@ -158,7 +159,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.ladder_for("float16", "bfloat16", "int8")
+@pytest.mark.ladder_for("float16", "bfloat16", "int8", "None", "weight")
 @pytest.mark.parametrize(("implementation", "dtype"), KERNELS)
 @pytest.mark.parametrize("kind", [None, "bias", "weight"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -175,7 +176,7 @@ def test_what_is_coded_is_linked_as_its_decoded_values(codec, kind, implementati
     np.testing.assert_allclose(np.asarray(k, np.float64), want_k, atol=atol, rtol=0)
 
 
-@pytest.mark.ladder_for("int4")
+@pytest.mark.ladder_for("int4", "mosaic_gpu")
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu_interpreted"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -205,7 +206,7 @@ def test_flaws_of_what_is_coded(codec, implementation):
     np.testing.assert_array_equal(v, clean[1])
 
 
-@pytest.mark.ladder_for("int8")
+@pytest.mark.ladder_for("int8", "16", "32", "128")
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_the_error_of_a_code_is_half_a_step(codec, width):
@@ -241,6 +242,7 @@ def test_what_a_code_takes():
         find("fp8")
 
 
+@pytest.mark.ladder_for("int8")
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, -7e4])
 def test_what_a_code_does_not_hold_decodes_to_what_is_not_finite(codec, value):

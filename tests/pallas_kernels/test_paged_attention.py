@@ -30,6 +30,7 @@ def padded(*pools):
     return [np.pad(pool, ((0, 60 * PAGE - len(pool)), (0, 0), (0, 0))) for pool in pools]
 
 
+@pytest.mark.ladder_for("bfloat16")
 @each_case
 @pytest.mark.parametrize("dtype", ATOL)
 def test_agrees_with_the_reference(case, dtype):

@@ -15,7 +15,7 @@ from vlcache_jax.pallas_kernels.statistics_cases import CASES, StatisticsCase, r
 jitted = jax.jit(attention_statistics, static_argnames=("scale", "implementation"))
 
 
-@pytest.mark.ladder_for("one head", "edges", "one row, groups of 7")
+@pytest.mark.ladder_for("one head", "edges", "one row", "last rows")
 @pytest.mark.parametrize(
     ("case", "dtype", "flaw"),
     [

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helper import assert_nothing_left, user
+from tests.helper import SIZES, assert_nothing_left, user
 from tests.test_reuse import png
 from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache import store as stores
@@ -25,7 +25,7 @@ COMPILES = "vlcache-ahead"  # a thread
 
 def open_llm(directory, **options):
     cache = CacheConfig(load="link", **options.pop("cache", {}))
-    return LLM(directory, dtype="float32", max_model_len=1024, cache=cache, use_tqdm=False, **options)
+    return LLM(directory, cache=cache, use_tqdm=False, **SIZES, **options)
 
 
 @pytest.fixture

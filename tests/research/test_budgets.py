@@ -83,7 +83,7 @@ def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
     samples, work = read_tsv(tsv)[1:4], tmp_path / "work.jsonl"
     settings = settings_of(["vl-cache", "random", "h2o-stream"], [0.3, 1.0], seeds=2, every=2)
     settings += [Setting("fastv", alpha, (FastV(alpha, layer=0),)) for alpha in (0.3, 1.0)]
-    with LLM(checkpoints("qwen3_vl-tied"), **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
+    with LLM(checkpoints("qwen3_vl"), **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
         answers = run(llm, samples, settings, max_tokens=6, batch=2, work=work)
         # A second run reads what the first one wrote.
         with monkeypatch.context() as context:
@@ -115,9 +115,9 @@ def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
     for told in answers.layers:
         assert 0 < told.image_tokens < told.prompt_tokens
         for shares in (told.contribution, *told.coverage):
-            assert len(shares) == 3
+            assert len(shares) == 4
             assert all(0 <= share < 1 for share in shares)
-        assert np.shape(told.sparsity) == (3, 3, 3)  # rows; least, mean and greatest of the heads; layers
+        assert np.shape(told.sparsity) == (3, 3, 4)  # rows; least, mean and greatest of the heads; layers
         assert (np.diff(told.sparsity, axis=1) >= 0).all()
         assert 0 <= np.min(told.sparsity) < np.max(told.sparsity) < 1
 
@@ -125,7 +125,7 @@ def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
 @pytest.mark.ladder
 def test_sparsity_of_prefill_and_decoding_is_as_defined(checkpoints, textured_image):
     """D.9: entries below p x the maximum of their row, over those that the row sees, head by head."""
-    with LLM(checkpoints("qwen3_vl-tied"), **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
+    with LLM(checkpoints("qwen3_vl"), **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
         masked = MaskedAnswers(Probe(llm), 8)
         look = masked.look(user(textured_image(90, 130, 1), "What is shown?"), (5, 77, 30, 8))
         n, p = len(look.prompt), 0.01
@@ -147,7 +147,7 @@ def test_the_command(checkpoints, tsv, tmp_path):
     words = ["--data", tsv, "--method", "postvision", "--method", "random", "--budget", "0.5", "--p", "0.1"]
     words += ["--max-tokens", "4", "--questions", "2", "--seeds", "1", "--out", out, "--picture", figure]
     words += ["--compressed-kv-bytes", "4MiB", "--kv-cache-bytes", "16MiB", "--dtype", "float32"]
-    result = CliRunner().invoke(app, [str(checkpoints("qwen3_vl-tied")), *map(str, words)])
+    result = CliRunner().invoke(app, [str(checkpoints("qwen3_vl")), *map(str, words)])
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["rows"]
     assert [row["method"] for row in rows] == ["whole", "postvision", "random", "vl-cache, p = 0.1"]

@@ -286,7 +286,7 @@ def test_turns_of_dialogues(tmp_path, monkeypatch):
 @pytest.mark.ladder
 def test_requests_are_answered_alone_judged_and_not_twice(checkpoints, mmdu, tmp_path, capsys):
     turns = read_turns([mmdu], (1, 2), None, turns=1)
-    setup = TtftSetup(model=str(checkpoints("qwen3_vl-tied")), dtype="float32")
+    setup = TtftSetup(model=str(checkpoints("qwen3_vl")), dtype="float32")
     files = {"work": tmp_path / "work", "out": tmp_path / "o.json", "picture": tmp_path / "o.png"}
     with running(says(f"{MARKS}", "no marks")) as server:
         options = {"max_tokens": 2, "judge": Judge(Client(server.url), at_once=1), "max_rows": 512, **files}
@@ -312,7 +312,7 @@ def test_requests_are_answered_alone_judged_and_not_twice(checkpoints, mmdu, tmp
 @pytest.mark.thorough  # as a server of its own, which `servers` has
 def test_online(checkpoints, mmdu, tmp_path):
     out = tmp_path / "o.json"
-    command = [checkpoints("qwen3_vl-tied"), "--data", mmdu, "--images", "1,2", "--rates", "20"]
+    command = [checkpoints("qwen3_vl"), "--data", mmdu, "--images", "1,2", "--rates", "20"]
     command += ["--requests", 4, "--policies", "mpic-1", "--max-tokens", 2, "--out", out]
     told = CliRunner().invoke(mpic.app, list(map(str, command)))
     assert told.exit_code == 0, told.output

@@ -107,7 +107,7 @@ def mixed_tsv(questions_tsv, tmp_path):
 
 @pytest.mark.thorough
 def test_the_command(checkpoints, mixed_tsv, tmp_path):
-    model = checkpoints("qwen3_vl-tied")
+    model = checkpoints("qwen3_vl")
     with LLM(model) as llm:
         schedule = Schedule((250,) * 3, "qwen3_vl", llm.fingerprint)
     schedule.save(tmp_path / "half.json")
@@ -142,7 +142,7 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
 def test_settings_can_be_named(checkpoints, questions_tsv, tmp_path):
     arguments = ["--data", questions_tsv, "--reuse", "0.5", "--reuse", "shift-0.5", "--arrangement", "text_first"]
     arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]
-    command = list(map(str, [checkpoints("qwen3_vl-tied"), *arguments]))
+    command = list(map(str, [checkpoints("qwen3_vl"), *arguments]))
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
@@ -156,7 +156,7 @@ def test_settings_can_be_named(checkpoints, questions_tsv, tmp_path):
 def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, questions_tsv, tmp_path):
     arguments = ["--data", questions_tsv, "--ratio", "0.5", "--share", "0.9", "--arrangement", "text_first"]
     arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]
-    command = list(map(str, [checkpoints("qwen3_vl-tied"), *arguments]))
+    command = list(map(str, [checkpoints("qwen3_vl"), *arguments]))
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert {row["donors"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]} == {"together"}
@@ -164,10 +164,10 @@ def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, qu
 
 @pytest.mark.ladder
 def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
-    Schedule((9,) * 4, "qwen3_vl", "f").save(tmp_path / "four.json")
-    work = tmp_path / "four.json"
+    Schedule((9,) * 5, "qwen3_vl", "f").save(tmp_path / "five.json")
+    work = tmp_path / "five.json"
     for arguments, message in (
-        (["--schedule", str(tmp_path / "four.json")], "layers"),
+        (["--schedule", str(tmp_path / "five.json")], "layers"),
         (["--split", "tset"], "split must be profile or test, got 'tset'"),
         (["--arrangement", "image_first"], "arrangement must be text_first or question_first, got 'image_first'"),
         (["--donors", "none"], "donors must be one of together, apart, alone, got 'none'"),
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
         (["--work", str(work)], "work must be a file of finished parts, or a new one, got"),
         (["--out", str(tmp_path)], "out must be a file that can be written"),
     ):
-        command = [str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv), *arguments]
+        command = [str(checkpoints("qwen3_vl")), "--data", str(questions_tsv), *arguments]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1, result.output
         assert result.stderr.splitlines()[-1].startswith("error: ")

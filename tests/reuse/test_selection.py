@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helper import SHORT, SIZES, user
+from tests.helper import FEW, SIZES, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.models import Rows, rope
@@ -107,7 +107,7 @@ def logits_by_hand(probe, runs, check, chosen):
     return probe.run(runs.placed, write, runs.donor).logits
 
 
-@pytest.mark.ladder_for("0.6", "kvshare", "cacheblend-lmcache", "cacheblend-proto")
+@pytest.mark.ladder_for("0.6", "kvshare", "cacheblend")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("ratio", ["0.15", "0.6"])
 def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, probe, runs, name, ratio):
@@ -237,7 +237,7 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
 @pytest.mark.ladder
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, textured_image):
     image, one = textured_image(64, 64), SamplingParams(max_tokens=1)
-    with LLM(checkpoints("qwen3_vl-tied"), **SHORT) as engine:
+    with LLM(checkpoints("qwen3_vl-tied"), **SIZES | {"ladder": FEW}) as engine:
         engine.chat(user("See ", image), one, use_tqdm=False)
         long = user("What is there to be seen, and who may have seen it? ", image, "Say it.")
         with pytest.raises(ValueError, match="at most max_rows = 64"):

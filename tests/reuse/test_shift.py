@@ -31,6 +31,7 @@ def make_attention(directory, weight=None):
     return attention
 
 
+@pytest.mark.ladder_for("5", "7")
 @pytest.mark.parametrize(("size", "chunk"), [(5, 8), (9, 9), (7, 2), (20, 3)])
 def test_keys_carry_what_is_not_finite_in_moved_values(checkpoints, monkeypatch, size, chunk):
     monkeypatch.setattr("vlcache_jax.reuse.shift._CHUNK", chunk)
@@ -60,6 +61,7 @@ def test_keys_carry_what_is_not_finite_in_moved_values(checkpoints, monkeypatch,
     assert jnp.isfinite(new_v).all()
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_moved_keys_keep_the_length_that_they_had(checkpoints, family):
     directory = checkpoints(family)

@@ -61,8 +61,7 @@ class Running:
 def open_reranker(folder: Path) -> AsyncLLM:
     """An engine whose model knows "yes" and "no"; its checkpoint and its disk lie in the folder."""
     directory = make_checkpoint(
-        folder / "model", "qwen3_vl", seed=5, tie_word_embeddings=True, text={"vocab_size": 300},
-        corpus=["yes", "no"] * 50,
+        folder / "model", "qwen3_vl", seed=5, tie_word_embeddings=True, corpus=["yes", "no"] * 50,
     )  # fmt: skip
     cache = CacheConfig(disk=folder / "disk")
     return AsyncLLM(directory, use_tqdm=False, allowed_local_media_path=None, cache=cache, **helper.SIZES)

@@ -21,6 +21,7 @@ def engine(checkpoints):
     engine.service.close()
 
 
+@pytest.mark.ladder
 def test_rows_are_refused_and_nobody_else_is_harmed(serve, monkeypatch):
     touched, threads = [], set()
 

@@ -40,6 +40,7 @@ def case(llm, textured_image):
 
 
 @pytest.mark.ladder
+@pytest.mark.thorough_for("qwen2_5_vl-flat-tied")
 def test_the_probe_runs_as_the_engine_does(llm, case):
     probe = Probe(llm)
     runs = prepare(probe, case)
@@ -57,6 +58,7 @@ def test_the_probe_runs_as_the_engine_does(llm, case):
     np.testing.assert_allclose(probe.run(runs.placed, write, runs.donor).logits, third.logits, atol=2e-5 * scale)
 
 
+@pytest.mark.thorough_for("qwen2_5_vl-flat-tied")
 @pytest.mark.ladder
 def test_fast_is_direct(llm, case):
     profiler = Profiler(llm)
