@@ -24,6 +24,7 @@ from vlcache_jax.reuse.selection import parse_policy
 
 # Programs are compiled for the sizes of an engine, and compiling is most of what tests take: whoever needs no sizes of
 # its own opens an engine of these, whose programs are compiled once for all. One answer takes the programs of eight.
+# Windows are short, so that most answers come in several parts.
 LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(8,), window=4)
 SIZES = {"ladder": LADDER, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
 # An answer that is alone has programs of its own, as by default: for tests that compare it with answers together.

@@ -26,8 +26,7 @@ SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
 @pytest.mark.parametrize(
     ("sections", "portable"),
     [
-        pytest.param(("ceiling",), False, marks=pytest.mark.interpreted),
-        pytest.param(("check", "ceiling"), False, marks=pytest.mark.thorough),
+        pytest.param(("check", "ceiling"), False, marks=pytest.mark.interpreted),
         pytest.param(("check", "ceiling"), True, marks=pytest.mark.thorough),
         pytest.param(("answers", "ttft", "decode"), False, marks=pytest.mark.thorough),
     ],

@@ -1,4 +1,4 @@
-"""What the device is given to hold for an answer; nothing is computed."""
+"""Tests of the state that the device holds for each answer. Nothing is computed."""
 
 from __future__ import annotations
 

@@ -88,7 +88,6 @@ def first_quick(cases):
     return [pytest.param(*first), *(pytest.param(*case, marks=pytest.mark.interpreted) for case in others)]
 
 
-@pytest.mark.thorough_for("vision, images of 4096 patches, 16x72", "decode")
 @pytest.mark.ladder
 @pytest.mark.parametrize("shape", first_quick(PLAIN), ids=lambda s: f"{s.name}, {s.H}x{s.D}")
 def test_real_shapes_in_small(shape: AttentionShape) -> None:
@@ -96,7 +95,6 @@ def test_real_shapes_in_small(shape: AttentionShape) -> None:
     assert_close(np.asarray(attention(*args, implementation="mosaic_gpu_interpreted"), np.float32), args)
 
 
-@pytest.mark.thorough_for("all empty", "some empty", "beyond the pool", "one slot", "scale")
 @pytest.mark.ladder
 @pytest.mark.parametrize(
     ("case", "fields"), first_quick(WAYS), ids=lambda x: x.name if isinstance(x, KernelCase) else None
@@ -375,7 +373,6 @@ def test_link(case: LinkCase) -> None:
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
-@pytest.mark.thorough_for("last rows, float16", "edges", "one head")
 @not_a_number
 @pytest.mark.parametrize("check", first_quick((check,) for check in CHECKS["statistics"]), ids=lambda check: check.name)
 def test_statistics(check: Check) -> None:

@@ -123,7 +123,6 @@ SMALL = [
 QUICK = {HOPPERS: "nine rows", PORTABLE: "one row"}  # of float8_matmul
 
 
-@pytest.mark.thorough_for("mosaic_gpu: many rows", "mosaic_gpu: some rows", "mosaic_gpu: some of the experts")
 @not_a_number
 @pytest.mark.parametrize(
     ("check", "implementation"),

@@ -1,4 +1,4 @@
-"""What the host costs of a hit, measured in small."""
+"""A small run of `research.launched`."""
 
 from __future__ import annotations
 
