@@ -1,8 +1,8 @@
-"""What `vlcache bench` runs. Each measurement prints a table, writes JSON, and fails on empty or wrong output.
+"""The measurements of `vlcache bench`. Each one prints a table, writes JSON, and fails on empty or wrong output.
 
-Figures that the docs quote are kept in `results/`, with date, chip and versions. Timings on shared machines are noisy:
-both sides of a comparison run at one time, in turn, and medians count. `gpu` and `peer` are for a clone, and in no
-wheel.
+Figures that the docs quote are stored in `results/`, with date, chip and versions. Timings on shared machines are
+noisy, so both sides of a comparison run interleaved in one session, and medians count. `gpu` and `peer` run from a
+clone and are in no wheel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# The allocator keeps its pages instead of returning them after each large array; both sides get that.
+# The allocator keeps its pages instead of returning them after each large array. Both sides of a comparison use this.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
@@ -45,12 +45,12 @@ def label(policy: str) -> str:
 
 
 def notes(policies: Iterable[str]) -> dict[str, str]:
-    """What results say of the labels of some policies."""
+    """Return the notes that results carry about the labels of some policies."""
     return {_BASELINE: _NOTE} if any(_BASELINE in label(policy) for policy in policies) else {}
 
 
 def run_apart(measure: Callable[..., None], *given: Any, **options: Any) -> None:
-    """Calls `measure` in a process of its own, whose allocator keeps its pages."""
+    """Call `measure` in its own process, whose allocator keeps its pages."""
     os.environ.update(ALLOCATOR)  # read when a process starts
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         process.submit(measure, *given, **options).result()

@@ -1,13 +1,14 @@
-"""The tables of `vlcache bench compression`, and its picture.
+"""The measurement `vlcache bench compression`: decoding with a part of the KV compared with all of it.
 
-Decoding with a part of the K, V beside all of them: `vlcache bench compression`.
+It measures three things, with the ways interleaved:
 
-Three things are measured, each in turns. *Requests*: a prompt is computed once, and then answered again and again, with
-all of its K, V and with what each policy keeps; so what observing and compacting takes can be told beside its prefill.
-*Decoding*: several answers together, behind prompts whose K, V are drawn (`compression_filled`), as computing so many
-would take long. There budgets of "vl-cache" are those of a sparsity that falls evenly from layer to layer, which takes
-four work lists a window, and random weights would not. And *the first token* of requests: in an engine that compresses
-nothing, in one that may, and of what is compressed.
+- *Requests*: a prompt is computed once and then answered repeatedly, with its full KV and with the part that each
+policy
+  keeps. So the time of observing and compacting can be compared with its prefill.
+- *Decoding*: several outputs decode together, after prompts whose KV is drawn at random (`compression_filled`), because
+  computing so many would take long. Budgets of "vl-cache" there are those of a sparsity that falls evenly from layer to
+  layer. It takes four work lists per multi-step decode; random weights would not.
+- *First token*: requests in an engine without compression, in one with it, and compressed requests.
 
     vlcache bench compression --out benchmarks/results/compression_cpu.json
 """
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlcache_jax.benchmarks import ttft
-from vlcache_jax.benchmarks.compression_filled import FilledAnswers, FilledRun, KeptLeases, fill
+from vlcache_jax.benchmarks.compression_filled import FilledAnswers, FilledRun, KeptBlockTables, fill
 from vlcache_jax.benchmarks.known_images import MARKS, KnownImages, split_images
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
@@ -45,16 +46,16 @@ if TYPE_CHECKING:
     from vlcache_jax.outputs import RequestOutput
 
 TITLE = "Decoding with compressed K, V"
-FULL = "full"  # all of the K, V
+FULL = "full"  # all of the KV
 
 
 @dataclasses.dataclass(frozen=True)
-class Requested:
+class RequestResult:
     """A prompt that was computed once.
 
     Attributes:
-      cold: its first token then.
-      outputs: of each way to go on, behind the prompt that was found.
+      cold: Output with its first token, computed without reuse.
+      outputs: Outputs of each way to decode, all of which found the prompt in the cache.
     """
 
     cold: RequestOutput
@@ -65,16 +66,16 @@ class Requested:
         return len(self.cold.prompt_token_ids)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each way."""
+        """Yield one row of the table for each way to decode."""
         prefill, first = self.cold.metrics.prefill, self.cold.metrics.ttft
         for way, outputs in self.outputs.items():
-            told, more = outputs[0].compression, len(outputs[0].outputs[0].token_ids) - 1
-            # The first delivery behind the first token waits for compaction.
+            compression, more = outputs[0].compression, len(outputs[0].outputs[0].token_ids) - 1
+            # The first delivery after the first token waits for compaction.
             rates = [more / (sum(one.metrics.inter_token) - one.metrics.compress) for one in outputs]
             yield {
                 "prompt": self.tokens,
                 "K, V": way,
-                "kept %": 100.0 if told is None else 100 * told.bytes / told.bytes_full,
+                "kept %": 100.0 if compression is None else 100 * compression.bytes / compression.bytes_full,
                 "first token s": first,
                 "prefill s": prefill,
                 "observe + compact s": self.compress(way),
@@ -86,20 +87,20 @@ class Requested:
             }
 
     def compress(self, way: str) -> float:
-        """Seconds of observing and compacting, the median."""
+        """Return the median seconds of observing and compacting."""
         return statistics.median(one.metrics.compress for one in self.outputs[way])
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
-    """Answers behind prompts that were drawn.
+class DecodingResult:
+    """Outputs after prompts whose KV was drawn at random.
 
     Attributes:
-      tokens: of each prompt.
-      answers: together.
-      runs: of each way to go on.
-      lists: work lists of its windows.
-      memory: bytes of the pool and of that for compressed prompts, which it has in use.
+      tokens: Length of each prompt in tokens.
+      answers: Number of outputs that decode together.
+      runs: Runs of each way to decode.
+      lists: Number of work lists of a multi-step decode, for each way.
+      memory: Bytes in use of the KV pool and of the compressed pool, for each way.
     """
 
     tokens: int
@@ -109,15 +110,15 @@ class Decoded:
     memory: Mapping[str, tuple[int, int]]
 
     def rates(self, way: str) -> list[float]:
-        """Tokens a second of all answers together, in each run."""
+        """Return tokens per second of all outputs together, for each run."""
         return [run.tokens.size / run.seconds for run in self.runs[way]]
 
-    def rows(self, requested: Requested, max_tokens: int) -> Iterator[dict[str, Any]]:
-        """A row for each way.
+    def rows(self, requested: RequestResult, max_tokens: int) -> Iterator[dict[str, Any]]:
+        """Yield one row of the table for each way to decode.
 
         Args:
-          requested: a prompt of this length; what one request takes before it decodes.
-          max_tokens: of each answer, from end to end.
+          requested: A prompt of this length, for the time of one request before it decodes.
+          max_tokens: Tokens of each output, for the end-to-end time.
         """
         full = statistics.median(self.rates(FULL))
         for way, runs in self.runs.items():
@@ -142,10 +143,10 @@ class Decoded:
 
 
 def first_rows(took: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """A row for each kind of request.
+    """Return one row of the table for each kind of request.
 
     Args:
-      took: seconds to the first tokens, of each turn; those of the first kind are what the others are compared with.
+      took: Seconds to the first token of each kind, for each repeat; the first kind is the baseline.
     """
     plain = next(iter(took.values()))
     return [
@@ -161,22 +162,22 @@ def first_rows(took: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """The most less the least, of the median."""
+    """Return the largest minus the smallest value, as a percentage of the median."""
     return 100 * (max(values) - min(values)) / statistics.median(values)
 
 
 def publish(
-    requested: Sequence[Requested],
-    decoded: Sequence[Decoded],
+    requested: Sequence[RequestResult],
+    decoded: Sequence[DecodingResult],
     first: Mapping[str, Sequence[float]],
     head: dict[str, Any],
     out: pathlib.Path | None,
     picture: pathlib.Path | None,
 ) -> None:
-    """Prints the tables, and writes and draws them where that is asked for.
+    """Print the tables; write and draw them if `out` and `picture` are given.
 
     Args:
-      first: see `first_rows`.
+      first: See `first_rows`.
     """
     of_tokens = {one.tokens: one for one in requested}
     rows = [row for one in decoded for row in one.rows(of_tokens[one.tokens], head["max_tokens"])]
@@ -194,7 +195,7 @@ def publish(
 
 
 def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.Path) -> None:
-    """Draws tokens a second by the length of prompts, for each number of answers."""
+    """Draw tokens per second by the length of prompts, for each number of outputs."""
     pyplot = figures()
     counts = sorted({row["answers"] for row in rows})
     size = 3.5 * len(counts), 3.5
@@ -217,29 +218,29 @@ def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.
 
 
 POLICIES = ("vl-cache", "postvision")
-IMAGE = 1024  # tokens of an image at most
-TEXT_BEFORE, QUESTION = 40, 40  # tokens; before the images stand fewer, as their marks count
-SPARSITY = 0.95, 0.5  # of the first layer's attention and of the last one's, in filled pools
-SHORT, TURNS = 200, 20  # image tokens of prompts whose first tokens are timed, and how often
-LEAST_TOKENS = 9  # of an answer: one, and those of a window
+IMAGE = 1024  # maximum tokens of an image
+TEXT_BEFORE, QUESTION = 40, 40  # tokens; the text before the images is shorter by their markers
+SPARSITY = 0.95, 0.5  # of the attention of the first and the last layer, in filled pools
+SHORT, TURNS = 200, 20  # image tokens of prompts whose first tokens are timed, and number of repeats
+LEAST_TOKENS = 9  # of an output: one, and those of a multi-step decode
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressionSetup:
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
-      model, random_weights, layers: as of `ttft.TtftSetup`.
-      dtype: of the model.
-      lengths: image tokens of the prompts.
-      answers: together.
-      budget: share of the prompt's K, V that is kept.
-      steps: of each run of several answers.
-      max_tokens: of a request's answer.
-      repeats: of each way to decode, taking turns.
+      model, random_weights, layers: As in `ttft.TtftSetup`.
+      dtype: Data type of the model.
+      lengths: Image tokens of the prompts.
+      answers: Numbers of outputs that decode together.
+      budget: Fraction of the prompt's KV that is kept.
+      steps: Tokens of each run of several outputs.
+      max_tokens: Tokens of a request's output.
+      repeats: Runs of each way to decode; the ways are interleaved.
 
     Raises:
-      ValueError: there is nothing to measure.
+      ValueError: There is nothing to measure.
     """
 
     model: str | None = None
@@ -257,7 +258,7 @@ class CompressionSetup:
         for name in ("lengths", "answers"):
             given = getattr(self, name)
             if not given or list(given) != sorted(set(given)):
-                raise ValueError(f"{name} must rise, and be at least one, got {given!r}")
+                raise ValueError(f"{name} must have at least one number, in ascending order, got {given!r}")
         if self.max_tokens < LEAST_TOKENS:
             raise ValueError(f"max_tokens must be at least {LEAST_TOKENS}, got {self.max_tokens}")
         if not 0 < self.budget < 1:
@@ -267,12 +268,12 @@ class CompressionSetup:
 
     @property
     def ways(self) -> dict[str, Compressor | None]:
-        """To go on with a prompt."""
+        """Ways to decode: name -> compressor, None for the full KV."""
         names = [f"{policy}-{self.budget:g}" for policy in POLICIES]
         return {FULL: None, **{name: parse_compressor(name) for name in names}}
 
     def prompt(self, llm: LLM, length: int) -> KnownImages:
-        """Draws prompts of a length."""
+        """Return a generator of prompts of a length."""
         images, tokens = split_images(length, IMAGE)
         return KnownImages(
             llm.service.checkpoint.config, llm.get_tokenizer(), images=images, tokens=tokens,
@@ -280,17 +281,17 @@ class CompressionSetup:
         )  # fmt: skip
 
     def tokens(self, length: int) -> int:
-        """Of such a prompt."""
+        """Return the number of tokens of such a prompt."""
         images, _ = split_images(length, IMAGE)
         return length + images * MARKS + _text_before(images) + QUESTION
 
     def sizes(self, config: ModelConfig) -> dict[str, Any]:
-        """Options of an engine that has room for it."""
+        """Return options of an engine that has room for the prompts."""
         kv, most = KVShape.of(config, self.dtype), self.answers[-1]
         longest = max(map(self.tokens, self.lengths))
         new = max(self.max_tokens, self.steps + 1)
-        pages = most * -(-(longest + new) // PAGE) + 2  # a prompt that is found has its last page copied
-        compressed = 2 * kv.layers  # those of requests' budgets may be more by rounding
+        pages = most * -(-(longest + new) // PAGE) + 2  # a cached prompt has its last block copied
+        compressed = 2 * kv.layers  # requests' budgets may be larger by rounding
         for compressor in self.ways.values():
             if compressor is not None:
                 counts = drawn_counts(compressor, longest, kv.layers)
@@ -305,12 +306,12 @@ class CompressionSetup:
 
 
 def _text_before(images: int) -> int:
-    """So many that what a prompt has besides image tokens is of one size."""
+    """Return the tokens before the images that make the number of non-image tokens constant."""
     return max(1, TEXT_BEFORE - MARKS * images)
 
 
 def drawn_counts(compressor: Compressor, length: int, layers: int) -> tuple[int, ...]:
-    """What each layer keeps of a prompt whose K, V are drawn."""
+    """Return how many tokens each layer keeps of a prompt whose KV was drawn at random."""
     gamma = None if compressor.p is None else np.linspace(*SPARSITY, layers)
     return make_counts(compressor, length, gamma, layers)
 
@@ -318,16 +319,17 @@ def drawn_counts(compressor: Compressor, length: int, layers: int) -> tuple[int,
 def measure(
     setup: CompressionSetup, *, out: pathlib.Path | None = None, picture: pathlib.Path | None = None, **settings: Any
 ) -> None:
-    """Measures, and prints the tables.
+    """Measure, and print the tables.
 
     Args:
+      setup: Settings of the measurement.
       out: JSON file to write.
-      picture: of tokens a second, to draw.
-      settings: of the engine.
+      picture: Chart of tokens per second to draw.
+      settings: Settings of the engine.
 
     Raises:
-      ValueError: an answer is empty, not what it was before or not that of dense attention, or something was not kept
-        as it should be.
+      ValueError: An output is empty, or differs from an earlier run or from dense attention, or a prompt was not kept
+        as configured.
     """
     from vlcache_jax import LLM
 
@@ -335,7 +337,7 @@ def measure(
     with ttft.TtftSetup(setup.model, setup.random_weights, setup.layers).opened() as (model, name):
         config = load_config(locate(model, weights=False).directory)
         with LLM(model, **setup.sizes(config) | settings) as llm:
-            llm.service.ahead.stop()  # the first runs compile what they call for
+            llm.service.ahead.stop()  # the first runs compile the programs that they need
             head = _head(setup, llm, name)
             requested = list(_measure_requests(llm, setup))
             llm.reset_mm_cache()
@@ -364,25 +366,25 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
 
 
-def _measure_requests(llm: LLM, setup: CompressionSetup) -> Iterator[Requested]:
-    """A prompt of each length: computed once, and answered in each way."""
+def _measure_requests(llm: LLM, setup: CompressionSetup) -> Iterator[RequestResult]:
+    """Yield a prompt of each length, computed once and answered in each way."""
     ways = setup.ways
     with Progress("answering requests", len(setup.lengths) * len(ways) * (setup.repeats + 1)) as bar:
         for length in setup.lengths:
             prompt = setup.prompt(llm, length).draw()
             cold = _compute(llm, prompt)
             outputs: dict[str, list[RequestOutput]] = {way: [] for way in ways}
-            for repeat in range(setup.repeats + 1):  # the first ones compile, and are short
+            for repeat in range(setup.repeats + 1):  # the first runs compile, and are short
                 params = _greedy(setup.max_tokens if repeat else LEAST_TOKENS)
                 for way, compressor in ways.items():
                     outputs[way] += llm.generate(prompt, params, compress=compressor, use_tqdm=False)
                     check_request(outputs[way], cold, compressor, params.max_tokens)
                     bar.update()
-            yield Requested(cold, {way: own[1:] for way, own in outputs.items()})
+            yield RequestResult(cold, {way: own[1:] for way, own in outputs.items()})
 
 
 def _compute(llm: LLM, prompt: dict[str, Any]) -> RequestOutput:
-    """The first token with nothing in the cache and every program compiled."""
+    """Compute the first token with an empty cache and every program compiled."""
     while True:
         llm.reset_mm_cache()
         before = llm.stats()
@@ -395,34 +397,46 @@ def _compute(llm: LLM, prompt: dict[str, Any]) -> RequestOutput:
 def check_request(
     outputs: list[RequestOutput], cold: RequestOutput, compressor: Compressor | None, tokens: int | None
 ) -> None:
-    """Sees that the last answer to a prompt begins as the others, and goes on with as much as it should.
+    """Check that the last output of a prompt begins like the others and that its request kept as much as configured.
 
     Raises:
-      ValueError: it does not.
+      ValueError: It does not.
     """
     *before, last = outputs
-    name = "the whole prompt" if compressor is None else compressor.name
+    name = "the full prompt" if compressor is None else compressor.name
     answer, length = _tokens(last), len(last.prompt_token_ids)
     if len(answer) != tokens or last.num_cached_tokens != length - 1:
         raise ValueError(
-            f"an answer with {name} must have {tokens} tokens and find {length - 1} of its prompt, got {len(answer)} "
+            f"output with {name} must have {tokens} tokens and {length - 1} cached prompt tokens, got {len(answer)} "
             f"and {last.num_cached_tokens}"
         )
     if any(a != b for other in (cold, *before) for a, b in zip(_tokens(other), answer, strict=False)):
-        raise ValueError(f"answers with {name} must be the same, got {[_tokens(other) for other in outputs]}")
-    told = last.compression
-    if (told is None) != (compressor is None):
-        raise ValueError(f"an answer with {name} must be told of as such, got {told}")
-    if told is not None and compressor is not None and told.bytes > (compressor.alpha + LEAST) * told.bytes_full:
-        raise ValueError(f"{name} must keep {compressor.alpha} of the prompt, got {told}")
+        raise ValueError(
+            f"outputs with {name} must begin with the same tokens in every run, "
+            f"got {[_tokens(other) for other in (cold, *outputs)]}"
+        )
+    compression = last.compression
+    if (compression is None) != (compressor is None):
+        raise ValueError(
+            f"compression report of an output with {name} must be {'None' if compressor is None else 'present'}, "
+            f"got {compression}"
+        )
+    if (
+        compression is not None
+        and compressor is not None
+        and compression.bytes > (compressor.alpha + LEAST) * compression.bytes_full
+    ):
+        raise ValueError(
+            f"{name} must keep at most a fraction of {compressor.alpha} of the KV of the prompt, got {compression}"
+        )
 
 
 def _tokens(output: RequestOutput) -> tuple[int, ...]:
     return output.outputs[0].token_ids
 
 
-def _measure_decoding(llm: LLM, setup: CompressionSetup) -> Iterator[Decoded]:
-    """Each number of answers behind prompts of each length, which are drawn."""
+def _measure_decoding(llm: LLM, setup: CompressionSetup) -> Iterator[DecodingResult]:
+    """Yield each number of outputs after prompts of each length, whose KV is drawn at random."""
     kv, pages = llm.service.device.runner.shapes.kv, llm.service.engine.scheduler.compressed
     cells = list(itertools.product(setup.lengths, setup.answers))
     fill(llm.service.device.runner)
@@ -430,9 +444,9 @@ def _measure_decoding(llm: LLM, setup: CompressionSetup) -> Iterator[Decoded]:
         for length, count in cells:
             tokens = setup.tokens(length)
             filled = FilledAnswers(llm, tokens, count, setup.steps)
-            kept: dict[str, KeptLeases | None] = {}
+            kept: dict[str, KeptBlockTables | None] = {}
             memory = {}
-            # What each way goes on with lies beside that of the others; what it gives is checked, and compiled.
+            # The KV of all ways is in the pool at once. The results of each way are checked, and its programs compiled.
             for way, compressor in setup.ways.items():
                 before = pages.in_use
                 kept[way] = None if compressor is None else filled.compress(drawn_counts(compressor, tokens, kv.layers))
@@ -445,17 +459,19 @@ def _measure_decoding(llm: LLM, setup: CompressionSetup) -> Iterator[Decoded]:
                 for way, own in kept.items():
                     runs[way].append(filled.run(own))
                     if (runs[way][-1].tokens != runs[way][0].tokens).any():
-                        raise ValueError(f"answers with {way} must be the same in every run")
+                        raise ValueError(
+                            f"outputs with {way} must have the same tokens in every run, got different ones"
+                        )
                     bar.update()
             compressed = {way: own for way, own in kept.items() if own is not None}
             lists = {way: compressed[way].lists if way in compressed else 1 for way in kept}
             for own in compressed.values():
                 filled.give_back(own)
-            yield Decoded(tokens, count, runs, lists, memory)
+            yield DecodingResult(tokens, count, runs, lists, memory)
 
 
 def _measure_first(model: str, setup: CompressionSetup, sizes: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds to the first tokens of short prompts that are all computed, of each kind of requests in turn."""
+    """Return seconds to the first token of short prompts without reuse, with the kinds of requests interleaved."""
     from vlcache_jax import LLM
 
     [compressed] = [name for name in setup.ways if name.startswith(POLICIES[0])]
@@ -474,7 +490,7 @@ def _measure_first(model: str, setup: CompressionSetup, sizes: dict[str, Any]) -
                 for name, llm, compress in (*kinds[turn % 3 :], *kinds[: turn % 3]):
                     [output] = llm.generate(known.draw(), _greedy(LEAST_TOKENS), compress=compress, use_tqdm=False)
                     if output.cache.rows[0] != len(output.prompt_token_ids):
-                        raise ValueError(f"a prompt must be computed whole, got {output.cache}")
+                        raise ValueError(f"prompt must be computed without reuse, got {output.cache}")
                     took[name] += [output.metrics.ttft] * (turn >= 0)
                 bar.update()
     return took

@@ -1,16 +1,19 @@
-"""What a run costs at least: operations and bytes of its operators, and the seconds that a device's rates leave them.
+"""Lower bound (roofline) of a run: operations and bytes of its operators, and seconds at the rates of a device.
 
-An operator takes the longer of operations / matrix rate and bytes / bandwidth; they come one after the other. A linear
-moves its weights and its rows in and out (an MLP is one operator, and so are the experts that rows pass; others count
-nothing), attention K, V of the slots that its rows see, once, and queries and results, linking K, V of the tokens that
-are not computed, in and out. Under `shift`, which is not one with linking, these go in and out once more in every layer
-but the first. What else there is counts nothing: norms, rotations, embeddings of tokens and of patches, sampling,
-launches.
+An operator takes the longer of operations / matrix rate and bytes / bandwidth; operators run one after the other. They
+count as follows:
+
+- A linear moves its weights and its rows in and out. An MLP is one operator, and so are the experts that rows pass;
+  other experts count nothing.
+- Attention moves the KV of the slots that its rows see, once, and queries and results.
+- Linking moves the KV of the tokens that are not computed, in and out. Under `shift`, which is separate from linking,
+  they go in and out once more in every layer except the first.
+- The rest counts nothing: norms, rotations, embeddings of tokens and of patches, sampling, launches.
 
     python -m vlcache_jax.benchmarks.floor
 
-prints the reference cases: images of 1024 tokens, 20 480 in all, between 20 and 6 text tokens. `measure_rates` measures
-what this device does in a second: matrix products, copies, and bytes from the host's memory.
+This command prints the reference cases: images of 1024 tokens, 20 480 in all, between 20 and 6 text tokens.
+`measure_rates` measures the rates of this device: matrix products, copies, and transfers from host memory.
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ from vlcache_jax.reuse.policies import Plan
 from vlcache_jax.study import report
 
 PARTS = ("encoder", "linear", "attention", "head", "link", "move")
-# Of the reference cases: tokens of an image, images, text tokens before and after, and the levels (in 1/500) of the
-# falling schedule, each in a sixth of the layers: its mean is 0.025 where six divides the layers.
+# Reference cases: tokens of an image, images, text tokens before and after, and the levels (in 1/500) of the falling
+# schedule, each in a sixth of the layers. Its mean is 0.025 if six divides the layers.
 IMAGE, IMAGES, BEFORE, AFTER = 1024, 20, 20, 6
 FALLING = (40, 20, 10, 5, 0, 0)
-COPIED = 2**28  # bytes that are copied to measure it; more than caches hold
-# Whose floors, programs and hits are counted.
+COPIED = 2**28  # bytes that are copied to measure the bandwidth; more than caches hold
+# Models whose lower bounds, programs and hits are counted.
 MODELS: dict[str, ModelConfig] = {
     name: published_config(name) for name in ("Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B")
 }
@@ -53,12 +56,12 @@ MODELS: dict[str, ModelConfig] = {
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRates:
-    """What a device does in a second; the defaults were measured on an H200.
+    """Rates of a device; the defaults were measured on an H200.
 
     Attributes:
-      matrix: operations of matrix products in bfloat16.
-      memory: bytes, read or written.
-      host: bytes from the host's memory.
+      matrix: Operations per second of matrix products in bfloat16.
+      memory: Bytes per second, read or written.
+      host: Bytes per second from host memory.
     """
 
     matrix: float = 790e12
@@ -71,7 +74,7 @@ H200 = DeviceRates()
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """An operator of a run: the part it belongs to, multiply-adds times two, bytes in the device's memory."""
+    """An operator of a run: its part, multiply-adds times two, and bytes in device memory."""
 
     part: str
     operations: int
@@ -80,11 +83,11 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """What a run costs at least.
+    """Lower bound of a run.
 
     Attributes:
-      parts: seconds of encoder, linears, attention, output head, linking, moving, and loading from the host.
-      operations: of all parts.
+      parts: Seconds of encoder, linears, attention, output head, linking, moving, and loading from the host.
+      operations: Operations of all parts.
     """
 
     parts: dict[str, float]
@@ -105,14 +108,14 @@ def floor(
     itemsize: int = 2,
     kept: int | None = None,
 ) -> Floor:
-    """What one prompt costs at least.
+    """Return the lower bound of one prompt.
 
     Args:
-      plan: what is computed; in every layer the other tokens' K, V are linked.
-      encoded: grids, in patches, of the images that pass the encoder.
-      loaded: bytes of records that come from the host's memory.
-      itemsize: bytes of a value.
-      kept: bytes that a token's K, V of one layer take in a record; None: they are values like others.
+      plan: The computed tokens; in every layer the KV of the other tokens is linked.
+      encoded: Grids, in patches, of the images that pass the encoder.
+      loaded: Bytes of cache entries that come from host memory.
+      itemsize: Bytes of a value.
+      kept: Bytes of a token's KV in one layer of a cache entry; None: uncoded values.
     """
     operators = [*encoder(config, encoded, itemsize), *prefill(config, plan, itemsize, kept)]
     parts = dict.fromkeys(PARTS, 0.0)
@@ -122,17 +125,19 @@ def floor(
 
 
 def pairs(plan: Plan, num_layers: int) -> tuple[int, ...]:
-    """Pairs of a query and a key that it sees, in each layer. Rows that end in a layer ask nothing there."""
+    """Return the pairs of a query and a key that it sees, for each layer. Rows that end in a layer have no query
+    there.
+    """
     return tuple(int(_seen(plan, layer).sum(dtype=np.int64)) for layer in range(num_layers))
 
 
 def _seen(plan: Plan, layer: int) -> npt.NDArray[np.int64]:
-    """How many slots each row sees that goes on behind a layer: those up to its own [rows], the fewest first."""
+    """Return how many slots each row that continues after a layer sees, up to its own: [rows], ascending."""
     return np.sort(plan.slots[plan.depth > layer + 1]).astype(np.int64) + 1
 
 
 def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None = None) -> Iterator[Operator]:
-    """Of the decoder on one prompt; see `floor`.
+    """Yield the operators of the decoder on one prompt; see `floor`.
 
     A layer projects K and V of its rows; everything else it computes for the rows of the next layer only.
     """
@@ -156,11 +161,12 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None
 
 
 def decode(config: ModelConfig, rows: int, contexts: int, itemsize: int = 2) -> Iterator[Operator]:
-    """Of one decode step; outside their MLPs layers are alike, and an operator stands for all of them.
+    """Yield the operators of one decode step. Layers are alike except for their MLPs, so an operator represents all of
+    them.
 
     Args:
-      rows: sequences that get a token.
-      contexts: slots that they see, all together: no two see the same ones.
+      rows: Sequences that get a token.
+      contexts: Slots that they see in total, without shared ones.
     """
     text = config.text
     width, q = text.hidden_size, text.num_heads * text.head_dim
@@ -180,13 +186,13 @@ def decode(config: ModelConfig, rows: int, contexts: int, itemsize: int = 2) -> 
 
 
 def encoder(config: ModelConfig, grids: Sequence[Grid], itemsize: int = 2) -> Iterator[Operator]:
-    """Of the vision tower on images that pass it together."""
+    """Yield the operators of the vision tower on images that pass it together."""
     if not grids:
         return
     vision = config.vision
     patches, width, group = sum(math.prod(grid) for grid in grids), vision.hidden_size, vision.merge_size**2
     tables = FAMILIES[config.model_type].encoder_tables(vision, grids, patches)
-    full = getattr(vision, "full_blocks", None)  # where there are such, the other blocks attend in windows
+    full = getattr(vision, "full_blocks", None)  # if present, the other blocks attend in windows
     linear = functools.partial(_linear, "encoder", itemsize=itemsize)
     mlp = _weights(config, "visual", "blocks", 0, "mlp")
     for block in range(vision.depth):
@@ -202,21 +208,21 @@ def encoder(config: ModelConfig, grids: Sequence[Grid], itemsize: int = 2) -> It
 
 
 def _mlp(text: TextConfig, layer: int, rows: int, itemsize: int) -> Iterator[Operator]:
-    """Of a layer's MLP, or of its router and the experts that rows pass."""
+    """Yield the operators of a layer's MLP, or of its router and the experts that rows pass."""
     width, experts = text.hidden_size, text.experts_of(layer)
     if experts is None:
         yield _linear("linear", rows, width, width, 3 * width * text.intermediate_size, itemsize=itemsize)
         return
     yield _linear("linear", rows, width, experts.count, width * experts.count, itemsize=itemsize)
     weights = 3 * width * experts.intermediate_size
-    # Of experts that are chosen evenly, so many are chosen at all.
+    # Expected number of distinct experts if all are equally likely.
     read = experts.count * (1 - (1 - experts.chosen / experts.count) ** rows)
     moved = itemsize * (round(read * weights) + 2 * rows * width)
     yield Operator("linear", 2 * rows * experts.chosen * weights, moved)
 
 
 def _weights(config: ModelConfig, *path: str | int) -> int:
-    """Of the linears below a path of the parameters."""
+    """Return the number of weights in the linears below a path of the parameters."""
     return sum(
         math.prod(parameter.shape)
         for parameter in parameters(config)
@@ -232,15 +238,20 @@ def _linear(part: str, rows: int, wide_in: int, wide_out: int, weights: int, *, 
 def _attention(
     part: str, seen: np.ndarray, heads: int, kv_heads: int, width: int, itemsize: int, slots: int | None = None
 ) -> Operator:
-    """`seen`: how many slots each row sees, `slots`: how many some row sees, by default the most that a row does."""
+    """Return the operator of attention.
+
+    `seen` holds how many slots each row sees. `slots` is how many slots some row sees, by default the maximum of
+    `seen`.
+    """
     slots = int(seen.max(initial=0)) if slots is None else slots
     values = 2 * width * (len(seen) * heads + slots * kv_heads)
     return Operator(part, 4 * heads * width * int(seen.sum(dtype=np.int64)), itemsize * values)
 
 
 def reference(config: ModelConfig, devices: int = 1) -> dict[str, Floor]:
-    """The reference cases of a model, on an H200 with K, V in its memory; of several devices, each encodes its share of
-    the images."""
+    """Return the reference cases of a model on an H200 with KV in its memory; several devices divide the images to
+    encode.
+    """
     layers = config.text.num_layers
 
     def plan(levels: Sequence[int], shift: bool = False) -> Plan:
@@ -270,11 +281,13 @@ def seconds(
     repeats: int,
     choose: Callable[[Sequence[float]], float] = statistics.median,
 ) -> float:
-    """Seconds of `carry = step(carry, *rest)`, by default the median; each call of the device runs it `times` times."""
+    """Return the seconds of `carry = step(carry, *rest)`, by default the median; each device call runs it `times`
+    times.
+    """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(carry: Any, *rest: Any) -> Any:
-        # Behind the barrier nothing looks the same in every turn, and nothing is moved out of the loop.
+        # The barrier makes every iteration look different, so nothing is moved out of the loop.
         return jax.lax.fori_loop(0, times, lambda _, carry: jax.lax.optimization_barrier(step(carry, *rest)), carry)
 
     carry = jax.block_until_ready(run(carry, *rest))
@@ -287,33 +300,33 @@ def seconds(
 
 
 def measure_rates(dtype: Any, *, size: int | None = None, copied: int = COPIED, repeats: int = 5) -> DeviceRates:
-    """The rates of jax's first device, each the best of `repeats`: a floor is what cannot be had faster.
+    """Measure the rates of jax's first device, each the best of `repeats`, because a lower bound must not be beaten.
 
     Args:
-      dtype: of the matrices.
-      size: their rows and columns; None is 8192 on a GPU and 2048 on a CPU.
-      copied: bytes that are read, and as many that are written.
+      dtype: Data type of the matrices.
+      size: Their rows and columns; None is 8192 on a GPU and 2048 on a CPU.
+      copied: Bytes that are read, and as many that are written.
 
     Returns:
-      Of a CPU `host` is infinite: records are read where they lie, and nothing is loaded.
+      The rates. On a CPU `host` is infinite: cache entries are read in place, and nothing is loaded.
     """
     is_host = jax.devices()[0].platform == "cpu"
     size = size or (2048 if is_host else 8192)
     times = 1 if is_host else 20
-    # As the models multiply: float32 is float32 also where a GPU would round it first.
+    # As in the models: float32 is float32 even if a GPU would round it first.
     product = functools.partial(jnp.matmul, precision="highest" if np.dtype(dtype) == np.float32 else None)
     x, w = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in range(2))
     took = seconds(lambda x, w: product(x, w) * size**-0.5, x, w, times=times, repeats=repeats, choose=min)
     words = jnp.zeros(copied // 4, jnp.float32)
     copying = seconds(lambda words: words + 1, words, times=times, repeats=repeats, choose=min)
-    # Engines put records in this many parts, none of which waits for the others: in one, a core copies all of it.
+    # Engines transfer cache entries in this many independent parts; in one part, one core would copy all of it.
     parts = (1, LINK_GROUPS, LINKED[0] * LINK_GROUPS) * repeats
     host = math.inf if is_host else copied / min(_put_seconds(copied, count) for count in parts)
     return DeviceRates(matrix=2 * size**3 / took, memory=2 * copied / copying, host=host)
 
 
 def _put_seconds(size: int, parts: int) -> float:
-    """Seconds until bytes in so many parts are on the device; each is put as some layers of a record are."""
+    """Return the seconds until bytes in `parts` parts are on the device; each part is some layers of a cache entry."""
     sources = np.ones((parts, size // parts), np.uint8)
     start = time.perf_counter()
     jax.block_until_ready([jax.device_put([source], may_alias=True) for source in sources])
@@ -321,13 +334,13 @@ def _put_seconds(size: int, parts: int) -> float:
 
 
 def best(measured: Sequence[DeviceRates]) -> DeviceRates:
-    """Of each rate the highest: what is shared with others is never faster than it can be."""
+    """Return the highest of each rate, because a shared device is never faster than possible."""
     names = (field.name for field in dataclasses.fields(DeviceRates))
     return DeviceRates(**{name: max(getattr(rates, name) for rates in measured) for name in names})
 
 
-def told(rates: DeviceRates) -> dict[str, float | str]:
-    """The rates for the head of a result; what is infinite as a word, as JSON has no such number."""
+def rates_as_json(rates: DeviceRates) -> dict[str, float | str]:
+    """Return the rates for the head of a result; an infinite rate becomes a word, because JSON has no such number."""
     known = dataclasses.asdict(rates).items()
     return {name: value if math.isfinite(value) else "read where it lies" for name, value in known}
 

@@ -1,4 +1,4 @@
-"""Prompts for measurements of reuse: the same images again and again, behind text that is always new."""
+"""Prompts for measurements of reuse: the same images repeatedly, after text that is always new."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKS = 2  # tokens around an image
 
 
 def image_grid(tokens: int) -> tuple[int, int]:
-    """Rows and columns of an image of so many tokens, as nearly square as may be."""
+    """Return rows and columns of an image of `tokens` tokens, as nearly square as possible."""
     rows = math.isqrt(tokens)
     while tokens % rows:
         rows -= 1
@@ -29,7 +29,7 @@ def image_grid(tokens: int) -> tuple[int, int]:
 
 
 def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
-    """PNG files of coloured noise; `cell` is the side of the pixels that become one token."""
+    """Return PNG files of colored noise; `cell` is the side of the pixels that become one token."""
     rng = np.random.default_rng(0)
     rows, columns = image_grid(tokens)
     images = []
@@ -42,18 +42,18 @@ def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
 
 
 class KnownImages:
-    """Draws prompts of text, then images, then text, and tells what was computed of them.
+    """Generator of prompts of text, images and text, which also derives from a report which tokens were computed.
 
     Args:
-      config, tokenizer: of the model.
-      images: of a prompt.
-      tokens: of each image.
-      text_before, text_after: tokens before and behind the images.
-      alike: all are the same one, which passes the encoder once.
+      config, tokenizer: Configuration and tokenizer of the model.
+      images: Images of a prompt.
+      tokens: Tokens of each image.
+      text_before, text_after: Tokens before and after the images.
+      alike: True if all images are the same one, which passes the encoder once.
 
     Attributes:
-      files: the images.
-      limits: of their pixels, as `mm_processor_kwargs`.
+      files: The images.
+      limits: Limits of their pixels, as `mm_processor_kwargs`.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class KnownImages:
         self._rng = np.random.default_rng(1)
 
     def __len__(self) -> int:
-        """Tokens of a prompt."""
+        """Return the number of tokens of a prompt."""
         return self.text_before + self.images * (self.tokens + MARKS) + self.text_after
 
     def draw(self) -> dict[str, Any]:
-        """A prompt for `LLM.generate`; no other has its text."""
+        """Return a prompt for `LLM.generate` with text that no other prompt has."""
         before, after = (self._rng.choice(self._letters, n).tolist() for n in (self.text_before, self.text_after))
         return {
             "prompt_token_ids": before + self._images + after,
@@ -84,14 +84,15 @@ class KnownImages:
         }
 
     def plan(self, report: Any, ranks: npt.NDArray[np.integer] | None = None) -> Plan:
-        """What was computed of a prompt, by its `CacheReport`: text whole, and of each image the first tokens.
+        """Return the plan of a prompt from its `CacheReport`: all text tokens, and the first tokens of each image.
 
         Args:
-          ranks: the place of each of an image's tokens in the order in which they come first [tokens]; None is the
-            order of the prompt.
+          report: The `CacheReport`.
+          ranks: Place of each of an image's tokens in the order of selection, `[tokens]`; None is the order of the
+            prompt.
 
         Raises:
-          ValueError: the report has other numbers of rows.
+          ValueError: The report has other numbers of rows.
         """
         layers = self._config.text.num_layers
         ranks = np.arange(self.tokens) if ranks is None else ranks
@@ -103,25 +104,24 @@ class KnownImages:
         depth[-1] = layers + 1
         plan = Plan(depth)
         if plan.rows(layers) != tuple(report.rows):
-            raise ValueError(f"rows counted must be those of the report, {report.rows}, got {plan.rows(layers)}")
+            raise ValueError(f"counted rows must equal those of the report, {report.rows}, got {plan.rows(layers)}")
         return plan
 
     def encoded(self, report: Any) -> Sequence[Grid]:
-        """Grids, in patches, of the images that passed the encoder."""
+        """Return grids, in patches, of the images that passed the encoder."""
         rows, columns = (side * self._config.vision.merge_size for side in image_grid(self.tokens))
         return [(1, rows, columns) for image in report.images if image.encoder == "computed"]
 
 
 def split_images(total: int, most: int) -> tuple[int, int]:
-    """How many images have so many tokens together, and the tokens of each: as few images as can be.
+    """Return the number of images with `total` tokens together, and the tokens of each, for the fewest images.
 
     Raises:
-      ValueError: `total` cannot be shared out equally among images of at most `most` tokens.
+      ValueError: `total` cannot be divided equally among images of at most `most` tokens.
     """
     count = -(-total // most)
     if total % count:
         raise ValueError(
-            f"image_tokens must be shared out equally among images of at most {most} tokens, "
-            f"got {total}, which {count} images cannot have"
+            f"image_tokens must be divisible by {count}, the number of images of at most {most} tokens, got {total}"
         )
     return count, total // count

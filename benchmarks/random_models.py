@@ -1,4 +1,4 @@
-"""Models with random weights: shapes of published ones, whole or with fewer layers, and a small one."""
+"""Models with random weights: published shapes, full or with fewer layers, and a small one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlcache_jax.models.params import parameters
 from vlcache_jax.models.registry import SIZES, find_name, load_config
 from vlcache_jax.testing import make_checkpoint
 
-# Of the small one.
+# Of the small model.
 TEXT = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -37,25 +37,25 @@ VISION = {
     "deepstack_visual_indexes": [2, 4, 6],
 }
 
-# Of these models' tokens those that are text: the tokenizer knows single bytes, and most ids spell nothing.
+# Token ids of these models that are text: the tokenizer knows single bytes, and most ids spell nothing.
 LETTERS = (*b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",)
 
 
 def make_random_model(
     directory: str | pathlib.Path, shape: str | None = None, layers: int | None = None
 ) -> tuple[pathlib.Path, str]:
-    """Writes a checkpoint without weights; within `drawn_weights` it opens with random ones.
+    """Write a checkpoint without weights; within `drawn_weights` it opens with random ones.
 
     Args:
-      directory: is made if it does not exist.
-      shape: of a published model, such as "qwen3-vl-8b"; None is 12 decoder layers x 768, 8 encoder layers x 384.
-      layers: of the decoder; None is all.
+      directory: It is created if it does not exist.
+      shape: A published model, such as "qwen3-vl-8b"; None is 12 decoder layers x 768, 8 encoder layers x 384.
+      layers: Layers of the decoder; None is all.
 
     Returns:
-      The directory, and what the model is called in a table.
+      The directory, and the model's name for tables.
 
     Raises:
-      ValueError: there is no such shape, or it has fewer layers.
+      ValueError: There is no such shape, or it has fewer layers.
     """
     text: dict[str, Any]
     vision: dict[str, Any]
@@ -71,9 +71,9 @@ def make_random_model(
         model_type, text, vision, tied = size.model_type, {**size.text}, {**size.vision}, size.tie_word_embeddings
         most = text["num_hidden_layers"]
         title = f"shape of {name}, random weights"
-    least = 1 + len(vision.get("deepstack_visual_indexes", ()))  # one layer that DeepStack adds nothing to
+    least = 1 + len(vision.get("deepstack_visual_indexes", ()))  # one layer without DeepStack
     if layers is not None and not least <= layers <= most:
-        raise ValueError(f"layers must be from {least} to {most}, those of the model, got {layers}")
+        raise ValueError(f"layers must be from {least} to {most}, the layers of the model, got {layers}")
     count = most if layers is None else layers
     path = make_checkpoint(
         directory, model_type, dtype="bfloat16", text={**text, "num_hidden_layers": count}, vision=vision,
@@ -82,12 +82,12 @@ def make_random_model(
     return path, f"{title}, {count} layers" if count == most else f"{title}, {count} of {most} layers"
 
 
-class _Drawn(Checkpoint):
-    """A checkpoint whose weights are drawn on the device, as writing the files would take minutes."""
+class _RandomCheckpoint(Checkpoint):
+    """A checkpoint whose weights are drawn on the device, because writing the files would take minutes."""
 
     @property
     def fingerprint(self) -> str:
-        """Records that stay on a disk are found by models of this shape alone."""
+        """Fingerprint of the shape, so that disk entries are found only by models of this shape."""
         return f"drawn {self.config!r}"
 
     source_digest = fingerprint
@@ -102,7 +102,7 @@ class _Drawn(Checkpoint):
             branch = tree
             for folder in folders:
                 branch = branch.setdefault(folder, {})
-            # Layers keep the size of what passes through them.
+            # Layers preserve the magnitude of their inputs.
             axis = {"kernel": 0, "gate_up_proj": 1, "down_proj": 1, "embedding": 0}.get(str(leaf))
             scale = 1.0 if axis is None else parameter.shape[axis] ** -0.5
             branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
@@ -112,10 +112,10 @@ class _Drawn(Checkpoint):
 
 @contextlib.contextmanager
 def drawn_weights() -> Iterator[None]:
-    """Within, models need no weights: random ones are drawn."""
+    """Let models open without weights, which are drawn at random."""
 
     def open_drawn(directory: str | pathlib.Path, *, dtype: Any = None, verify_weights: bool = False) -> Checkpoint:
-        return _Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), None)
+        return _RandomCheckpoint(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), None)
 
     with mock.patch.object(service, "open_checkpoint", open_drawn):
         yield

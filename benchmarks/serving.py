@@ -1,4 +1,4 @@
-"""A server under load: `vlcache bench serve`. Requests come when they are due, whether others have ended or not."""
+"""A server under load (`vlcache bench serve`). Requests are sent when due, whether or not others have ended."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from vlcache_jax.study.report import environment, figures, save_figure, show, wr
 PERCENTILES = (50, 90, 99)
 COLD = "off"
 _COUNTS = ("requests", "whole", "refused")
-_SPREAD = ("TTFT p50 ms", "goodput/s")  # figures of which the spread over runs is told
+_SPREAD = ("TTFT p50 ms", "goodput/s")  # figures whose spread over runs is reported
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a good answer keeps to.
+    """Limits of a good answer.
 
     Attributes:
-      ttft: seconds to the first piece.
-      per_token: seconds of each token after it, on average.
+      ttft: Seconds to the first piece.
+      per_token: Seconds of each token after it, on average.
     """
 
     ttft: float = 1.0
@@ -44,14 +44,14 @@ class Goal:
 
 @dataclass(frozen=True)
 class Sender:
-    """Sends the requests of a load to a server.
+    """Sender of the requests of a load to a server.
 
     Attributes:
-      client: of the server.
-      model: as requests name it.
-      load: what is asked.
-      concurrency: requests at once at most; others wait, and their wait counts. None: any number.
-      more: fields of each request.
+      client: Client of the server.
+      model: Model name in requests.
+      load: The requests.
+      concurrency: Maximum number of concurrent requests; others wait, and their wait counts. None: no limit.
+      more: Further fields of each request.
     """
 
     client: Client
@@ -61,12 +61,12 @@ class Sender:
     more: dict[str, Any]
 
     async def one_by_one(self, chats: Iterable[Chat]) -> list[ReceivedAnswer]:
-        """The answers to some chats."""
+        """Send chats one after the other; return their answers."""
         bodies = ((chat.kind, chat.body(self.model, self.load, self.more)) for chat in chats)
         return [await self.client.ask(kind, body, time.perf_counter()) for kind, body in bodies]
 
     async def at_rate(self, rate: float, run: int) -> tuple[float, list[ReceivedAnswer]]:
-        """When a run began, and its answers."""
+        """Send the requests of a run at a rate; return the time when it began, and its answers."""
         bodies = [(chat.kind, chat.body(self.model, self.load, self.more)) for chat in self.load.chats(run)]
         room = asyncio.Semaphore(self.concurrency or self.load.requests)
         began = time.perf_counter()
@@ -77,12 +77,12 @@ class Sender:
                 return await self.client.ask(kind, body, due)
 
         times = began + self.load.times(rate, run)
-        asked = (ask(kind, body, float(due)) for (kind, body), due in zip(bodies, times, strict=True))
-        return began, list(await asyncio.gather(*asked))
+        pending = (ask(kind, body, float(due)) for (kind, body), due in zip(bodies, times, strict=True))
+        return began, list(await asyncio.gather(*pending))
 
 
 def policy_names(text: str | None) -> tuple[str, ...]:
-    """What `--policies` names, the way to compare with first; None: nothing."""
+    """Return the names in `--policies`, the baseline first; empty for None."""
     if text is None:
         return ()
     return tuple(dict.fromkeys((COLD, *(POLICIES if text == "all" else map(str.strip, text.split(","))))))
@@ -103,27 +103,27 @@ def measure(
     out: pathlib.Path | None,
     picture: pathlib.Path | None,
 ) -> None:
-    """Runs the load at each rate, prints the tables and writes them.
+    """Run the load at each rate, print the tables and write them.
 
     Args:
-      client: of the server.
-      model: as requests name it; None: the server's first.
-      load: what is asked.
-      rates: requests a second, one after the other.
-      repeats: of all rates, each with requests of its own; rows tell medians, and in `runs` each run.
-      concurrency: see `Sender`.
-      warmup: requests before those that are measured, one after the other.
-      goal: what counts as good.
-      more: fields of each request.
-      policies: ways to reuse pictures that take turns at each rate, and what requests call them. They see the same
-        requests, and nothing of what others left in the cache; answers are compared with those of the first one.
-        Empty: the server's own way.
-      out, picture: JSON and picture to write.
+      client: Client of the server.
+      model: Model name in requests; None: the server's first.
+      load: The requests.
+      rates: Requests per second, one rate after the other.
+      repeats: Runs of all rates, each with its own requests; rows have medians, and `runs` each run.
+      concurrency: See `Sender`.
+      warmup: Requests before the measured ones, one after the other.
+      goal: Limits of a good answer.
+      more: Further fields of each request.
+      policies: Reuse modes that are interleaved at each rate, and their values in requests. They see the same
+        requests, but no cache entries of each other; answers are compared with those of the first one.
+        Empty: the server's own mode.
+      out, picture: JSON file and chart to write.
 
     Raises:
-      ValueError: an answer is wrong: none, empty, or cut off. One that the server refuses because it is full is none of
-        these, but there must be some that it does not.
-      OSError: the server cannot be reached.
+      ValueError: An answer is missing, empty, or cut off. A refusal because the server is full is no error, unless all
+        requests are refused.
+      OSError: The server cannot be reached.
     """
     model = model or asyncio.run(client.model())
     senders = {"": Sender(client, model, load, concurrency, more)}
@@ -134,7 +134,7 @@ def measure(
     show("Load", [_printed(row) for row in rows])
     show("Of each kind", kinds)
     if out is not None:
-        head = environment("vlcache-jax") | {"model": model, "load": load.told()}
+        head = environment("vlcache-jax") | {"model": model, "load": load.settings()}
         head |= {"concurrency": concurrency, "goal": dataclasses.asdict(goal), "repeats": repeats}
         head |= {"notes": notes(policies)}
         write("A server under load", rows, head | {"kinds": kinds}, out)
@@ -142,14 +142,14 @@ def measure(
         draw(rows, picture)
         print(f"written to {picture}")
     if wrong:
-        raise ValueError(f"every answer must be whole, got {len(wrong)} that are not; the first: {wrong[0]}")
+        raise ValueError(f"every response must be complete, got {len(wrong)} incomplete ones; the first: {wrong[0]}")
 
 
 async def _measure(
     senders: Mapping[str, Sender], load: RequestLoad, rates: Sequence[float], repeats: int, warmup: int, goal: Goal
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Rows of the rates, rows of their kinds, and what was wrong; senders take turns at each rate."""
-    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # of each cell its runs
+    """Return result rows by rate, result rows by rate and request kind, and errors. Senders alternate at each rate."""
+    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # the runs of each cell
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     wrong: list[str] = []
     warming = load.chats(repeats * len(rates), warmup)
@@ -175,40 +175,40 @@ async def _measure(
             for kind in dict.fromkeys(answer.kind for answer in answers):
                 of_kind = summary([answer for answer in answers if answer.kind == kind], rate, began, goal)
                 names = ("rate", "requests", "refused", "TTFT p50 ms", "TTFT p99 ms", "cached %")
-                told = head | {"kind": kind} | {name: of_kind[name] for name in names}
-                kinds.setdefault((rate, name, kind), []).append(told)
+                kind_row = head | {"kind": kind} | {name: of_kind[name] for name in names}
+                kinds.setdefault((rate, name, kind), []).append(kind_row)
     each = [median_of(runs) | ({"runs": runs} if repeats > 1 else {}) for runs in rows.values()]
     return each, list(map(median_of, kinds.values())), wrong
 
 
 def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row of those of several runs: of each figure the median, of counts the sum."""
-    told: dict[str, Any] = {}
+    """Return one row for several runs: the median of each figure, the sum of counts."""
+    medians: dict[str, Any] = {}
     for name in runs[0]:
         values = [run[name] for run in runs]
         if name in _COUNTS:
-            told[name] = sum(values)
+            medians[name] = sum(values)
         elif isinstance(values[0], str) or len(runs) == 1:
-            told[name] = values[0]
+            medians[name] = values[0]
         else:
-            told[name] = None if None in values else statistics.median(values)
-    return told
+            medians[name] = None if None in values else statistics.median(values)
+    return medians
 
 
 def spread(row: Mapping[str, Any], column: str) -> tuple[float, float] | None:
-    """The least and the greatest of a figure over the runs of a row; None: there was one, or one without it."""
+    """Return the minimum and maximum of a figure over the runs of a row; None: there is one run, or one without it."""
     values = [run[column] for run in row.get("runs", ())]
     return (min(values), max(values)) if values and None not in values else None
 
 
 def equal_share(answers: Sequence[ReceivedAnswer], others: Sequence[ReceivedAnswer]) -> float | None:
-    """Percent of the requests answered twice whose answers have one text; None: there are no such."""
+    """Return the percentage of requests with equal texts among those answered in both; None: there are none."""
     twice = [pair for pair in zip(answers, others, strict=True) if not any(one.error for one in pair)]
     return 100 * sum(one.text == other.text for one, other in twice) / len(twice) if twice else None
 
 
 def summary(answers: Sequence[ReceivedAnswer], rate: float, began: float, goal: Goal) -> dict[str, Any]:
-    """A row of the table. Times are of whole answers; "inter-token" is the time between two pieces."""
+    """Return a row of the table. Times are of full answers; "inter-token" is the time between two pieces."""
     whole = [answer for answer in answers if answer.error is None]
     seconds = max(answer.ended for answer in answers) - began
     gaps = [gap for answer in whole for gap in np.diff(answer.pieces)]
@@ -230,7 +230,7 @@ def summary(answers: Sequence[ReceivedAnswer], rate: float, began: float, goal: 
 
 
 def _prompt(answer: ReceivedAnswer) -> tuple[int, int]:
-    """Tokens of the prompt, and cached ones."""
+    """Return tokens of the prompt, and cached ones."""
     details = answer.usage.get("prompt_tokens_details") or {}
     return answer.usage.get("prompt_tokens") or 0, details.get("cached_tokens") or 0
 
@@ -244,20 +244,22 @@ def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]
 
 
 def _printed(row: dict[str, Any]) -> dict[str, Any]:
-    """With the percentiles of a time in one column."""
-    told = {name: value for name, value in row.items() if not name.endswith(" ms") and name != "runs"}
+    """Return the row with the percentiles of a time in one column."""
+    shown = {name: value for name, value in row.items() if not name.endswith(" ms") and name != "runs"}
     for name in ("TTFT", "inter-token", "end-to-end"):
         values = [row[f"{name} p{share} ms"] for share in PERCENTILES]
-        told[f"{name} ms p50/p90/p99"] = "-" if None in values else "/".join(f"{value:.1f}" for value in values)
+        shown[f"{name} ms p50/p90/p99"] = "-" if None in values else "/".join(f"{value:.1f}" for value in values)
     for name in _SPREAD if "runs" in row else ():
         found = spread(row, name)
-        told[f"{name} of runs"] = "-" if found is None else f"{found[0]:.2f} to {found[1]:.2f}"
-    return told
+        shown[f"{name} of runs"] = "-" if found is None else f"{found[0]:.2f} to {found[1]:.2f}"
+    return shown
 
 
 def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
-    """Draws times and what is served by the rate: of each policy, or where there are none more of it. Behind a line
-    lies what its runs spread over."""
+    """Draw times and served requests by rate: for each policy, or more figures if there is none.
+
+    The area around a line is the spread of its runs.
+    """
     pyplot = figures()
     figure, (times, served) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     times.set(xlabel="requests/s", ylabel="TTFT [ms]", xscale="log", yscale="log")

@@ -1,4 +1,4 @@
-"""A client of OpenAI's servers that notes when each piece of an answer comes. Nothing but sockets lies between."""
+"""A client of OpenAI-compatible servers that records when each piece of an answer arrives. It uses sockets directly."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ REFUSED = (429, 503)
 
 @dataclass
 class ReceivedAnswer:
-    """What came of a request; times are seconds of `time.perf_counter`.
+    """Result of a request; times are seconds of `time.perf_counter`.
 
     Attributes:
-      kind: of the request.
-      due: when it was to be sent; all waits count from here.
-      pieces: when text came.
-      ended: when the answer had ended.
-      text: of it, thoughts included.
-      usage: as the server counts.
-      status: of HTTP; 0: there was none.
-      error: what was wrong; None: it is a whole answer.
+      kind: Kind of the request.
+      due: Time when it was to be sent; all waits count from here.
+      pieces: Times when text arrived.
+      ended: Time when the answer ended.
+      text: Text of the answer, including reasoning.
+      usage: Token counts of the server.
+      status: HTTP status; 0: there was none.
+      error: Error message; None: the answer is complete.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class ReceivedAnswer:
 
     @property
     def is_refused(self) -> bool:
-        """The server had no room, and said so."""
+        """True if the server refused the request for lack of capacity."""
         return self.status in REFUSED
 
     @property
@@ -58,19 +58,19 @@ class ReceivedAnswer:
         return (self.pieces[-1] - self.pieces[0]) / max(1, self.tokens - 1)
 
     def take(self, event: dict[str, Any]) -> bool:
-        """Notes a piece of the stream. Returns whether it is the one that ends the answer.
+        """Record a piece of the stream. Return whether it ends the answer.
 
         Raises:
-          ValueError: the server tells of an error.
+          ValueError: The server reports an error.
         """
         if "error" in event:
-            raise ValueError(f"the stream tells of an error: {event['error']}")
+            raise ValueError(f"the stream reports an error: {event['error']}")
         self.usage = event.get("usage") or self.usage
         has_ended = False
         for choice in event.get("choices", ()):
             delta = choice.get("delta") or {}
-            told = [delta.get(name) or "" for name in ("content", "reasoning", "reasoning_content")]
-            if text := told[0] or told[1] or told[2]:
+            texts = [delta.get(name) or "" for name in ("content", "reasoning", "reasoning_content")]
+            if text := texts[0] or texts[1] or texts[2]:
                 self.text += text
                 self.pieces.append(time.perf_counter())
             has_ended |= choice.get("finish_reason") is not None
@@ -78,15 +78,15 @@ class ReceivedAnswer:
 
 
 class Client:
-    """Asks a server.
+    """Client of a server.
 
     Args:
-      base_url: such as http://127.0.0.1:8000 or .../v1.
-      api_key: sent as a bearer token; None: none.
-      timeout: seconds of a request.
+      base_url: Such as http://127.0.0.1:8000 or .../v1.
+      api_key: Sent as a bearer token; None: none.
+      timeout: Seconds of a request.
 
     Raises:
-      ValueError: the URL is none.
+      ValueError: The URL is invalid.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0):
@@ -101,37 +101,37 @@ class Client:
         self._timeout = timeout
 
     async def model(self) -> str:
-        """The first model of the server.
+        """Return the first model of the server.
 
         Raises:
-          ValueError: it names none.
-          OSError: it cannot be reached.
+          ValueError: It names none.
+          OSError: It cannot be reached.
         """
         async with asyncio.timeout(self._timeout), self._sent("GET", "/models", b"") as (status, body):
-            told = b"".join([piece async for piece in body])
+            content = b"".join([piece async for piece in body])
         try:
-            return str(json.loads(told)["data"][0]["id"])
+            return str(json.loads(content)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"the server must name a model, answered {status}: {told[:200]!r}") from error
+            raise ValueError(f"the server must list a model, got {status}: {content[:200]!r}") from error
 
     async def ask(self, kind: str, body: bytes, due: float) -> ReceivedAnswer:
-        """Streams an answer to a chat. What goes wrong stands in it."""
+        """Stream an answer to a chat. Errors are recorded in the answer."""
         answer = ReceivedAnswer(kind, due)
         try:
-            async with asyncio.timeout(self._timeout), self._sent("POST", "/chat/completions", body) as (status, told):
+            async with asyncio.timeout(self._timeout), self._sent("POST", "/chat/completions", body) as (status, data):
                 answer.status = status
                 if status != 200:
-                    raise ValueError(f"status {status}: {b''.join([piece async for piece in told])[:200]!r}")
-                await self._read(answer, told)
+                    raise ValueError(f"status {status}: {b''.join([piece async for piece in data])[:200]!r}")
+                await self._read(answer, data)
         except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
             answer.error = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
         answer.ended = time.perf_counter()
         return answer
 
-    async def _read(self, answer: ReceivedAnswer, told: AsyncIterator[bytes]) -> None:
-        """Takes a stream of events; an answer without text, without an end or without usage is wrong."""
+    async def _read(self, answer: ReceivedAnswer, data: AsyncIterator[bytes]) -> None:
+        """Read a stream of events; an answer without text, without an end or without usage is an error."""
         has_ended, held = False, b""
-        async for piece in told:
+        async for piece in data:
             *lines, held = (held + piece).split(b"\n")
             for line in lines:
                 name, _, value = line.strip().partition(b":")
@@ -147,7 +147,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def _sent(self, verb: str, path: str, body: bytes) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """Sends a request; gives the status and what comes of the body."""
+        """Send a request; yield the status and the pieces of the body."""
         secure = ssl.create_default_context() if self._secure else None
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=secure, limit=1 << 20)
         try:
@@ -155,7 +155,7 @@ class Client:
             head["Content-Length"] = str(len(body))
             lines = [f"{verb} {self._path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
             writer.write("\r\n".join([*lines, "", ""]).encode() + body)
-            with contextlib.suppress(ConnectionError):  # who refuses may not read it all
+            with contextlib.suppress(ConnectionError):  # a server that refuses may not read all of it
                 await writer.drain()
             status, headers = await _head(reader)
             yield status, _body(reader, headers)
@@ -167,13 +167,13 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     version, status, *_ = [*first.split(" "), "", ""]
     if not version.startswith("HTTP/1") or not status.isdecimal():
-        raise ValueError(f"the server must speak HTTP/1, answered {first[:100]!r}")
+        raise ValueError(f"the server must speak HTTP/1, got {first[:100]!r}")
     pairs = (line.partition(":") for line in lines if line)
     return int(status), {name.lower(): value.strip() for name, _, value in pairs}
 
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """Pieces of a body as they come."""
+    """Yield pieces of a body as they arrive."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield await reader.readexactly(size)

@@ -1,6 +1,6 @@
-"""The requests of `vlcache bench serve`, and a server in a process of its own for `--policies`.
+"""The requests of `vlcache bench serve`, and a server in its own process for `--policies`.
 
-Requests are seeded chats whose images repeat, move and slide.
+Requests are seeded chats that repeat images, reorder them, or slide a window of screenshots.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.lifecycle import listening
 
-KINDS = ("repeat", "move", "slide")
+KINDS = ("repeat", "reorder", "sliding-window")
 WORDS = ("amber", "bridge", "cloud", "delta", "ember", "field", "grove", "harbor", "island", "jetty", "kernel", "lamp")
-_CELL = 16  # pixels of a picture's squares, so that its file is small
+_CELL = 16  # side in pixels of an image's squares, so that its file is small
 
 
 class RequestLoad(Protocol):
-    """What a server is asked: `ServingLoad`, or other requests that come at a rate."""
+    """Requests to a server: `ServingLoad`, or other requests that come at a rate."""
 
     @property
     def requests(self) -> int: ...
@@ -48,34 +48,39 @@ class RequestLoad(Protocol):
     def times(self, rate: float, run: int) -> np.ndarray: ...
     def chats(self, run: int, count: int | None = None) -> list[Chat]: ...
     def shown(self) -> list[Chat]: ...
-    def told(self) -> dict[str, Any]: ...
+    def settings(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """What is asked of a server. Equal loads have equal requests.
+    """The requests to a server. Equal loads have equal requests.
 
-    Three kinds take turns. repeat: a question behind one picture of the pool, which is often one that came before (the
-    i-th most frequent has a share as 1 / i ** zipf). move: two to four such pictures behind new text, in any order, so
-    that a known one has another place among others. slide: the next turn of an agent that sees the last `window`
-    screenshots; each turn adds one and drops the oldest. Answers in histories are given, so that no request waits for
-    another one.
+    Three kinds alternate:
+
+    - repeat: a question after one image of the pool, which often repeats (the i-th most frequent image has a
+      probability proportional to 1 / i ** zipf).
+    - reorder: two to four such images after new text, in any order, so that a cached image has another place among
+      others.
+    - sliding-window: the next turn of an agent that sees the last `window` screenshots; each turn adds one and drops
+      the oldest.
+
+    The answers in histories are fixed, so no request waits for another one.
 
     Attributes:
-      requests: so many.
-      kinds: of `KINDS`.
-      pictures: of the pool.
-      known: whether all runs draw of one pool, which the server is shown before. Else each run has a pool of its own.
-      zipf: how often the frequent ones are met; 0: all alike.
-      window: screenshots that an agent sees.
-      turns: of an agent, before another one begins.
-      side: of pictures, in pixels.
-      max_tokens: of an answer at most.
-      arrivals: "poisson", or "fixed": one as long after the other.
-      seed: of everything.
+      requests: Number of requests.
+      kinds: Some of `KINDS`.
+      pictures: Number of images of the pool.
+      known: True if all runs use one pool, which the server sees before. Otherwise each run has its own pool.
+      zipf: Exponent of the frequencies of images; 0: all are equal.
+      window: Screenshots that an agent sees.
+      turns: Turns of an agent, before another one begins.
+      side: Side of images, in pixels.
+      max_tokens: Maximum tokens of an answer.
+      arrivals: "poisson", or "fixed" for constant intervals.
+      seed: Seed of everything.
 
     Raises:
-      ValueError: one is out of range.
+      ValueError: A setting is out of range.
     """
 
     requests: int = 100
@@ -95,9 +100,9 @@ class ServingLoad:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.kinds or not set(self.kinds) <= set(KINDS):
-            raise ValueError(f"kinds must be of {', '.join(KINDS)}, got {short(self.kinds)}")
+            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, got {short(self.kinds)}")
         if not 0 <= self.zipf < math.inf:
-            raise ValueError(f"zipf must be a number of at least 0, got {self.zipf}")
+            raise ValueError(f"zipf must be a non-negative number, got {self.zipf}")
         if self.arrivals not in ("poisson", "fixed"):
             raise ValueError(f"arrivals must be poisson or fixed, got {short(self.arrivals)}")
         if self.seed < 0:
@@ -105,45 +110,47 @@ class ServingLoad:
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and its answer at most, where a token is 28 x 28 pixels or more, or a letter or more."""
+        """Maximum tokens of a prompt and its answer, if a token is at least 28 x 28 pixels, or at least a letter."""
         return (max(4, self.window) + 1) * ((-(-self.side // 28)) ** 2 + 128) + self.max_tokens
 
     def times(self, rate: float, run: int) -> np.ndarray:
-        """When requests come, in seconds from the beginning [requests]; the first comes at once."""
+        """Return the arrival times of requests, in seconds from the beginning `[requests]`; the first is 0."""
         return arrival_times(self.requests, rate, self.arrivals, [self.seed, run, 0])
 
     def chats(self, run: int, count: int | None = None) -> list[Chat]:
-        """The requests of a run, or so many. Runs share no picture but those that are `known`, so that each meets a
-        server that has seen none of its own."""
+        """Return the requests of a run, or the first `count`.
+
+        Runs share only images that are `known`, so each run finds a server that has seen none of its own.
+        """
         rng = np.random.default_rng([self.seed, run, 1])
-        each = {kind: getattr(self, f"_{kind}")(rng, run) for kind in dict.fromkeys(self.kinds)}
+        each = {kind: getattr(self, f"_{kind.replace('-', '_')}")(rng, run) for kind in dict.fromkeys(self.kinds)}
         return [next(each[self.kinds[i % len(self.kinds)]]) for i in range(self.requests if count is None else count)]
 
     def shown(self) -> list[Chat]:
-        """What makes the pool known: each picture once."""
+        """Return requests that put the pool into the cache: each image once."""
         if not self.known:
             return []
         pool = (self._pooled(0, picture) for picture in range(self.pictures))
         return [Chat("known", [{"role": "user", "content": [picture, _text("Look.")]}]) for picture in pool]
 
-    def told(self) -> dict[str, Any]:
-        """What a table says of it."""
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the load for a table."""
         return dataclasses.asdict(self)
 
     def _repeat(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
         while True:
             [picture] = self._drawn(rng, 1)
-            asked = [self._pooled(run, picture), _text(f"What is shown here, {_words(rng)}?")]
-            yield Chat("repeat", [{"role": "user", "content": asked}])
+            content = [self._pooled(run, picture), _text(f"What is shown here, {_words(rng)}?")]
+            yield Chat("repeat", [{"role": "user", "content": content}])
 
-    def _move(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
+    def _reorder(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
         while True:
             pictures = self._drawn(rng, min(self.pictures, int(rng.integers(2, 5))))
             shown = [self._pooled(run, picture) for picture in pictures]
-            asked = [_text(f"Compare these, {_words(rng)}."), *shown, _text(f"Which one is {_words(rng)}?")]
-            yield Chat("move", [{"role": "user", "content": asked}])
+            content = [_text(f"Compare these, {_words(rng)}."), *shown, _text(f"Which one is {_words(rng)}?")]
+            yield Chat("reorder", [{"role": "user", "content": content}])
 
-    def _slide(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
+    def _sliding_window(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
         agent = 0
         while True:
             agent += 1
@@ -156,10 +163,10 @@ class ServingLoad:
                         {"role": "user", "content": seen},
                         {"role": "assistant", "content": f"I click on {steps[shot]}."},
                     ]
-                yield Chat("slide", messages[:-1])
+                yield Chat("sliding-window", messages[:-1])
 
     def _drawn(self, rng: np.random.Generator, count: int) -> list[int]:
-        """Different pictures of the pool, in any order."""
+        """Return different images of the pool, in random order."""
         weights = 1 / np.arange(1, self.pictures + 1) ** self.zipf
         return [int(one) for one in rng.choice(self.pictures, count, replace=False, p=weights / weights.sum())]
 
@@ -171,7 +178,9 @@ class ServingLoad:
 
 
 def arrival_times(requests: int, rate: float, arrivals: str, seed: Sequence[int]) -> np.ndarray:
-    """When requests come, in seconds from the beginning [requests]: evenly, or at random; the first comes at once."""
+    """Return the arrival times of requests, in seconds from the beginning `[requests]`: evenly, or at random; the first
+    is 0.
+    """
     gaps = np.full(requests, 1 / rate)
     if arrivals == "poisson":
         gaps = np.random.default_rng(seed).exponential(1 / rate, requests)
@@ -180,16 +189,16 @@ def arrival_times(requests: int, rate: float, arrivals: str, seed: Sequence[int]
 
 @dataclass(frozen=True)
 class Chat:
-    """A request: of which kind, and its messages."""
+    """A request: its kind, and its messages."""
 
     kind: str
     messages: list[dict[str, Any]]
 
     def body(self, model: str, load: RequestLoad, more: dict[str, Any]) -> bytes:
-        """As it is sent."""
-        asked = {"model": model, "messages": self.messages, "max_tokens": load.max_tokens, "temperature": 0}
+        """Return the body of the request."""
+        fields = {"model": model, "messages": self.messages, "max_tokens": load.max_tokens, "temperature": 0}
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        return json.dumps({**asked, **streamed, **more}).encode()
+        return json.dumps({**fields, **streamed, **more}).encode()
 
 
 def _text(text: str) -> dict[str, str]:
@@ -202,7 +211,7 @@ def _words(rng: np.random.Generator) -> str:
 
 @functools.lru_cache(4096)
 def _picture(side: int, *name: int) -> str:
-    """A picture of coloured squares as a data URL; its name is its seed."""
+    """Return an image of colored squares as a data URL; its name is its seed."""
     cells = -(-side // _CELL)
     noise = np.random.default_rng([2, *name]).integers(0, 256, (cells, cells, 3), np.uint8)
     file = io.BytesIO()
@@ -210,27 +219,27 @@ def _picture(side: int, *name: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-_PATIENCE = 30.0  # seconds that a server may take to end
+_PATIENCE = 30.0  # maximum seconds until a server ends
 
 
 @contextlib.contextmanager
 def own_server(model: str | None, policies: Sequence[str], longest: int) -> Iterator[tuple[str, dict[str, str]]]:
-    """Serves within, everything compiled.
+    """Serve within, with all programs compiled.
 
     Args:
-      model: checkpoint or hub id; None: random weights, 12 layers x 768.
-      policies: that requests may ask for, or `SCHEDULE`.
-      longest: tokens of prompt and answer at most.
+      model: Checkpoint or hub id; None: random weights, 12 layers x 768.
+      policies: Policies that requests may use, or `SCHEDULE`.
+      longest: Maximum tokens of prompt and answer.
 
     Yields:
-      The base URL, and what requests call each policy.
+      The base URL, and the value of each policy in requests.
 
     Raises:
-      ValueError, OSError, MemoryError: the model cannot be opened, or one is no policy.
+      ValueError, OSError, MemoryError: The model cannot be opened, or a name is no policy.
     """
     for name in policies:
         if name != SCHEDULE:
-            parse_policy(name)  # before a model is opened
+            parse_policy(name)  # fails before a model is opened
     os.environ.update(ALLOCATOR)  # read when a process starts
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -241,23 +250,23 @@ def own_server(model: str | None, policies: Sequence[str], longest: int) -> Iter
         there.close()
         try:
             try:
-                told: str | Exception = here.recv()
+                message: str | Exception = here.recv()
             except EOFError as error:
                 raise OSError("the server ended before it was ready") from error
-            if isinstance(told, Exception):
-                raise told
-            yield told, reuses
+            if isinstance(message, Exception):
+                raise message
+            yield message, reuses
         finally:
             here.close()
             process.join(_PATIENCE)
-            process.kill()  # where it compiles, as nobody waits any more
+            process.kill()  # it may still compile, and no client waits
 
 
 def _serve(parent: Connection, model: str | None, reuses: dict[str, str], longest: int) -> None:
-    """Tells the base URL, or what is wrong, and serves until the other end of the pipe is closed."""
+    """Send the base URL, or an error, and serve until the other end of the pipe is closed."""
     try:
         with TtftSetup(model=model).opened() as (path, name):
-            rows = max(1024, longest)  # policies that choose want a prompt in one step
+            rows = max(1024, longest)  # policies that select tokens need a prompt in one step
             engine = AsyncLLM(path, max_model_len=longest, max_rows=rows, use_tqdm=False)
             if SCHEDULE in reuses:
                 checkpoint = engine.service.checkpoint

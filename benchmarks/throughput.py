@@ -1,9 +1,9 @@
-"""Requests and tokens a second that engines serve: `vlcache bench throughput`.
+"""Throughput of engines in requests and tokens per second: `vlcache bench throughput`.
 
-Requests are prompts with images, lengths of their answers, and times at which they come. Engines take turns on the same
-requests: this checkout, another one, and transformers + torch on the same weights. Each has a process of its own,
-compiles and answers other prompts before it is timed, and begins every run with an empty cache. All give answers of the
-lengths asked for, and those of exact settings must have the same tokens in both checkouts. Medians of the runs are
+Requests are prompts with images, lengths of their outputs, and arrival times. Engines run interleaved on the same
+requests: this checkout, another one, and transformers + torch on the same weights. Each has its own process, compiles
+and answers other prompts before it is timed, and begins every run with an empty cache. All give outputs of the
+requested lengths, and those of exact settings must have the same tokens in both checkouts. Medians of the runs are
 printed.
 
     vlcache bench throughput --against ../before --transformers --out benchmarks/results/throughput_cpu.json
@@ -34,27 +34,27 @@ from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.study.report import environment, show, write
 
-SHARES = (0.3, 0.4, 0.3)  # of prompts with 0, 1 and 2 images
-SIDES = (160, 192, 224, 256)  # of pictures, in pixels
-LOAD_TEXT = (16, 256)  # characters behind the images
-BEFORE = (8, 32)  # characters in front of them, in every second prompt
+SHARES = (0.3, 0.4, 0.3)  # fractions of prompts with 0, 1 and 2 images
+SIDES = (160, 192, 224, 256)  # sides of images, in pixels
+LOAD_TEXT = (16, 256)  # characters after the images
+BEFORE = (8, 32)  # characters before them, in every second prompt
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @dataclass(frozen=True)
 class ThroughputLoad:
-    """What is asked of an engine. Equal loads have equal requests, and each part is drawn for itself.
+    """The requests to an engine. Equal loads have equal requests, and each part has its own random numbers.
 
     Attributes:
-      requests: so many.
-      images: pictures of the pool. Half of them stand in one place each, the others in all other places.
-      mean_answer, max_answer: tokens of answers are geometric with this mean, and cut at the most.
-      rate: requests a second, a Poisson process; None: all come at once.
-      seed: of everything.
-      zipf: exponent, by which the pictures are met in all places, some of them often; None: see `images`.
+      requests: Number of requests.
+      images: Images of the pool. Half of them have one place each; the others fill all other places.
+      mean_answer, max_answer: Tokens of outputs are geometric with this mean, and at most `max_answer`.
+      rate: Requests per second, a Poisson process; None: all come at once.
+      seed: Seed of everything.
+      zipf: Exponent of the frequencies of images in all places; None: see `images`.
 
     Raises:
-      ValueError: a number out of range.
+      ValueError: A number is out of range.
     """
 
     requests: int = 96
@@ -89,7 +89,7 @@ class ThroughputLoad:
         )
 
     def make(self, directory: pathlib.Path) -> list[dict[str, Any]]:
-        """Writes the pictures; returns of each request its prompt, images, max_tokens and arrival in seconds."""
+        """Write the images; return prompt, images, max_tokens and arrival in seconds of each request."""
         count, answers, places, texts, noise, times = (np.random.default_rng([self.seed, i]) for i in range(6))
         counts = count.choice(len(SHARES), self.requests, p=SHARES)
         lengths = answers.geometric(1 / self.mean_answer, self.requests).clip(1, self.max_answer)
@@ -108,7 +108,7 @@ class ThroughputLoad:
         ]
 
     def _places(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """The picture of each place."""
+        """Return the image of each place."""
         if self.zipf is not None:
             shares = np.arange(1, self.images + 1) ** -self.zipf
             return rng.choice(self.images, count, p=shares / shares.sum())
@@ -119,7 +119,7 @@ class ThroughputLoad:
 
 
 def longest(requests: list[dict[str, Any]]) -> int:
-    """Tokens of prompt and answer that no request has more of, in whole pages of 128."""
+    """Return the maximum tokens of prompt and output of a request, in full blocks of 128."""
     most_tokens = (SIDES[-1] // 28 + 1) ** 2  # 28 pixels are the smallest side of a token of all families
     slots = max(len(r["prompt"]) + most_tokens * len(r["images"]) + r["max_tokens"] for r in requests)
     return -(-slots // 128) * 128
@@ -137,14 +137,14 @@ def _words(rng: np.random.Generator, count: int) -> str:
 
 
 def _write_picture(rng: np.random.Generator, path: pathlib.Path) -> str:
-    """Coloured noise, in squares of 16 pixels."""
+    """Write colored noise, in squares of 16 pixels."""
     height, width = rng.choice(SIDES, 2) // 16
     noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(noise.repeat(16, axis=0).repeat(16, axis=1)).save(path)
     return str(path)
 
 
-# Without MODEL. The vocabulary keeps the output head's share of a step near that of a published model.
+# Used without MODEL. With this vocabulary the output head takes nearly the same part of a step as in published models.
 TEXT = {
     "hidden_size": 384,
     "intermediate_size": 1536,
@@ -165,7 +165,7 @@ VISION = {
 }
 OURS, TORCH = "this checkout", "transformers"
 BATCHES = (8, 16, 32, 64)
-EXACT = ("off", "exact")  # settings whose answers are those of a cold run
+EXACT = ("off", "exact")  # settings whose outputs are those of a cold run
 WARM = ThroughputLoad(
     requests=8, images=4, mean_answer=8, max_answer=16, seed=2**32
 )  # no seed of a command is as large
@@ -175,23 +175,23 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class Worker:
-    """An engine in a process of its own; it answers commands, which are a line of JSON each.
+    """An engine in its own process; commands and results are one line of JSON each.
 
     Args:
-      name: for errors.
-      script: module file beside this one.
-      root: where its `vlcache_jax` lies.
-      task: file that tells it everything.
+      name: Name for errors.
+      script: Module file next to this one.
+      root: Folder of its `vlcache_jax`.
+      task: File with all settings.
 
     Raises:
-      ValueError: it could not start, or a command failed; it says why on stderr.
+      ValueError: It could not start, or a command failed; stderr has the reason.
     """
 
     def __init__(self, name: str, script: str, root: pathlib.Path, task: pathlib.Path):
         self.name = name
         settings = os.environ | ALLOCATOR | {"PYTHONPATH": str(root), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._process = subprocess.Popen(
-            # -P: what lies beside the script is not to be imported from there.
+            # -P: modules next to the script must not be imported.
             [sys.executable, "-P", str(pathlib.Path(__file__).with_name(script)), str(task)],
             env=settings,
             stdin=subprocess.PIPE,
@@ -205,17 +205,17 @@ class Worker:
             raise
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """What a method of the engine returns."""
+        """Call a method of the engine and return its result."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps([method, arguments]) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # its last words tell why
+            pass  # the end of its output has the reason
         return self._answer()
 
     def close(self) -> None:
-        """Lets it end."""
+        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -237,18 +237,20 @@ class Worker:
 
 
 def check(reuse: Sequence[str], repeats: int, against: pathlib.Path | None, rate: float | None, torch: bool) -> None:
-    """Sees that there is what is to be measured.
+    """Check that there is something to measure.
 
     Raises:
-      ValueError: there is not.
+      ValueError: There is not.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     if against is not None and not (against / "vlcache_jax" / "__init__.py").is_file():
         raise ValueError(f"against must be a checkout of this project, with a folder vlcache_jax, got {against}")
     if torch and rate is not None:
-        raise ValueError("transformers answers whole batches: it cannot be measured at a rate")
-    from vlcache_jax.reuse.selection import parse_policy  # imports JAX: what else is wrong need not wait for it
+        raise ValueError(
+            f"rate must be None for transformers, which runs full batches, got {rate}; leave out rate or transformers"
+        )
+    from vlcache_jax.reuse.selection import parse_policy  # imports JAX; other errors are raised without it
 
     for setting in reuse:
         parse_policy(setting)
@@ -270,22 +272,24 @@ def measure(
     vision: dict[str, Any] = VISION,
     **settings: Any,
 ) -> None:
-    """Measures and prints.
+    """Measure and print.
 
     Args:
-      model: checkpoint or id on the hub; None is one of 6 layers x 384 with random weights.
-      reuse: settings, each measured for itself.
-      kv_cache_bytes: pool of every checkout's engine.
-      against: another checkout, the second engine.
-      transformers: whether that is measured too, with the best of its batches.
-      repeats: runs of each engine and setting, taking turns.
-      floor: also print what the decode steps that ran would take at least for Qwen3-VL-8B on an H200.
+      model: Checkpoint or id on the hub; None is one of 6 layers x 384 with random weights.
+      load: The requests.
+      reuse: Reuse modes, each measured separately.
+      dtype: Data type of the model.
+      kv_cache_bytes: KV pool of every checkout's engine.
+      against: Another checkout, the second engine.
+      transformers: True to measure transformers too, with the best of its batches.
+      repeats: Runs of each engine and setting; they are interleaved.
+      floor: Also print the lower bound of the decode steps for Qwen3-VL-8B on an H200.
       out: JSON file to write.
-      text, vision: of the model with random weights.
-      settings: of every checkout's engine, as far as it knows them.
+      text, vision: Configurations of the model with random weights.
+      settings: Settings of every checkout's engine; unknown ones are ignored.
 
     Raises:
-      ValueError: an argument is wrong, an engine failed, or answers are not what they must be.
+      ValueError: An argument is wrong, an engine failed, or outputs are wrong.
     """
     check_writable("out", out)
     check(reuse, repeats, against, load.rate, transformers)
@@ -295,12 +299,12 @@ def measure(
             from vlcache_jax.testing import make_checkpoint
 
             with Progress("drawing weights"):
-                # With tied random weights every answer repeats its first token, whatever the prompt and the engine.
+                # With tied random weights every output repeats its first token, whatever the prompt and the engine.
                 make_checkpoint(folder / "model", "qwen3_vl", text=text, vision=vision)
         requests = _make(load, folder / "pictures")
         limits = {"max_model_len": longest(requests), "kv_cache_bytes": kv_cache_bytes}
         options = {"dtype": dtype, "use_tqdm": False} | limits | settings
-        # What every worker is told: the same model, options and requests.
+        # The same model, options and requests for every worker.
         task = {
             "model": model or str(folder / "model"),
             "options": options,
@@ -308,7 +312,7 @@ def measure(
             "requests": requests,
             "warm": _make(WARM, folder / "others"),
         }
-        # One worker for each checkout; they take turns.
+        # One worker for each checkout; their runs are interleaved.
         roots = {OURS: pathlib.Path(vlcache_jax.__file__).parent.parent}
         if against is not None:
             roots[f"against {against.resolve().name}"] = against.resolve()
@@ -341,7 +345,7 @@ def _make(load: ThroughputLoad, folder: pathlib.Path) -> list[dict[str, Any]]:
 def _open(
     roots: dict[str, pathlib.Path], task: dict[str, Any], folder: pathlib.Path, closing: contextlib.ExitStack
 ) -> dict[str, Worker]:
-    """Each engine, with what all of them are to do, on its own checkout."""
+    """Open each engine on its own checkout, with the common task."""
     workers: dict[str, Worker] = {}
     for engine, root in roots.items():
         file = folder / f"{len(workers)}.json"
@@ -354,7 +358,7 @@ def _open(
 
 
 def commit(root: pathlib.Path) -> str | None:
-    """What git calls the state of a checkout; None: it does not know."""
+    """Return git's name of the state of a checkout; None: git does not know it."""
     found = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
@@ -367,10 +371,10 @@ Runs = dict[tuple[str, str], list[dict[str, Any]]]
 def _run(
     workers: dict[str, Worker], settings: list[str], requests: list[dict[str, Any]], repeats: int, dtype: str
 ) -> Runs:
-    """Runs of each engine and setting; the engines take turns.
+    """Return the runs of each engine and setting; the engines are interleaved.
 
     Raises:
-      ValueError: answers are empty, of other lengths than asked for, or not the same where they must be.
+      ValueError: Outputs are empty, have wrong lengths, or differ although they must be equal.
     """
     lengths = [request["max_tokens"] for request in requests]
     ask: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {}
@@ -417,7 +421,7 @@ def _check_lengths(name: str, run: dict[str, Any], lengths: list[int]) -> None:
     if got != lengths:
         wrong = [i for i, (a, b) in enumerate(zip(got, lengths, strict=False)) if a != b]
         first = f", first in request {wrong[0]}: {got[wrong[0]]} tokens, not {lengths[wrong[0]]}" if wrong else ""
-        raise ValueError(f"{name}: answers must have the lengths asked for, got {len(got)} of {len(lengths)}{first}")
+        raise ValueError(f"{name}: answers must have the requested lengths, got {len(got)} of {len(lengths)}{first}")
 
 
 def _check_equal(name: str, run: dict[str, Any], other: str, another: dict[str, Any]) -> None:
@@ -425,13 +429,15 @@ def _check_equal(name: str, run: dict[str, Any], other: str, another: dict[str, 
         if one != two:
             at = next(k for k, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
             raise ValueError(
-                f"answers must be the same, but those to request {i} differ at token {at} of {len(one)}: "
-                f"{one[at]} ({name}), {two[at]} ({other})"
+                f"outputs of {name} must equal those of {other}, but those of request {i} differ at token {at} of "
+                f"{len(one)}: {one[at]} and {two[at]}"
             )
 
 
 def _equal_answers(runs: Runs) -> dict[tuple[str, str], float | None]:
-    """Share of each one's answers that are the first exact ones of this checkout; None: there are none of these."""
+    """Return for each engine and setting the fraction of outputs that equal the first exact ones of this checkout, or
+    None.
+    """
     exact = [run[0]["tokens"] for (engine, setting), run in runs.items() if engine == OURS and setting in EXACT]
     if not exact:
         return dict.fromkeys(runs)
@@ -442,7 +448,7 @@ def _equal_answers(runs: Runs) -> dict[tuple[str, str], float | None]:
 
 
 def _row(engine: str, setting: str, own: list[dict[str, Any]], runs: Runs) -> dict[str, Any]:
-    """Medians of an engine's runs with a setting; None: the engine does not tell."""
+    """Return medians of an engine's runs with a setting; None: the engine does not report the figure."""
     seconds = [run["seconds"] for run in own]
     took = statistics.median(seconds)
     first = own[0]
@@ -464,7 +470,7 @@ def _row(engine: str, setting: str, own: list[dict[str, Any]], runs: Runs) -> di
 
 
 def _latencies(run: dict[str, Any]) -> dict[str, float | None]:
-    """In milliseconds, of all requests."""
+    """Return latencies over all requests, in milliseconds."""
     found: dict[str, float | None] = {}
     first = [times[0] for times in run["times"]]
     between = np.concatenate([np.diff(times) for times in run["times"]] or [np.zeros(0)])
@@ -475,7 +481,7 @@ def _latencies(run: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _work(run: dict[str, Any], tokens: int) -> dict[str, float | None]:
-    """What was computed and found. Rows are as launched, and `padded_` counts those of them that are padding."""
+    """Return the computed and found tokens. Rows are as launched; `padded_` counts the padding among them."""
     count = run["counters"].get
 
     def ratio(above: float | None, below: float | None, scale: float = 1.0) -> float | None:
@@ -484,7 +490,8 @@ def _work(run: dict[str, Any], tokens: int) -> dict[str, float | None]:
     def less(rows: float | None, some: float | None) -> float | None:
         return None if rows is None or some is None else rows - some
 
-    returned = less(count("generated_tokens", tokens), len(run["tokens"]))  # the first of each comes from its prefill
+    # The first token of each comes from its prefill.
+    returned = less(count("generated_tokens", tokens), len(run["tokens"]))
     active = less(count("decode_rows"), count("padded_decode_rows"))
     return {
         "images": run["images"],
@@ -505,10 +512,10 @@ def _work(run: dict[str, Any], tokens: int) -> dict[str, float | None]:
 
 
 def decode_seconds(trace: Sequence[Sequence[int]]) -> float:
-    """What decode steps take at least for Qwen3-VL-8B on an H200, without prefills.
+    """Return the lower bound of the decode steps in seconds for Qwen3-VL-8B on an H200, without prefills.
 
     Args:
-      trace: of each window its rows, the slots that they see in its first step, and its steps.
+      trace: For each multi-step decode its rows, the slots that they see in its first step, and its steps.
     """
     from vlcache_jax.benchmarks.floor import H200, MODELS, decode
 
@@ -537,7 +544,8 @@ def _floors(runs: Runs) -> list[dict[str, Any]]:
         rows.append(row)
     ours = {row["reuse"]: row["floor s"] for row in rows if row["engine"] == OURS}
     for row in rows:
-        mine = ours.get(row["reuse"], next(iter(ours.values())))  # transformers reuses nothing: beside the first
+        # Transformers reuses nothing: it is compared with the first setting.
+        mine = ours.get(row["reuse"], next(iter(ours.values())))
         row["over this checkout"] = row["floor s"] / mine if row["floor s"] and mine else None
     return rows
 

@@ -1,8 +1,8 @@
-"""An engine of `vlcache bench throughput`, in a process of its own.
+"""An engine of `vlcache bench throughput`, in its own process.
 
-This file is run as a script, with PYTHONPATH at the checkout to measure, which may be another version than the one
-this file comes from: it imports nothing of its own checkout, uses the public API that all versions have, and leaves out
-what a version does not tell. It reads commands and writes answers, a line of JSON each; see `throughput.Worker`.
+This file runs as a script, with PYTHONPATH at the checkout to measure, which may be another version than this file. It
+imports nothing of its own checkout, uses the public API that all versions have, and leaves out figures that a version
+does not report. It reads commands and writes results, a line of JSON each; see `throughput.Worker`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ COUNTERS = (
 )
 
 
-class Watch:
-    """Counts from outside in an engine that does not count: its runner's steps, and when tokens are chosen.
+class StepCounters:
+    """Counters around an engine that does not count: its runner's steps, and the times when tokens are chosen.
 
-    The methods it wraps are private; where a version has none of that name, the counter is missing.
+    The wrapped methods are private; if a version has none of that name, the counter is missing.
     """
 
     def __init__(self, llm: Any):
         self.counters: dict[str, float] = {}
         self.trace: list[tuple[int, int, int]] = []
         self.times: dict[int, list[float]] = {}  # by the identity of a sequence
-        self._sequences: list[Any] = []  # which stay, so that no other gets theirs
+        self._sequences: list[Any] = []  # kept alive, so that no other sequence gets the same identity
         self._runner: Any = getattr(llm, "_runner", None)
         decode = ("windows", "decode_steps", "decode_rows", "padded_decode_rows")
         self._wrap(self._runner, "decode", self._decode, decode)
@@ -54,12 +54,12 @@ class Watch:
         self._wrap(_engine(llm), "_choose", self._chosen)
 
     def clear(self) -> None:
-        """Begins a run."""
+        """Start a new run."""
         self.counters = dict.fromkeys(self.counters, 0)
         self.trace, self.times, self._sequences = [], {}, []
 
     def _wrap(self, owner: Any, name: str, note: Callable[..., None], counters: tuple[str, ...] = ()) -> None:
-        """Has a method noted when it has run, with its arguments."""
+        """Wrap a method so that `note` is called with its arguments after it has run."""
         method = getattr(owner, name, None)
         if method is None:
             return
@@ -95,15 +95,15 @@ class Watch:
 
 
 def _engine(llm: Any) -> Any:
-    """What runs a version's requests; None: it has no such part."""
+    """Return the engine of a version, or None if it has none."""
     return llm.service.engine if hasattr(llm, "service") else getattr(llm, "_engine", None)
 
 
 class EngineServer:
-    """One checkout's engine: warm it, then let it serve the load.
+    """One checkout's engine, which is warmed up and then serves the load.
 
     Args:
-      task: what `throughput.measure` wrote.
+      task: Settings that `throughput.measure` wrote.
     """
 
     def __init__(self, task: dict[str, Any]):
@@ -115,22 +115,22 @@ class EngineServer:
         self._task, self._sampling = task, vlcache_jax.SamplingParams
         self._loop = asyncio.Runner() if task["open"] else None
         if self._loop is not None and not hasattr(vlcache_jax, "AsyncLLM"):
-            raise ValueError(f"a rate needs AsyncLLM, which {task['root']} does not have")
+            raise ValueError(f"rate must be None for {task['root']}, which has no AsyncLLM")
         kind = vlcache_jax.AsyncLLM if self._loop is not None else vlcache_jax.LLM
         known = inspect.signature(vlcache_jax.LLM).parameters
         self._llm = self._call(lambda: kind(task["model"], **{k: v for k, v in task["options"].items() if k in known}))
-        tells = getattr(self._stats(), "decode_steps", None) is not None
-        self._watch = None if tells else Watch(self._llm)
+        counts_steps = getattr(self._stats(), "decode_steps", None) is not None
+        self._watch = None if counts_steps else StepCounters(self._llm)
 
     def warm(self, reuse: str) -> dict[str, Any]:
-        """Compiles what this setting needs and answers a few other prompts."""
+        """Compile what this setting needs and answer a few other prompts."""
         if hasattr(self._llm, "warmup"):
             self._call(lambda: self._llm.warmup(reuse=reuse, verbose=False))
         self._answer(self._task["warm"], reuse)
         return {}
 
     def run(self, reuse: str) -> dict[str, Any]:
-        """Serves the load with nothing in the cache; what came of it, and what it took."""
+        """Serve the load with an empty cache; return outputs and measurements."""
         self._call(self._llm.reset_mm_cache)
         engine = _engine(self._llm)
         if self._watch is not None:
@@ -156,7 +156,7 @@ class EngineServer:
         return {
             "seconds": seconds,
             "tokens": [list(map(int, output.outputs[0].token_ids)) for output in outputs],
-            "times": clock,  # of each request, when its tokens came, since it came; in any order
+            "times": clock,  # for each request, when its tokens came after its arrival; in any order
             "images": len(images),
             "exact": sum(image.match == "exact" for image in images),
             "approximate": sum(image.match == "approximate" for image in images),
@@ -166,7 +166,7 @@ class EngineServer:
         }
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Release everything."""
         self._call(self._llm.close)
         if self._loop is not None:
             self._loop.close()
@@ -175,7 +175,7 @@ class EngineServer:
         return self._call(self._llm.stats) if hasattr(self._llm, "stats") else None
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        """In the event loop if there is one, where what is to be awaited is awaited."""
+        """Call `function`, in the event loop if there is one, which also awaits its result."""
         if self._loop is None:
             return function()
 
@@ -186,7 +186,7 @@ class EngineServer:
         return self._loop.run(call())
 
     def _answer(self, requests: list[dict[str, Any]], reuse: str) -> tuple[list[Any], list[list[float]]]:
-        """The last output of each request; with arrivals also when its tokens came."""
+        """Return the last output of each request; with arrivals, also the times of its tokens."""
         prompts = [
             {"prompt": request["prompt"]}
             | ({"multi_modal_data": {"image": request["images"]}} if request["images"] else {})
@@ -213,14 +213,14 @@ class EngineServer:
 
 @contextlib.contextmanager
 def answers() -> Iterator[Any]:
-    """The stream of answers; whatever else is printed goes to stderr."""
+    """Yield the stream of results; all other output goes to stderr."""
     with os.fdopen(os.dup(1), "w") as stream:
         os.dup2(2, 1)
         yield stream
 
 
 def serve(make: Callable[[dict[str, Any]], Any]) -> None:
-    """Answers commands, `[method, arguments]`, until there are no more; an error is an answer too, and the last."""
+    """Execute commands `[method, arguments]` until there are no more; an error is a result, too, and the last one."""
     with answers() as stream:
         try:
             server = make(json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -1,7 +1,7 @@
-"""transformers + torch as an engine of `vlcache bench throughput`, in a process of its own.
+"""transformers + torch as an engine of `vlcache bench throughput`, in its own process.
 
-Batches are static and padded left. One decodes until its longest answer is done; of the others the beginning counts, as
-long as was asked for.
+Batches are static and padded left. A batch decodes until its longest output is done; the other outputs are cut to the
+requested length.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ THREADS = 2
 
 
 class Torch:
-    """Answers the load in batches.
+    """transformers as an engine that answers the load in batches.
 
     Args:
-      task: see `throughput_engine.EngineServer`.
+      task: See `throughput_engine.EngineServer`.
     """
 
     def __init__(self, task: dict[str, Any]):
@@ -44,21 +44,21 @@ class Torch:
             .eval()
             .to(self._device)
         )
-        self._model.generation_config.eos_token_id = None  # answers have the lengths that were asked for
+        self._model.generation_config.eos_token_id = None  # outputs have the requested lengths
         self._renderer = PromptRenderer.from_pretrained(task["model"])
         self._processor = ImageProcessor.from_pretrained(task["model"])
 
     def warm(self, batch: int) -> dict[str, Any]:
-        """A small run of other prompts."""
+        """Run a small load of other prompts."""
         self._answer(self._task["warm"][:batch])
         return {}
 
     def run(self, batch: int, by_length: bool) -> dict[str, Any]:
-        """Serves the load.
+        """Serve the load.
 
         Args:
-          batch: prompts of a batch.
-          by_length: answers of like length come together, though no server knows how long they will be.
+          batch: Prompts of a batch.
+          by_length: Outputs of similar length share a batch, although no server knows their lengths in advance.
         """
         requests = self._task["requests"]
         order = list(range(len(requests)))
@@ -90,11 +90,11 @@ class Torch:
         }
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Release everything."""
         del self._model
 
     def _answer(self, requests: list[dict[str, Any]]) -> tuple[list[list[int]], list[float], int]:
-        """Tokens of each, when each step's came, and the width of the batch."""
+        """Return the tokens of each request, the time of each step, and the width of the batch."""
         torch = self._torch
         sequences, patches = [], []
         for request in requests:
@@ -121,7 +121,7 @@ class Torch:
             clock.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-        self._model.model.rope_deltas = None  # of the batch before
+        self._model.model.rope_deltas = None  # of the previous batch
         with torch.inference_mode():
             out = self._model.generate(
                 **{name: torch.from_numpy(array).to(self._device) for name, array in inputs.items()},

@@ -1,10 +1,8 @@
-"""What must hold of what `vlcache bench ttft` times: hits are the ones that are claimed, and answers mean something.
+"""Time to the first token (`vlcache bench ttft`): without reuse, with cached encoder output, and with linked KV.
 
-Time to the first token: cold, with the encoder's output cached, and with K, V linked (`vlcache bench ttft`).
-
-Every prompt has new text before its images, so nothing is an exact hit: this is the case that other engines compute
-whole. The configurations take turns; the table has medians, and beside them what each costs at least at the rates of
-this device, measured in the same run (`floor`, `rates`).
+Every prompt has new text before its images, so nothing is an exact hit: other engines recompute all of it. The
+configurations are interleaved. The table has medians, and the lower bound of each at the rates of this device, which
+are measured in the same run (`floor`, `rates`). Hits and outputs are checked.
 
     vlcache bench ttft --out benchmarks/results/ttft_cpu.json
     vlcache bench ttft --random-weights qwen3-vl-8b --image-tokens 1024,3072,5120,10240,20480 --codec auto,int8
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, best, floor, measure_rates, pairs, told
+from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, best, floor, measure_rates, pairs, rates_as_json
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, publish
 from vlcache_jax.cache.config import CacheConfig
@@ -41,10 +39,10 @@ if TYPE_CHECKING:
 
 
 def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
-    """Sees that a repeat has the logits of a cold run, before anything is timed.
+    """Check that a repeat has the logits of a cold run, before anything is timed.
 
     Raises:
-      ValueError: it has not.
+      ValueError: It has not.
     """
     from vlcache_jax import SamplingParams
 
@@ -52,110 +50,110 @@ def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     llm.generate(prompt, one, use_tqdm=False)
     [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
     if output.num_cached_tokens == 0 or not output.cache.exact:
-        raise ValueError(f"a repeat must hit exactly, got {output.cache}")
+        raise ValueError(f"repeated prompt must be an exact cache hit, got {output.cache}")
     most, found = 1e-3 if llm.service.device.runner.dtype == np.float32 else 0.5, output.verification
     if found is None or not found.max_logit_difference < most:
-        raise ValueError(f"a repeat must have the logits of a cold run, got {found}")
+        raise ValueError(f"logits of a repeated prompt must be within {most:g} of a run without reuse, got {found}")
 
 
 def check_coded(llm: LLM, codec: str, scores: Sequence[Any]) -> int:
-    """Bytes of K, V that a token takes.
+    """Return the bytes of a token's KV in cache entries.
 
     Raises:
-      ValueError: an image was not linked, or records are not coded as they should be.
+      ValueError: An image was not linked, or cache entries are not coded with `codec`.
     """
     if found := {image.match for score in scores for image in score.cache.images} - {"approximate"}:
-        raise ValueError(f"images must be linked from another context with codec {codec}, got {', '.join(found)}")
+        raise ValueError(f"images must be approximate cache hits with codec {codec}, got {', '.join(found)}")
     config = llm.service.device.runner.config
-    planes = KVShape.of(config, llm.service.device.runner.dtype, CODECS.get(codec)).code_bytes
+    buffers = KVShape.of(config, llm.service.device.runner.dtype, CODECS.get(codec)).code_bytes
     metas = [record.meta for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
-    sizes = {(meta.planes, meta.nbytes // meta.padded) for meta in metas}
-    if len(sizes) != 1 or {own for own, _ in sizes} != {planes}:
-        raise ValueError(f"records of codec {codec} must have planes of {planes} bytes, got {sizes}")
+    sizes = {(meta.buffers, meta.nbytes // meta.padded) for meta in metas}
+    if len(sizes) != 1 or {own for own, _ in sizes} != {buffers}:
+        raise ValueError(f"cache entries of codec {codec} must have buffers of {buffers} bytes, got {sizes}")
     [(_, size)] = sizes
     entries = {meta.entry for meta in metas}
     if missing := {image.key for score in scores for image in score.cache.images} - entries:
-        raise ValueError(f"every image must have a record of codec {codec}, {len(missing)} have none")
+        raise ValueError(f"images must have cache entries of codec {codec}, got {len(missing)} without one")
     return size
 
 
 def check_room(llm: LLM, sizes: Sequence[tuple[int, int]]) -> None:
-    """Sees that a device tier, if there is one, holds the images of a prompt.
+    """Check that a device tier, if there is one, holds the images of a prompt.
 
     Args:
-      sizes: of the prompts: (images, tokens of each).
+      sizes: Sizes of the prompts: (images, tokens of each).
 
     Raises:
-      ValueError: it does not.
+      ValueError: It does not.
     """
     tier = llm.service.cache.tier
     wanted = max(images * -(-tokens // PAGE_TOKENS) for images, tokens in sizes)
     if 0 < tier.num_pages < wanted:
         raise ValueError(
-            f"device_bytes must hold the images of a prompt, {wanted} pages of {tier.page_bytes} bytes, got room for "
-            f"{tier.num_pages}"
+            f"device_bytes must hold the images of a prompt, {wanted} pages of {tier.page_bytes} bytes, got "
+            f"{tier.num_pages} pages; increase it"
         )
 
 
 def check_found(name: str, place: str, output: Any) -> None:
-    """Sees that a configuration found its images as it claims, and that there is an answer.
+    """Check that a configuration found its images in the right tier, and that there is an output.
 
     Raises:
-      ValueError: it did not, or there is none.
+      ValueError: It did not, or there is none.
     """
     expected = {COLD: (False, "miss", "none"), ENCODER_CACHED: (True, "miss", "none")}.get(
         name, (True, "approximate", place)
     )
     found = {(image.encoder != "computed", image.match, image.kv) for image in output.cache.images}
     if found != {expected}:
-        raise ValueError(f"{name} must find its images as {expected} (encoder known, match, K, V in), got {found}")
+        raise ValueError(f"images of {name} must be {expected} (encoder cached, match, location of KV), got {found}")
     if len(output.outputs) != 1 or len(output.outputs[0].token_ids) != 1:
-        raise ValueError(f"{name} must answer with one token, got {output.outputs}")
+        raise ValueError(f"{name} must return one output of one token, got {output.outputs}")
 
 
 def check_logprobs(answers: Mapping[str, Sequence[Logprob]]) -> None:
-    """Sees that the answers of the configurations, each to a prompt of its own, come from logits that mean something.
+    """Check that the outputs of the configurations, each to its own prompt, come from meaningful logits.
 
     Raises:
-      ValueError: log-probabilities are missing, not finite, all the same, or the same for different prompts.
+      ValueError: Log-probabilities are missing, not finite, all the same, or the same for different prompts.
     """
     names: dict[bytes, str] = {}
     for name, logprobs in answers.items():
         values = np.array([value for logprob in logprobs for value in logprob.top.values()])
         if not values.size or not np.isfinite(values).all() or np.ptp(values) == 0:
-            raise ValueError(f"{name} must have log-probabilities that are finite and differ, got {values}")
+            raise ValueError(f"log-probabilities of {name} must be finite and not all equal, got {values}")
         same = names.setdefault(values.tobytes(), name)
         if same != name:
-            raise ValueError(f"answers must depend on the prompt, got the same log-probabilities for {same} and {name}")
+            raise ValueError(f"log-probabilities must depend on the prompt, got the same ones for {same} and {name}")
 
 
-SHIFT = "shift, r = 0.03"  # what "approximate" stands for
+SHIFT = "shift, r = 0.03"  # the public mode "approximate"
 RATIOS = ("0.3", "0.2", "0.1")
-LOGPROBS = 20  # that are looked at of each answer
+LOGPROBS = 20  # number of log-probabilities that are checked in each output
 
 
 @dataclasses.dataclass(frozen=True)
 class TtftSetup:
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
-      model: checkpoint or hub id; None: random weights.
-      random_weights: whose shape they have, such as "qwen3-vl-8b"; None: a decoder of 12 layers x 768.
-      layers: of a decoder with random weights; None: all.
-      dtype: of the model.
-      sizes: of the prompts: (images, tokens of each).
-      ratios: of image tokens that are computed anew in every layer, each a configuration.
-      max_model_len: that engines are opened with; None is what the longest prompt needs.
-      text_before: tokens before the images, new in each prompt.
-      repeats: of each configuration, after one that warms up and is checked.
-      schedule: path of a schedule file; None: one that falls from 0.08 to 0, in the mean 0.025.
-      codecs: of stored K, V; each has an engine of its own.
-      host_bytes: host memory for records.
-      device_bytes: device memory for copies of them, in an engine of its own; 0: there is none.
-      disk: directory for records, in an engine of its own that forgets all others before each run; None: there is none.
+      model: Checkpoint or hub id; None: random weights.
+      random_weights: Published shape of the random weights, such as "qwen3-vl-8b"; None: a decoder of 12 layers x 768.
+      layers: Layers of a decoder with random weights; None: all.
+      dtype: Data type of the model.
+      sizes: Sizes of the prompts: (images, tokens of each).
+      ratios: Ratios of image tokens that are recomputed in every layer, each a configuration.
+      max_model_len: Limit with which engines are opened; None is the length of the longest prompt.
+      text_before: Tokens before the images, new in each prompt.
+      repeats: Runs of each configuration, after one that warms up and is checked.
+      schedule: Path of a schedule file; None: one that falls from 0.08 to 0, with mean 0.025.
+      codecs: Codecs of stored KV; each has its own engine.
+      host_bytes: Host memory for cache entries.
+      device_bytes: Device memory for copies of them, in its own engine; 0: none.
+      disk: Directory for cache entries, in its own engine that forgets all others before each run; None: none.
 
     Raises:
-      ValueError: a model beside random weights, or nothing to measure.
+      ValueError: A model and random weights are both given, or there is nothing to measure.
     """
 
     model: str | None = None
@@ -176,14 +174,16 @@ class TtftSetup:
     def __post_init__(self) -> None:
         for name in ("random_weights", "layers"):
             if self.model is not None and getattr(self, name) is not None:
-                raise ValueError(f"{name} must be left out beside a model, got {getattr(self, name)!r}, {self.model!r}")
+                raise ValueError(
+                    f"{name} must be None if model is set, got {getattr(self, name)!r} and model {self.model!r}"
+                )
         for name in ("sizes", "codecs"):
             given = getattr(self, name)
             if not given or len(set(given)) != len(given):
-                raise ValueError(f"{name} must be different ones, at least one, got {given!r}")
+                raise ValueError(f"{name} must have at least one value and no duplicates, got {given!r}")
 
     def caches(self) -> Iterator[tuple[str, CacheConfig]]:
-        """Where stored K, V lie, and the cache; of each place and codec. What may not fit comes first."""
+        """Yield each tier of stored KV and its cache, for each codec. Those that may not fit come first."""
         places: dict[str, dict[str, Any]] = {"device": {"device_bytes": self.device_bytes}} if self.device_bytes else {}
         places |= {"disk": {"disk": self.disk}} if self.disk is not None else {}
         for place, tier in (places | {"host": {}}).items():
@@ -192,13 +192,13 @@ class TtftSetup:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and its answer."""
+        """Tokens of the longest prompt and its output."""
         longest = max(images * (tokens + MARKS) for images, tokens in self.sizes)
         return longest + self.text_before + TEXT_AFTER + 8
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[tuple[str, str]]:
-        """The model's directory, or its id, and what it is called; within, it can be opened."""
+        """Yield the model's directory, or its id, and its name; within, it can be opened."""
         if self.model is not None:
             yield self.model, pathlib.Path(self.model).name
             return
@@ -210,22 +210,25 @@ class TtftSetup:
 
 
 def make_cache(codec: str, host_bytes: int | str, **tier: Any) -> CacheConfig:
-    """Of each image one variant is kept, the newest: every prompt is another context, and any variant serves all."""
-    return CacheConfig(host_bytes=host_bytes, codec=codec, variants=1, load="link", **tier)
+    """Return a cache that stores the newest context of each image; every prompt is a new context, and any stored one
+    serves all.
+    """
+    return CacheConfig(host_bytes=host_bytes, codec=codec, max_contexts_per_image=1, load="kv", **tier)
 
 
 def measure(
     setup: TtftSetup, *, out: pathlib.Path | None = None, picture: pathlib.Path | None = None, **settings: Any
 ) -> None:
-    """Measures, and prints the table.
+    """Measure, and print the table.
 
     Args:
+      setup: Settings of the measurement.
       out: JSON file to write.
-      picture: of the steps, to draw.
-      settings: of the engine.
+      picture: Chart of the steps to draw.
+      settings: Settings of the engine.
 
     Raises:
-      ValueError: an image was not found as it should be, or an answer is empty, constant or not finite.
+      ValueError: An image was not found as expected, or an output is empty, constant or not finite.
     """
     from vlcache_jax import LLM
 
@@ -239,16 +242,16 @@ def measure(
                 model, dtype=setup.dtype, max_model_len=setup.max_model_len or setup.longest, cache=cache,
                 enable_prefix_caching=False, **settings,
             ) as llm:  # fmt: skip
-                # The first runs compile what they call for, which is far less than `warmup` does for any request.
+                # The first runs compile the programs that they need, far fewer than `warmup` compiles for any request.
                 llm.service.ahead.stop()
                 check_room(llm, setup.sizes)
-                # Once an engine is open: it is to touch jax first.
+                # After an engine is open, because it must use jax first.
                 rates.append(measure_rates(llm.service.device.runner.dtype))
                 head = head or _head(setup, llm, name)
                 cases += _Measuring(llm, setup, place, cache.codec).cases(with_baselines=not cases)
                 rates.append(measure_rates(llm.service.device.runner.dtype))
     fastest = best(rates)
-    publish(make_rows(cases, fastest), head | {"rates": told(fastest)}, out, picture)
+    publish(make_rows(cases, fastest), head | {"rates": rates_as_json(fastest)}, out, picture)
 
 
 def _head(setup: TtftSetup, llm: LLM, name: str) -> dict[str, Any]:
@@ -265,10 +268,10 @@ def _head(setup: TtftSetup, llm: LLM, name: str) -> dict[str, Any]:
 
 
 class _Measuring:
-    """Measures with one engine.
+    """Measurements with one engine.
 
     Args:
-      place, codec: of its stored K, V.
+      place, codec: Tier and codec of its stored KV.
     """
 
     def __init__(self, llm: LLM, setup: TtftSetup, place: str, codec: str):
@@ -276,7 +279,7 @@ class _Measuring:
         self._config = llm.service.checkpoint.config
 
     def cases(self, *, with_baselines: bool) -> list[MeasuredCase]:
-        """All configurations at all sizes; those that use no stored K, V only where `with_baselines`."""
+        """Return all configurations at all sizes; those that use no stored KV only if `with_baselines`."""
         reuses = make_configurations(
             self._config.model_type, self._config.text.num_layers, self._setup.schedule, self._setup.ratios
         )
@@ -296,7 +299,7 @@ class _Measuring:
         return cases
 
     def _measure(self, known: KnownImages, reuses: Mapping[str, Any], bar: Progress) -> dict[str, list[Any]]:
-        """The timed outputs of each configuration."""
+        """Return the timed outputs of each configuration."""
         from vlcache_jax import SamplingParams
 
         one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -306,7 +309,8 @@ class _Measuring:
         llm.cache.flush()
         if llm.cache.stats().refused:
             raise ValueError(
-                f"host_bytes must hold the {known.images} images of a prompt, got {self._setup.host_bytes}"
+                f"host_bytes must hold the KV of the {known.images} images of a prompt, got {self._setup.host_bytes}; "
+                "increase it"
             )
         if [image.tokens for image in donor.cache.images] != [known.tokens] * known.images:
             raise ValueError(f"images must have {known.tokens} tokens, got {donor.cache.images}")
@@ -361,7 +365,7 @@ class _Measuring:
 def make_configurations(
     model_type: str, layers: int, schedule: str | None = None, ratios: Sequence[str] = RATIOS
 ) -> dict[str, Any]:
-    """Names of the configurations, and what each is as `reuse=`."""
+    """Return the configurations by name, each as a value of `reuse=`."""
     falling = falling_schedule(model_type, layers) if schedule is None else Schedule.load(schedule)
     return {
         COLD: "off",
@@ -374,11 +378,11 @@ def make_configurations(
 
 
 def falling_schedule(model_type: str, layers: int) -> Schedule:
-    """The levels of `floor.FALLING`, spread over the layers."""
+    """Return the levels of `floor.FALLING`, spread over the layers."""
     levels = tuple(FALLING[layer * len(FALLING) // layers] for layer in range(layers))
     return Schedule(levels, model_type, "", allow_other_model=True)
 
 
 def _links(name: str) -> bool:
-    """Whether a configuration links stored K, V."""
+    """Return whether a configuration links stored KV."""
     return name not in (COLD, ENCODER_CACHED)

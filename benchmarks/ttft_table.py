@@ -1,4 +1,4 @@
-"""The table of `vlcache bench ttft`, a row for each way to the first token, and its picture."""
+"""The table of `vlcache bench ttft`, with a row for each way to the first token, and its chart."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def mode(configuration: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredCase:
-    """A way to the first token, as it was measured.
+    """A measured way to the first token.
 
     Attributes:
-      images, tokens: of the prompt, and of each image.
-      configuration: its name.
-      place, codec: where its stored K, V lay, and how; "-" where none were used.
-      metrics: of each run.
-      reused: tokens that the last layer did not compute.
-      rows: computed in each layer [L].
-      pairs: of a query and a key that it sees, in each layer [L].
-      floor: the least that it costs, by the rates of the device.
+      images, tokens: Images of the prompt, and tokens of each image.
+      configuration: Name of the configuration.
+      place, codec: Tier and codec of its stored KV; "-" if it used none.
+      metrics: Metrics of each run.
+      reused: Tokens that the last layer did not compute.
+      rows: Tokens computed in each layer `[L]`.
+      pairs: Pairs of a query and a key that it sees, in each layer `[L]`.
+      floor: Lower bound, by the rates of the device.
     """
 
     images: int
@@ -70,15 +70,15 @@ class MeasuredCase:
 
     @property
     def ttft(self) -> float:
-        """Median seconds."""
+        """Median seconds to the first token."""
         return self.median("ttft")
 
     def median(self, step: str) -> float:
-        """Median seconds of a step."""
+        """Return the median seconds of a step."""
         return statistics.median(getattr(one, step) for one in self.metrics)
 
     def row(self, cold: MeasuredCase, encoder_cached: MeasuredCase, rates: DeviceRates) -> dict[str, Any]:
-        """Of the table; the baselines are of the same prompts."""
+        """Return a row of the table; the baselines are of the same prompts."""
         took = [one.ttft for one in self.metrics]
         least = self.floor(rates)
         rate, cold_rate = (case.floor(rates).operations / case.ttft for case in (self, cold))
@@ -106,10 +106,10 @@ class MeasuredCase:
 
 
 def make_rows(cases: Sequence[MeasuredCase], rates: DeviceRates) -> list[dict[str, Any]]:
-    """A row for each case: all of a number of image tokens, then those of the next.
+    """Return a row for each case: all of a number of image tokens, then those of the next.
 
     Raises:
-      KeyError: a number of image tokens has no baseline.
+      KeyError: A number of image tokens has no baseline.
     """
     baselines = {(case.image_tokens, case.configuration): case for case in cases}
     return [
@@ -121,7 +121,7 @@ def make_rows(cases: Sequence[MeasuredCase], rates: DeviceRates) -> list[dict[st
 def publish(
     rows: list[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None, picture: pathlib.Path | None
 ) -> None:
-    """Prints the table in parts, and writes and draws it where that is asked for."""
+    """Print the table in parts; write and draw it if `out` and `picture` are given."""
     names = ("image tokens", "configuration", "K, V in", "codec")
     steps = [f"{step} ms" for step in STEPS]
     parts = {
@@ -164,7 +164,7 @@ def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.
 
 def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]], shown: Sequence[str]) -> None:
     places = {(row["K, V in"], row["codec"]) for row in rows if row["codec"] != "-"}
-    apart = len(places) > 1  # a name alone does not say which row it is
+    apart = len(places) > 1  # a name alone does not identify a row
     names = [
         f"{mode(row['configuration'])}, {row['K, V in']}, {row['codec']}" if apart and row["codec"] != "-"
         else mode(row["configuration"])

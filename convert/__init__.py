@@ -1,13 +1,15 @@
-"""From a Hugging Face checkpoint to one that loads fast: `python -m vlcache_jax.convert SOURCE DESTINATION`.
+"""Conversion of Hugging Face checkpoints to a format that loads faster.
 
-A checkpoint of the hub is a few safetensors files under foreign names, with matrices stored [out, in]. `plan.py` reads
-their headers and finds the stored tensor of every parameter of the model, or says all that is wrong at once.
-`stream.py` takes one tensor after the other through memory into Orbax (`store.py`), under the model's own names,
-matrices as [in, out], in one dtype, with a manifest (`manifest.py`) and the tokenizer's files beside them, in a
-directory that appears when it is complete (`partial.py`). The engine opens both kinds of directory; a converted one
-needs no transposing at load, knows its fingerprint, and can be compared with its hashes (`check_contents`).
+The command is `python -m vlcache_jax.convert SOURCE DESTINATION`, or `vlcache convert`.
 
-This folder knows the models and nothing else of the library.
+A Hugging Face checkpoint is a few safetensors files with their own tensor names, and matrices stored [out, in].
+`plan.py` reads their headers and finds the stored tensor of every parameter of the model, or reports all errors at
+once. `stream.py` writes tensor by tensor with Orbax (`store.py`), under the model's names, matrices as [in, out], in
+one dtype. It adds a manifest (`manifest.py`) and the tokenizer's files. The directory appears when it is complete
+(`partial.py`). The engine opens both kinds of directory. A converted one needs no transposition at load, stores its
+fingerprint, and can be verified against its hashes (`check_contents`).
+
+The package depends on the models, and on no other part of the library.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ __all__ = ["ConversionReport", "ConvertProgress", "check_contents", "convert", "
 
 
 def __getattr__(name: str) -> Any:
-    # Imported at first use: a command's --help need not wait for JAX.
+    # Imported at first use, so that --help of a command does not wait for JAX.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vlcache_jax.convert import stream

@@ -1,4 +1,4 @@
-"""`python -m vlcache_jax.convert`."""
+"""The command `python -m vlcache_jax.convert`."""
 
 import typer
 

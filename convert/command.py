@@ -1,4 +1,4 @@
-"""The command line of a conversion: `python -m vlcache_jax.convert`, which is also `vlcache convert`."""
+"""The command line of the conversion: `vlcache convert`, or `python -m vlcache_jax.convert`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(enum.StrEnum):
-    """What weights can be stored in."""
+    """Dtypes of stored weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -28,30 +28,30 @@ class Dtype(enum.StrEnum):
 
 
 def convert_command(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Directory with safetensors files, or a hub id.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Directory with safetensors files, or Hub ID.")],
     destination: Annotated[
         pathlib.Path | None,
         typer.Argument(
-            metavar="DESTINATION", help="Directory to make; it must not exist or be empty.", show_default=False
+            metavar="DESTINATION", help="Directory to create; must not exist or must be empty.", show_default=False
         ),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Cast the weights, rounding to nearest; by default they stay as stored.")
+        Dtype | None, typer.Option(help="Dtype of the converted weights, rounded to nearest (default: as stored).")
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the converted weights back and compare them with the source.")
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Convert nothing: compare the converted SOURCE with the hashes of its weights."),
+        typer.Option("--check", help="Verify the converted SOURCE against its hashes, and convert nothing."),
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
 ) -> None:
-    """Convert a Hugging Face checkpoint into one that opens faster.
+    """Convert a Hugging Face checkpoint to a format that opens faster.
 
-    SOURCE is a directory, or a model of the hub, which is fetched first. Tensors go through memory one by one, so a
-    model of any size can be converted. All that is wrong with them is said before anything is written. DESTINATION
-    appears when it is complete: a run that was stopped leaves nothing that opens.
+    SOURCE is a directory, or a model on the Hub, which is downloaded first. Tensors are converted one by one, so memory
+    does not limit the size of the model. All errors are reported before anything is written. DESTINATION appears when
+    it is complete, so an interrupted run leaves no incomplete checkpoint.
 
     Example: vlcache convert Qwen/Qwen3-VL-2B-Instruct ./qwen3-vl-2b --verify
 
@@ -62,11 +62,11 @@ def convert_command(
     with _say_errors():
         if check:
             if destination is not None or dtype is not None or verify or revision is not None:
-                raise ValueError("--check must be given with a converted directory and nothing else")
+                raise ValueError("--check takes a converted directory as SOURCE and no other argument")
             say("importing JAX")
             _check(pathlib.Path(source).expanduser())
         elif destination is None:
-            raise ValueError("DESTINATION must be given, unless SOURCE is to be checked with --check")
+            raise ValueError("DESTINATION is missing: name a directory, or verify a converted SOURCE with --check")
         else:
             check_free("destination", destination.expanduser())
             say("importing JAX")
@@ -86,7 +86,7 @@ def _convert(source: str, destination: pathlib.Path, dtype: Dtype | None, verify
         f"{report.seconds:.1f} s ({report.nbytes / report.seconds / 1e9:.2f} GB/s{memory})\n"
         f"fingerprint {report.fingerprint}"
     )
-    if report.key_bias_norms:  # large ones are why codecs of keys take the bias out
+    if report.key_bias_norms:  # codecs remove the bias of keys because of large norms
         typer.echo("norm of the key bias per layer: " + " ".join(f"{norm:.4g}" for norm in report.key_bias_norms))
     typer.echo(report.directory)
 
@@ -98,8 +98,8 @@ def _check(directory: pathlib.Path) -> None:
     _say_leftovers(directory)
     with _progress() as progress:
         manifest = check_contents(directory, progress=progress)
-    check_sizes(directory, manifest, load_config(directory))  # no parameter may be missing in the manifest either
-    typer.echo(f"{directory}: all {len(manifest.parameters)} parameters are as they were converted")
+    check_sizes(directory, manifest, load_config(directory))  # the manifest must also list all parameters
+    typer.echo(f"{directory}: all {len(manifest.parameters)} parameters match their hashes")
 
 
 def _say_leftovers(directory: pathlib.Path) -> None:
@@ -112,20 +112,20 @@ def _say_leftovers(directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _say_errors() -> Iterator[None]:
-    """Errors of the user or the system are a line and exit code 1."""
+    """Print errors of the user or the system as one line, and exit with code 1."""
     try:
         yield
     except (OSError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        typer.echo("interrupted: nothing was left behind", err=True)
+        typer.echo("interrupted: the incomplete files are deleted", err=True)
         raise typer.Exit(130) from None
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[ConvertProgress], None]]:
-    """A live bar on a terminal, and a line for every tenth of the bytes elsewhere."""
+    """Yield a function that shows progress: a live bar on a terminal, or a line for every tenth of the bytes."""
     if not sys.stderr.isatty():
         yield _PlainLines()
         return

@@ -1,4 +1,4 @@
-"""The factors of matrices in 8 bits: as they are stored, and as the model takes them."""
+"""Scales of FP8 matrices in the model's layout, and dequantized matrices, as views of stored tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlcache_jax.models.params import Factors
 
 
 class FileTensor(Protocol):
-    """A tensor as it lies in a file."""
+    """A tensor in a file."""
 
     @property
     def name(self) -> str: ...
@@ -30,11 +30,11 @@ class FileTensor(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
-    """A float32 tensor that is made of a stored one.
+class _DerivedTensor:
+    """A float32 tensor that is computed from a stored one.
 
     Attributes:
-      tensor: the stored one.
+      tensor: the stored tensor.
     """
 
     tensor: FileTensor
@@ -52,22 +52,22 @@ class _Made:
         return SCALE
 
     def view(self) -> np.ndarray:
-        """All of it, in memory of its own."""
+        """Return the tensor, in new memory."""
         raise NotImplementedError
 
     def sha256(self) -> str:
-        """The digest of what is made: the same values may be stored in other dtypes and blocks."""
+        """Return the digest of the computed values, which may be stored in different dtypes and blocks."""
         return hashlib.sha256(self.view().view(np.uint8)).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredFactors(_Made):
-    """Stored factors as if they were a tensor of what the model takes: one for each output and group of inputs.
+class StoredFactors(_DerivedTensor):
+    """Stored scales as a tensor in the model's layout: one for each output and group of inputs.
 
     Attributes:
-      tensor: as they are stored.
-      factors: how.
-      outputs: of a matrix that they belong to.
+      tensor: the stored scales.
+      factors: their storage.
+      outputs: number of outputs of their matrix.
     """
 
     factors: Factors
@@ -83,11 +83,11 @@ class StoredFactors(_Made):
         return self.tensor.nbytes
 
     def view(self) -> np.ndarray:
-        """All of them, in memory of their own."""
+        """Return the scales, float32 [..., outputs, groups], in new memory."""
         return self.factors.spread(self.tensor.view(), self.outputs)
 
     def matrices(self) -> Iterator[np.ndarray]:
-        """Of one matrix of a stack after the other."""
+        """Return an iterator over the scales of each matrix of a stack."""
         return (self.factors.spread(one, self.outputs) for one in self.tensor.view())
 
     def release(self) -> None:
@@ -95,7 +95,7 @@ class StoredFactors(_Made):
 
     @property
     def flaw(self) -> str | None:
-        """What is wrong with their values; None: nothing."""
+        """Description of values that are not finite and above 0, or None if there are none."""
         values = self.tensor.view().astype(SCALE)
         wrong = values[~(np.isfinite(values) & (values > 0))]
         self.tensor.release()
@@ -103,12 +103,12 @@ class StoredFactors(_Made):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dequantized(_Made):
-    """A stored matrix in 8 bits, or a stack of them, as if it were a tensor of what it stands for.
+class Dequantized(_DerivedTensor):
+    """A stored FP8 matrix, or a stack of them, as a dequantized tensor.
 
     Attributes:
       tensor: the matrix, [..., out, in].
-      factors: its own.
+      factors: its scales.
     """
 
     factors: StoredFactors
@@ -122,11 +122,11 @@ class Dequantized(_Made):
         return self.tensor.nbytes + self.factors.nbytes
 
     def view(self) -> np.ndarray:
-        """All of it, float32, in memory of its own."""
+        """Return the dequantized tensor, float32, in new memory."""
         return _product(self.tensor.view(), self.factors.view())
 
     def matrices(self) -> Iterator[np.ndarray]:
-        """One matrix of a stack after the other."""
+        """Return an iterator over the dequantized matrices of a stack."""
         return map(_product, self.tensor.view(), self.factors.matrices())
 
     def release(self) -> None:
@@ -135,12 +135,12 @@ class Dequantized(_Made):
 
     @property
     def flaw(self) -> str | None:
-        """See `StoredFactors.flaw`."""
+        """Description of invalid scales, see `StoredFactors.flaw`."""
         return self.factors.flaw
 
 
 def _product(matrix: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Each value of [..., out, in] times the factor of its group."""
+    """Multiply each value of [..., out, in] by the scale of its group."""
     grouped = matrix.astype(SCALE).reshape(*factors.shape, -1)
     grouped *= factors[..., None]
     return grouped.reshape(matrix.shape)

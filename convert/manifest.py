@@ -6,10 +6,10 @@ A converted checkpoint is a directory:
     weights/        the parameters, in Orbax's format
     config.json, tokenizer, chat template, processor and generation settings, as they were in the source
 
-A *fingerprint* stands for weights in cache keys, so different weights must never share it. It digests the bytes of the
-source's tensors, each under its library name with its dtype and shape, and then the dtypes they were cast to since.
-So a directory of the hub and its conversion have one fingerprint, whatever the shards, the layout of names or the order
-in the files. A conversion knows its own without reading the weights; only a directory opened as it is has to be hashed.
+A *fingerprint* identifies weights in cache keys, so different weights must never have the same one. It is a digest of
+the bytes of the source's tensors, each under its library name with its dtype and shape, and of the dtypes that they
+were cast to. So a Hugging Face directory and its conversion have the same fingerprint, for any shards, layout of names
+or order in the files. A converted checkpoint stores its fingerprint. Only a Hugging Face directory has to be hashed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vlcache_jax.models.config import FLOAT8
 from vlcache_jax.models.params import Parameter, Part
 
 FORMAT = "vlcache-checkpoint/2"
-APART = "vlcache-checkpoint/1"  # which has layers apart that are one product now; they are put together when it is read
+APART = "vlcache-checkpoint/1"  # older format that stores the layers of a product separately; reading joins them
 MANIFEST_FILE = "vlcache.json"
 WEIGHTS_DIRECTORY = "weights"
 
@@ -55,23 +55,23 @@ _ENTRY = {
     "shape": listed(whole(1, 1 << 40), 8),
     "dtype": one_of(*(dtype.name for dtype in DTYPES.values()), FLOAT8.name),
 }
-_SOURCES = {FORMAT: {"sources": OBJECT}, APART: {"source_sha256": _DIGEST}}  # of an entry
+_SOURCES = {FORMAT: {"sources": OBJECT}, APART: {"source_sha256": _DIGEST}}  # field of a parameter's entry
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a converted checkpoint says of itself.
+    """The manifest of a converted checkpoint.
 
     Attributes:
-      source: the directory or hub id it was made from.
-      revision: commit of the source, if it is known.
-      dtype: of the weights.
-      source_digest: of the tensors it was made from (`convert.plan.source_digest`).
-      casts: dtypes that the source's tensors were cast to, on the way to these weights.
-      parameters: by parameter, in the order of the tree: shape, dtype, SHA-256 of the bytes of the source's tensors, by
-        library name, and of its own as they are stored (which the first conversions left out).
-      files: size of every file under `weights`, by its path there.
-      versions: of the packages that wrote it.
+      source: directory or Hub ID of the source.
+      revision: commit of the source, or None if it is unknown.
+      dtype: name of the dtype of the weights.
+      source_digest: digest of the source's tensors (`convert.plan.source_digest`).
+      casts: names of the dtypes that the source's tensors were cast to.
+      parameters: by parameter, in the order of the tree: shape, dtype, SHA-256 of the source's tensors by library name,
+        and SHA-256 of the stored parameter, which the first conversions did not record.
+      files: size in bytes of every file under `weights`, by its path there.
+      versions: versions of the packages that wrote the checkpoint.
       format: `FORMAT` or `APART`.
     """
 
@@ -90,16 +90,20 @@ class Manifest:
         (directory / MANIFEST_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def fingerprint(self, dtype: str) -> str:
-        """Of the weights as they are used, in `dtype`."""
+        """Return the fingerprint of the weights, loaded in `dtype`."""
         return fingerprint(self.source_digest, [*self.casts, dtype])
 
     def stored(self, wanted: Iterable[Parameter]) -> Iterator[Parameter | Part]:
-        """What of a model's parameters lies under `weights`, each under its path."""
+        """Return the parameters, or parts of parameters, that are stored under `weights`."""
         return (part for one in wanted for part in ((one,) if self.format == FORMAT else one.parts))
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
-    """Raises ValueError if the manifest is damaged or of another format."""
+    """Read the manifest of a converted checkpoint.
+
+    Raises:
+      ValueError: it is damaged or has another format.
+    """
     path = directory / MANIFEST_FILE
     content = read_object(path)
     if (got := content.get("format")) not in (FORMAT, APART):
@@ -116,18 +120,21 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     members = {field.name: content[field.name] for field in dataclasses.fields(Manifest)}
     manifest = Manifest(**members | {"casts": tuple(members["casts"])})
     if content["fingerprint"] != manifest.fingerprint(manifest.dtype):
-        raise ValueError(f"fingerprint of {path} must be that of its source_digest and casts: the file was changed")
+        raise ValueError(
+            f"fingerprint of {path} must match its source_digest and casts, but the file has been changed: "
+            "convert the checkpoint again"
+        )
     return manifest
 
 
 def fingerprint(source_digest: str, casts: Sequence[str]) -> str:
-    """Of tensors after some casts; a cast to the dtype that a tensor has changes nothing and does not count twice."""
+    """Return the fingerprint of tensors after some casts. Repeated casts to the same dtype count once."""
     changes = [cast for i, cast in enumerate(casts) if i == 0 or casts[i - 1] != cast]
     return hashlib.sha256(json.dumps(["vlcache-fingerprint/1", source_digest, changes]).encode()).hexdigest()
 
 
 def weight_files(directory: pathlib.Path) -> dict[str, int]:
-    """The size of every file under `weights`, by its path there."""
+    """Return the size in bytes of every file under `weights`, by its path there."""
     weights = directory / WEIGHTS_DIRECTORY
     paths = sorted(path for path in weights.rglob("*") if path.is_file())
     return {path.relative_to(weights).as_posix(): path.stat().st_size for path in paths}
@@ -138,5 +145,5 @@ def parameter_name(path: Sequence[str | int]) -> str:
 
 
 def expected(shape: Sequence[int], dtype: np.dtype) -> dict[str, Any]:
-    """The part of a parameter's entry that its model decides."""
+    """Return the fields of a parameter's entry that follow from the model."""
     return {"shape": list(shape), "dtype": dtype.name}

@@ -1,7 +1,7 @@
-"""The hidden directory that a conversion writes into, which becomes the destination when it is complete.
+"""The hidden directory of a running conversion, which is renamed to the destination when it is complete.
 
-It is locked while its process lives, however that ends; so what a killed conversion has left is told from what a
-running one still needs.
+It is locked until its process ends in any way. The lock distinguishes directories of killed conversions from those of
+running ones.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def appearing(destination: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
-    """A directory to write `nbytes` into, which becomes the destination if all goes well and disappears if not.
+    """Yield a directory to write `nbytes` into. It becomes the destination, or is removed after an error.
 
     Raises:
-      FileExistsError: the destination holds something, or another process is converting into it.
-      OSError: the disk is too small, or becomes full.
+      FileExistsError: the destination is not empty, or another process is converting into it.
+      OSError: the disk has too little space, or becomes full.
     """
     partial = destination.parent / f".{destination.name}.converting"
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial):
         try:
-            _clear(partial)  # a run that was killed leaves its files
+            _clear(partial)  # a killed run leaves its files
             free = shutil.disk_usage(partial).free
             if free < nbytes:
-                raise OSError(f"destination must have room for {gigabytes(nbytes)}, got {gigabytes(free)} free")
+                raise OSError(f"destination must have {gigabytes(nbytes)} of free disk space, got {gigabytes(free)}")
             try:
                 yield partial
                 _flush(partial)
@@ -46,8 +46,8 @@ def appearing(destination: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
                     raise
                 why = "" if code == errno.ENOSPC else f" ({os.strerror(code)})"
                 raise OSError(
-                    f"disk full while writing {destination}: needs about {gigabytes(nbytes)}, "
-                    f"{gigabytes(free)} were free{why}"
+                    f"disk full while writing {destination}: the checkpoint needs about {gigabytes(nbytes)}, "
+                    f"but {gigabytes(free)} were free{why}"
                 ) from error
             check_free("destination", destination)
             partial.rename(destination)
@@ -58,17 +58,17 @@ def appearing(destination: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
 
 
 def describe_leftovers(folder: pathlib.Path, but: pathlib.Path | None = None) -> list[str]:
-    """A sentence for each directory that a killed conversion has left in a folder, with its size.
+    """Return a sentence for each directory that a killed conversion left in a folder, with its size.
 
     Args:
-      but: a destination whose own leftovers are not named, since they are about to be removed.
+      but: destination whose leftovers are not listed, because its conversion removes them.
     """
     skipped = None if but is None else f".{but.name}.converting"
     found = []
-    with contextlib.suppress(OSError):  # a folder that cannot be read, or is none
+    with contextlib.suppress(OSError):  # the folder does not exist or cannot be read
         found = sorted(path for path in folder.glob(".*.converting") if path.name != skipped and _is_abandoned(path))
     return [
-        f"a conversion that was killed has left {path} ({gigabytes(_size(path))}): delete it, "
+        f"a killed conversion left {path} ({gigabytes(_size(path))}): delete it, "
         f"or convert to {folder / path.name[1 : -len('.converting')]} again"
         for path in found
     ]
@@ -81,7 +81,7 @@ def _is_abandoned(directory: pathlib.Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # locked by a running conversion, or a file system without locks
+    except OSError:  # a running conversion has the lock, or the file system has no locks
         return False
     finally:
         os.close(descriptor)
@@ -98,11 +98,11 @@ def _size(directory: pathlib.Path) -> int:
 
 
 def _code_of_full_disk(error: BaseException | None) -> int | None:
-    """The system's code for a disk, quota or file size that is used up, if that is what an error comes from."""
+    """Return the system's error code if a full disk, a quota or a file size limit caused an error, else None."""
     while error is not None:
         # TensorStore raises ValueErrors, with the code at the end of their text.
-        told = re.search(r"os_error_code='(\d+)'", str(error))
-        code = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+        match = re.search(r"os_error_code='(\d+)'", str(error))
+        code = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
         if code in _FULL:
             return code
         error = error.__cause__ or error.__context__
@@ -111,16 +111,16 @@ def _code_of_full_disk(error: BaseException | None) -> int | None:
 
 @contextlib.contextmanager
 def _locked(directory: pathlib.Path) -> Iterator[None]:
-    """Keeps out a second conversion into one destination; the lock goes with the process, however that ends."""
+    """Lock a directory against a second conversion into it. The lock ends with the process."""
     with contextlib.ExitStack() as opened:
         try:
             descriptor = os.open(directory, os.O_RDONLY)
             opened.callback(os.close, descriptor)
             _lock(descriptor)
             if not os.path.samestat(os.fstat(descriptor), directory.stat()):
-                raise FileNotFoundError  # the other one finished in between, and what is locked is its destination
+                raise FileNotFoundError  # another conversion finished in between, and its destination is locked
         except (BlockingIOError, FileNotFoundError):
-            raise FileExistsError(f"another process is converting into {directory}") from None
+            raise FileExistsError(f"another process is converting into {directory}: wait until it ends") from None
         yield
 
 
@@ -128,12 +128,12 @@ def _lock(descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        time.sleep(0.005)  # who looks for leftovers holds it for an instant
+        time.sleep(0.005)  # a search for leftovers holds the lock for an instant
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove(directory: pathlib.Path) -> None:
-    """Tries for some seconds, since Orbax may be closing a file in a thread of its own."""
+    """Remove a directory. Retry for some seconds, because a thread of Orbax may still close a file."""
     for _ in range(50):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():
@@ -150,7 +150,7 @@ def _clear(directory: pathlib.Path) -> None:
 
 
 def _flush(directory: pathlib.Path) -> None:
-    """To the disk, so that no power cut leaves a renamed directory of empty files."""
+    """Flush files to disk, so that a power cut cannot leave a renamed directory of empty files."""
     for folder, _, files in os.walk(directory):
         for path in [*(os.path.join(folder, name) for name in files), folder]:
             _flush_one(path)

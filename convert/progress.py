@@ -15,7 +15,7 @@ def gigabytes(nbytes: int) -> str:
 
 
 def anonymous_memory() -> int | None:
-    """Bytes that only this process has, mapped files not counted; None where the system does not tell."""
+    """Return the anonymous memory of this process in bytes, without mapped files. None: the system has no figure."""
     try:
         status = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
@@ -25,7 +25,11 @@ def anonymous_memory() -> int | None:
 
 
 class PeakMemory:
-    """Watches anonymous memory while it is entered; `peak` and `base` are None where the system does not tell."""
+    """A context manager that measures anonymous memory.
+
+    Attributes:
+      base, peak: bytes at the beginning, and the maximum so far. None: the system has no figure.
+    """
 
     def __init__(self, interval: float = 0.005):
         self.base = self.peak = anonymous_memory()
@@ -50,14 +54,14 @@ class PeakMemory:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertProgress:
-    """How far a conversion is.
+    """The progress of a conversion.
 
     Attributes:
       step: "convert", "verify" or "check".
-      tensors, total_tensors: done, and in all.
-      nbytes, total_nbytes: done, and in all, as they are written.
-      seconds: since the step began.
-      peak_memory: the most anonymous memory of the process seen so far, in bytes; None where the system does not say.
+      tensors, total_tensors: finished tensors, and all.
+      nbytes, total_nbytes: finished bytes, and all, in the written dtype.
+      seconds: seconds since the step began.
+      peak_memory: maximum anonymous memory of the process so far, in bytes. None: the system has no figure.
     """
 
     step: str
@@ -70,12 +74,12 @@ class ConvertProgress:
 
     @property
     def rate(self) -> float:
-        """Bytes per second."""
+        """Rate in bytes per second."""
         return self.nbytes / max(self.seconds, 1e-9)
 
 
 class ConvertMeter:
-    """Counts tensors and bytes, and tells the caller."""
+    """A counter of tensors and bytes that reports progress to the caller."""
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class ConvertMeter:
         self._begin = time.perf_counter()
 
     def count(self, nbytes: int) -> None:
-        """A tensor more is done."""
+        """Count a finished tensor of `nbytes`."""
         self._tensors += 1
         self._nbytes += nbytes
         if self._progress is not None:

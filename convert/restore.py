@@ -1,8 +1,8 @@
-"""Reads single weights back from what Orbax wrote, straight into the memory where they stay.
+"""Reading of single weights from Orbax's format, directly into their final memory.
 
-Orbax writes each parameter as a zarr array in one OCDBT store, under the keys of its path joined by dots. Restoring the
-tree with Orbax works too, but takes a second copy of what it has in hand, and seconds to import. Here chunks go from
-the mapped file into the result, whatever its dtype.
+Orbax writes each parameter as a zarr array in one OCDBT store, under the keys of its path joined by dots. Orbax could
+restore the tree, but it needs a second copy of each array, and seconds to import. This module copies chunks from the
+mapped file to the result, in any dtype.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from vlcache_jax.convert.plan import aligned_empty
 
 
 class StoredWeights:
-    """The weights of a converted checkpoint. May be used from several threads."""
+    """The weights of a converted checkpoint. Several threads may use it."""
 
     def __init__(self, directory: pathlib.Path):
-        import tensorstore  # it comes with Orbax; who opens a directory of the hub needs neither
+        import tensorstore  # comes with Orbax; not needed for Hugging Face directories
 
         self._tensorstore = tensorstore
         self._base = f"file://{directory.absolute()}/"
@@ -30,20 +30,21 @@ class StoredWeights:
     def read(
         self, path: Sequence[str | int], dtype: np.dtype | None = None, *, entry: Mapping[str, Any] | None = None
     ) -> np.ndarray:
-        """One parameter in `dtype`, by default as stored.
+        """Read a parameter in `dtype`, by default the stored dtype.
 
         Args:
-          entry: the manifest's, whose shape and dtype it must have.
+          entry: the parameter's entry in the manifest, to check shape and dtype.
 
         Raises:
-          ValueError: it is not there, or damaged.
+          ValueError: the parameter is missing or damaged.
         """
         key = ".".join(map(str, path))
         spec: dict[str, Any] = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": self._base, "path": key}}
         stored = self._tensorstore.open(spec, open=True, read=True, context=self._context).result()
         got = expected(stored.shape, stored.dtype.numpy_dtype)
         if entry is not None and any(entry[name] != value for name, value in got.items()):
-            raise ValueError(f"{key} must be stored as the manifest says, got {got}")
+            known = {name: entry[name] for name in got}
+            raise ValueError(f"{key} must have the shape and dtype of the manifest, {known}, got {got}")
         out = aligned_empty(stored.shape, dtype or stored.dtype.numpy_dtype)
         self._tensorstore.array(out).write(self._tensorstore.cast(stored, out.dtype)).result()
         return out

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a local directory, or a model of the Hugging Face hub, which is fetched."""
+"""The source of a checkpoint: a local directory, or a model on the Hugging Face Hub, which is downloaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 
 from vlcache_jax.assets import TINY_VQA
 
-# Tokenizer, chat template, image processor and generation settings: what is copied beside converted weights.
+# Files of tokenizer, chat template, image processor and generation settings, copied next to converted weights.
 SIDE_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -27,34 +27,36 @@ SIDE_FILES = (
     "vocab.json",
 )
 _FETCHED = [*SIDE_FILES, "additional_chat_templates/*", "*.safetensors", "*.safetensors.index.json"]
-SHIPPED = {"tiny-vqa": TINY_VQA}  # models that come with the package, by name
+SHIPPED = {"tiny-vqa": TINY_VQA}  # models that ship with the package, by name
 
-_POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that Git has in place of a large one
-_MOST_POINTER_BYTES = 1024
+_POINTER = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer file
+_MAX_POINTER_BYTES = 1024
 _NO_GGUF = "GGUF files are not supported, use the published checkpoint with safetensors files"
 
-# "owner/name" or "name", of the characters that the hub allows; what begins with a dot or slash is a path.
+# "owner/name" or "name", with the characters that the Hub allows. A path may begin with a dot or slash.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """A checkpoint directory, and the commit it is of where the hub says so."""
+    """A checkpoint directory and its commit, or None if the commit is unknown."""
 
     directory: pathlib.Path
     revision: str | None
 
 
 def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: bool = True) -> Located:
-    """Finds a checkpoint: a directory, a model that ships with the package, or one of the hub, which is fetched.
+    """Find a checkpoint: a directory, a model that ships with the package, or one on the Hub, which is downloaded.
 
     Args:
-      revision: branch, tag or commit on the hub.
-      weights: whether the weights are wanted, too, and not only the files beside them.
+      source: directory, name of a shipped model, or Hub ID.
+      revision: branch, tag or commit on the Hub.
+      weights: download and check the weights too, not only the files next to them.
 
     Raises:
-      FileNotFoundError: it is neither a directory nor a model of the hub that can be fetched.
-      ValueError: `revision` is given for what is not on the hub, or a file is a pointer of Git LFS.
+      FileNotFoundError: it is neither a directory nor a model that can be downloaded.
+      NotADirectoryError: it is a file.
+      ValueError: `revision` is set for a local directory, or a file is a Git LFS pointer.
     """
     directory = pathlib.Path(source).expanduser()
     if source != "" and directory.is_dir():
@@ -74,10 +76,10 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
         raise FileNotFoundError(f"{wrong}: {_NO_GGUF}")
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
         raise FileNotFoundError(f"{wrong}, and there is no such directory" if source != "" else wrong)
-    if "/" not in source and (meant := _meant(source)) is not None:  # such names are nobody's on the hub
-        raise FileNotFoundError(f"{wrong}; did you mean {meant!r}?")
+    if "/" not in source and (suggestion := _suggest(source)) is not None:  # the Hub has no model of such a name
+        raise FileNotFoundError(f"{wrong}; did you mean {suggestion!r}?")
 
-    import huggingface_hub  # only here: who serves a local directory needs no network
+    import huggingface_hub  # not needed for a local directory
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -92,21 +94,19 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
 
 
 def _check_files(directory: pathlib.Path, weights: bool) -> None:
-    """Finds what a download has left undone, before anything is read."""
+    """Check that a download is complete, before files are read."""
     if not (directory / "config.json").exists() and any(directory.glob("*.gguf")):
         raise FileNotFoundError(f"model must be a checkpoint directory, but {directory} has no config.json: {_NO_GGUF}")
     shards = sorted(directory.glob("*.safetensors")) if weights else []
     for path in (*shards, *(directory / name for name in SIDE_FILES)):
-        if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_POINTER_BYTES:
             continue
         if path.read_bytes().startswith(_POINTER):
-            raise ValueError(
-                f"{path} must be the file itself, got a pointer of Git LFS: run `git lfs pull` in its folder"
-            )
+            raise ValueError(f"{path} must be the full file, got a Git LFS pointer: run `git lfs pull` in its folder")
 
 
-def _meant(name: str) -> str | None:
-    """What is to be written for a model that is known by nearly this name; None: there is none."""
+def _suggest(name: str) -> str | None:
+    """Return the name or Hub ID of a model with a similar name, or None."""
     from vlcache_jax.models.registry import SIZES
 
     known = {shipped: shipped for shipped in SHIPPED} | {size.lower(): f"Qwen/{size}-Instruct" for size in SIZES}
@@ -115,11 +115,11 @@ def _meant(name: str) -> str | None:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about an error of the hub."""
+    """Return advice for an error of the Hub."""
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):
-        return "Ask for access on the model's page, then log in with `hf auth login`"
+        return "Request access on the model's page, then log in with `hf auth login`"
     if isinstance(error, RevisionNotFoundError):
         return "Name a branch, tag or commit that the model has"
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
@@ -131,6 +131,6 @@ def _advice(error: Exception) -> str:
 
 
 def _snapshot_commit(directory: pathlib.Path) -> str | None:
-    """The commit, if the directory is a snapshot in the hub's cache (`models--owner--name/snapshots/<commit>`)."""
+    """Return the commit of a snapshot in the Hub's cache (`models--owner--name/snapshots/<commit>`), or None."""
     path = directory.resolve()
     return path.name if path.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", path.name) else None

@@ -1,9 +1,9 @@
-"""Weights in Orbax's format: written with few tensors in memory at a time.
+"""Writing of weights in Orbax's format, with few tensors in memory at a time.
 
-Orbax's own handlers take a tree of arrays, so all of it is in memory. Here Orbax gets a tree of leaves that become
-arrays only when they are written. The result is an ordinary checkpoint of numpy arrays, which any Orbax restores (keys
-of dicts are strings there, as always). Nothing is compressed: weights hardly shrink, and raw chunks are written
-straight from the array, without a copy.
+Orbax's own handlers take a tree of arrays, all in memory. This module passes a tree of leaves that become arrays only
+when they are written. The result is an ordinary checkpoint of numpy arrays, which Orbax restores (keys of dicts are
+strings, as always). Weights are not compressed: they hardly shrink, and raw chunks are written from the array without a
+copy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
-# Large tensors are stored in chunks of about this size: other readers hold a buffer for each chunk beside the result.
-# Small tensors are written together up to this size: every write makes files.
+# Large tensors are stored in chunks of about this size, because other readers need a buffer per chunk. Small tensors
+# are written together up to this size, because every write creates files.
 _CHUNK_BYTES = 32 << 20
 
 
 class Leaf(Protocol):
-    """A parameter that can be read when it is needed."""
+    """A parameter that is read when it is written."""
 
     @property
     def path(self) -> Sequence[str | int]: ...
@@ -41,16 +41,23 @@ class Leaf(Protocol):
 
 
 def save_weights[L: Leaf](directory: pathlib.Path, leaves: Iterable[L], written: Callable[[L], None]) -> None:
-    """Writes leaves one after the other; `written` hears of each when it is on the disk, in another thread."""
+    """Write leaves one after the other.
+
+    Args:
+      written: called in another thread with each leaf that is on the disk.
+
+    Raises:
+      InterruptedError: the conversion was interrupted.
+    """
     stop = threading.Event()
     tree = _nest((leaf.path, _Slot(leaf)) for leaf in leaves)
     save_args = jax.tree.map(lambda slot: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(slot.leaf)), tree)
     registry = type_handlers.create_type_handler_registry(
         (_Slot, _TensorStream(written, stop)),
-        (jax.Array, type_handlers.ArrayHandler()),  # unused; Orbax warns where it is missing
+        (jax.Array, type_handlers.ArrayHandler()),  # unused; Orbax warns if it is missing
     )
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-    # Orbax writes in threads, which an interrupt of this one would leave running, in a directory that is then removed.
+    # Orbax writes in threads. After an interrupt of this thread, they would continue in a directory that is removed.
     with _unlogged(), ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1, "vlcache-save") as pool:
         arguments = ocp.args.PyTreeSave(tree, save_args=save_args)
         saving = pool.submit(checkpointer.save, directory.absolute(), args=arguments)
@@ -63,7 +70,7 @@ def save_weights[L: Leaf](directory: pathlib.Path, leaves: Iterable[L], written:
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keeps Orbax's threads from logging tracebacks of errors that it also raises."""
+    """Suppress tracebacks that Orbax's threads log for errors that it also raises."""
     logger = logging.getLogger("absl")
 
     def is_news(record: logging.LogRecord) -> bool:
@@ -77,7 +84,7 @@ def _unlogged() -> Iterator[None]:
 
 
 class _Slot:
-    """What the tree holds in place of an array, with what Orbax asks of one before it is written."""
+    """A placeholder of an array in the tree, with the attributes that Orbax reads before it writes."""
 
     def __init__(self, leaf: Leaf):
         self.leaf = leaf
@@ -88,7 +95,7 @@ class _Slot:
 
 
 class _TensorStream(type_handlers.NumpyHandler):
-    """Orbax's handler of numpy arrays, given few at a time."""
+    """A handler of Orbax for numpy arrays that writes a few at a time."""
 
     def __init__(self, written: Callable[[Any], None], stop: threading.Event):
         super().__init__()
@@ -96,8 +103,8 @@ class _TensorStream(type_handlers.NumpyHandler):
         self._errors: list[Exception] = []
 
     async def _open_and_write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
-        # One error would end the loop of all writes of a part: it would be logged with a traceback, and so would each
-        # of the other writes when it finds the loop closed. So it is kept until they are done.
+        # An error would end the event loop of all writes of a part. Orbax would log it with a traceback, and another
+        # one for each write that finds the loop closed. So the error is stored until all writes are done.
         try:
             await super()._open_and_write(value, tspec, ts_context)
         except Exception as error:
@@ -107,8 +114,8 @@ class _TensorStream(type_handlers.NumpyHandler):
         args = args or [ocp.SaveArgs()] * len(values)
         parts = list(_parts([slot.nbytes for slot in values]))
         with ThreadPoolExecutor(1, "vlcache-read") as pool:
-            # Writing waits for the disk; the next tensors are read meanwhile. That makes two parts in memory, not more,
-            # as long as nothing here holds one longer than its turn.
+            # The next part is read while this one is written. At most two parts are in memory, if no reference to
+            # written arrays remains.
             reading = pool.submit(_read, values[parts[0]])
             for part, following in itertools.zip_longest(parts, parts[1:]):
                 if self._stop.is_set():
@@ -127,7 +134,7 @@ class _TensorStream(type_handlers.NumpyHandler):
 
 
 class _Final(np.ndarray):
-    """An array that nobody will change: Orbax makes a deep copy of what it writes, to be safe from that."""
+    """An array that never changes. Orbax makes a deep copy of other arrays to protect its writes from changes."""
 
     def __deepcopy__(self, memo: object) -> _Final:
         return self
@@ -138,7 +145,7 @@ def _read(slots: Sequence[_Slot]) -> list[np.ndarray]:
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:
-    """Runs of tensors of at most `_CHUNK_BYTES` together; a larger tensor is on its own."""
+    """Yield slices of consecutive tensors of at most `_CHUNK_BYTES` together. A larger tensor has its own slice."""
     begin, total = 0, 0
     for i, size in enumerate(sizes):
         if i > begin and total + size > _CHUNK_BYTES:
@@ -160,10 +167,11 @@ def _nest(leaves: Iterable[tuple[Sequence[str | int], Any]]) -> dict[str, Any]:
 
 
 def _chunk_bytes(leaf: Leaf) -> int | None:
-    """Orbax cuts axes into equal parts: a prime axis would fall into single rows, and is better left whole.
+    """Return the chunk size in bytes for Orbax, or None for a single chunk.
 
-    It cuts the longest first: of the matrices of experts, or of layers in one, chunks would lie apart in memory, and
-    be copied all at once.
+    Orbax cuts axes into equal parts, so a prime axis would give single rows. It cuts the longest axis first. For
+    stacked matrices, of experts or of a product's layers, chunks would not be contiguous in memory, and all would be
+    copied at once.
     """
     if len(leaf.shape) > 2:
         return None

@@ -1,4 +1,4 @@
-"""The conversion: from a plan, tensor by tensor, into a directory that appears when it is complete; and its checks."""
+"""The conversion, tensor by tensor into a directory that appears when it is complete, and its checks."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ from vlcache_jax.models.registry import load_config
 
 
 def check_sizes(directory: pathlib.Path, manifest: Manifest, config: ModelConfig) -> None:
-    """Finds a directory that was copied in part or edited, without reading a weight.
+    """Check that a converted checkpoint is complete and unchanged, by sizes and shapes, without reading weights.
 
     Raises:
-      ValueError: files under `weights` are not those of the manifest, or its parameters not those of the model.
+      ValueError: files under `weights` do not match the manifest, or its parameters do not match the model.
     """
     if not manifest.files:
-        raise ValueError(f"{directory} must name its files in its manifest, got none")
+        raise ValueError(
+            f"manifest of {directory} must list the files of weights, got none: convert the checkpoint again"
+        )
     if wrong := _wrong_files(directory, manifest):
         raise ValueError(
-            f"{directory} must hold all files of the converted checkpoint, but {wrong[0]} "
+            f"{directory} must contain all files of the converted checkpoint, but {wrong[0]} "
             f"({len(wrong)} of {len(manifest.files)} files are wrong): copy or convert it again"
         )
     wanted = manifest.stored(parameters(config))
@@ -59,7 +61,7 @@ def check_sizes(directory: pathlib.Path, manifest: Manifest, config: ModelConfig
     if model != stored:
         wrong = sorted(name for name in model.keys() | stored.keys() if model.get(name) != stored.get(name))
         raise ValueError(
-            f"parameters of {directory} must be those of its config.json, but {len(wrong)} are not; "
+            f"parameters of {directory} must match its config.json, but {len(wrong)} do not; "
             f"{wrong[0]} must be {model.get(wrong[0])}, got {stored.get(wrong[0])}"
         )
 
@@ -67,31 +69,33 @@ def check_sizes(directory: pathlib.Path, manifest: Manifest, config: ModelConfig
 def check_contents(
     directory: str | pathlib.Path, *, progress: Callable[[ConvertProgress], None] | None = None
 ) -> Manifest:
-    """Reads a converted checkpoint and compares every weight with its hash in the manifest.
+    """Read a converted checkpoint and compare every weight with its hash in the manifest.
 
-    A few parameters are in memory at a time.
+    At most four parameters are in memory at a time.
 
     Args:
-      progress: is called after each parameter.
+      progress: called after each parameter.
 
     Returns:
       The manifest.
 
     Raises:
       FileNotFoundError: there is no such directory.
-      ValueError: the directory holds no hashes, or files or parameters are damaged; the message names all of them.
+      ValueError: the directory has no hashes, or files or parameters are damaged. The message lists all of them.
     """
     directory = pathlib.Path(directory).expanduser()
     if not directory.is_dir():
-        raise FileNotFoundError(f"what is checked must be a directory, but there is no {directory}")
+        raise FileNotFoundError(f"directory must be a converted checkpoint, but {directory} does not exist")
     if not (directory / MANIFEST_FILE).exists():
         raise ValueError(
-            f"{directory} must be a converted checkpoint, which has hashes of its weights in {MANIFEST_FILE}; "
+            f"{directory} must be a converted checkpoint with hashes of its weights in {MANIFEST_FILE}; "
             f"a Hugging Face directory has none"
         )
     manifest = read_manifest(directory)
     if any("sha256" not in entry for entry in manifest.parameters.values()):
-        raise ValueError(f"{directory} was converted before weights were hashed: convert it again to check it")
+        raise ValueError(
+            f"{directory} has no hashes of its weights, because an old version converted it: convert it again"
+        )
     weights = StoredWeights(directory / WEIGHTS_DIRECTORY)
     nbytes = {name: _nbytes(entry) for name, entry in manifest.parameters.items()}
 
@@ -116,7 +120,7 @@ def check_contents(
             raise
     if damaged:
         lines = "\n  ".join(damaged)
-        raise ValueError(f"{directory} must hold what was converted, but is damaged:\n  {lines}")
+        raise ValueError(f"{directory} must match its manifest, but is damaged:\n  {lines}")
     return manifest
 
 
@@ -139,12 +143,18 @@ _COMPARED_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """A finished conversion.
+    """The report of a finished conversion.
 
     Attributes:
-      tensors: that were written; layers that are one product are one.
-      seconds: count everything, flushing to disk and verifying too.
-      key_bias_norms: of each decoder layer, the Euclidean norm of the bias of its keys; empty if the model has none.
+      directory: the destination.
+      tensors: number of parameters written. Layers of one product count once.
+      nbytes: bytes of the weights.
+      dtype: name of their dtype.
+      fingerprint: fingerprint of the weights.
+      seconds: total time in seconds, including flushing to disk and verification.
+      peak_memory: maximum anonymous memory of the process in bytes. None: the system has no figure.
+      verified: True if the weights were compared with the source.
+      key_bias_norms: Euclidean norm of the keys' bias by decoder layer. Empty if the model has no bias.
     """
 
     directory: pathlib.Path
@@ -167,25 +177,25 @@ def convert(
     verify: bool = False,
     progress: Callable[[ConvertProgress], None] | None = None,
 ) -> ConversionReport:
-    """Converts a Hugging Face checkpoint.
+    """Convert a Hugging Face checkpoint.
 
-    The destination appears only when it is complete: everything is written into a hidden directory beside it, which is
-    renamed last. What a killed run has left there never opens as a checkpoint, and the next run removes it.
+    The destination appears only when it is complete. Files are written to a hidden directory next to it, which is
+    renamed at the end. The directory of a killed run never opens as a checkpoint, and the next run removes it.
 
     Args:
-      source: a local directory with safetensors files, or the id of a model on the hub, which is fetched.
-      destination: a directory that does not exist or is empty.
-      dtype: of the converted weights; None keeps the one that is stored (that of `config.json` where tensors differ).
-      revision: branch, tag or commit on the hub.
+      source: local directory with safetensors files, or Hub ID of a model, which is downloaded.
+      destination: directory that does not exist or is empty.
+      dtype: dtype of the converted weights. None keeps the stored dtype, or that of `config.json` if tensors differ.
+      revision: branch, tag or commit on the Hub.
       verify: read the converted weights back and compare them with the source, before the destination appears.
-      progress: is called after each tensor, from another thread.
+      progress: called after each tensor, from another thread.
 
     Raises:
-      FileExistsError: the destination holds something, or another process is converting into it.
-      FileNotFoundError: the source is nowhere, or files are missing.
-      ValueError: the source is damaged, not supported, its tensors are not those of its model, or they are not finite
-        in `dtype`; the message lists all of those.
-      OSError: there is not enough room on the disk, from the start or while it is written.
+      FileExistsError: the destination is not empty, or another process is converting into it.
+      FileNotFoundError: the source does not exist, or files are missing.
+      ValueError: the source is damaged or not supported, its tensors are not those of its model, or they are not finite
+        in `dtype`. The message lists all such tensors.
+      OSError: the disk has too little space at the start or while files are written.
     """
     begin = time.perf_counter()
     wanted = None if dtype is None else as_dtype(dtype)
@@ -201,7 +211,7 @@ def convert(
 
     nbytes = sum(leaf.nbytes for leaf in leaves)
     with PeakMemory() as memory, appearing(destination, nbytes) as directory:
-        # Hashing needs one core and no memory, so it runs beside the copying and writing.
+        # Hashing needs one core and no memory, so it runs in parallel to copying and writing.
         with ThreadPoolExecutor(1, "vlcache-sha256") as pool:
             hashed = {part.tensor: pool.submit(tensor.sha256) for item in plan for part, tensor in item.parts}
             try:
@@ -239,7 +249,7 @@ def _describe(
     leaves: list[_Leaf],
     digests: dict[str, str],
 ) -> Manifest:
-    """What the weights are that lie in a directory; `digests` are of the source's tensors, by name."""
+    """Return the manifest of the weights in a directory. `digests` are those of the source's tensors, by name."""
     plan = [leaf.source for leaf in leaves]
     is_cast = any(tensor.dtype != leaf.dtype for leaf in leaves for tensor in leaf.source.tensors)
     return Manifest(
@@ -268,10 +278,16 @@ def verify_weights(
     revision: str | None = None,
     progress: Callable[[ConvertProgress], None] | None = None,
 ) -> None:
-    """Compares a converted checkpoint with its source, byte by byte, two tensors in memory at a time.
+    """Compare a converted checkpoint with its source byte by byte, with two tensors in memory at a time.
+
+    Args:
+      source: local directory with safetensors files, or Hub ID.
+      directory: the converted checkpoint.
+      revision: branch, tag or commit on the Hub.
+      progress: called after each parameter.
 
     Raises:
-      ValueError: parameters differ, or are not finite; the message lists them.
+      ValueError: parameters differ or are not finite. The message lists them.
     """
     located = locate(source, revision)
     manifest = read_manifest(pathlib.Path(directory))
@@ -287,12 +303,12 @@ def _leaves(plan: list[Source], dtype: np.dtype) -> list[_Leaf]:
 
 @dataclasses.dataclass
 class _Leaf:
-    """A parameter of the source, read in the dtype that is written.
+    """A parameter of the source, read in the dtype of the destination.
 
     Attributes:
-      sha256: of what was read last.
-      flaws: what is wrong with the tensors it was made from.
-      norm: of a bias of keys.
+      sha256: digest of the array that was read last.
+      flaws: descriptions of source tensors that are not finite.
+      norm: Euclidean norm of a keys' bias.
     """
 
     source: Source
@@ -327,7 +343,7 @@ class _Leaf:
         return array
 
     def stored(self, array: np.ndarray, layout: str) -> Iterator[tuple[Path, np.ndarray]]:
-        """What lies under `weights` of what was read, each under its path, in a format of manifests."""
+        """Yield the paths and arrays that a format of manifests stores under `weights` for a parameter."""
         if layout == FORMAT:
             yield self.path, array
         else:
@@ -364,13 +380,13 @@ def _compare(directory: pathlib.Path, leaves: list[_Leaf], layout: str, meter: C
     _check_finite(leaves)
     if different:
         some = ", ".join(different[:20]) + (f" and {len(different) - 20} more" if len(different) > 20 else "")
-        raise ValueError(f"converted weights must equal the source's, but {len(different)} differ: {some}")
+        raise ValueError(f"converted weights must equal those of the source, but {len(different)} differ: {some}")
 
 
 def _equal_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    # Bytes, since not-a-numbers never equal themselves; in pieces, since a comparison makes an array of its own.
+    # Bytes, because NaN never equals itself, and in pieces, because a comparison allocates an array.
     a, b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
     steps = range(0, len(a), _COMPARED_BYTES)
     return all(np.array_equal(a[i : i + _COMPARED_BYTES], b[i : i + _COMPARED_BYTES]) for i in steps)
@@ -385,7 +401,7 @@ def _copy_side_files(source: pathlib.Path, directory: pathlib.Path) -> None:
 
 
 def _write_tie(directory: pathlib.Path, config: ModelConfig) -> None:
-    """A head that was not there is not looked for in what was made of it."""
+    """Set `tie_word_embeddings` in the copied `config.json` if the source has no output head."""
     if config.tie_word_embeddings != load_config(directory).tie_word_embeddings:
         raw = read_object(directory / "config.json")
         raw["tie_word_embeddings"] = config.tie_word_embeddings

@@ -1,14 +1,15 @@
-"""Model configurations: `config.json`, checked, in the field names that the modules use.
+"""Model configurations: the checked content of `config.json`, under the field names of the modules.
 
-`config.json` comes in two layouts (`text_config` nested, or the text fields flat at the top) and leaves out keys that
-equal the library's defaults. The library's own configuration classes would read it, but they import torch if it is
-installed, which takes ten seconds. So their rules for these families are repeated here, and tests compare the two.
+`config.json` has two layouts (`text_config` nested, or the text fields flat at the top) and omits keys that equal the
+defaults of transformers, here called the library. The library's configuration classes could read it, but they import
+torch if it is installed, which takes ten seconds. So this module repeats their rules for these families, and tests
+compare the two.
 
-Two layouts of FP8 weights are published. Qwen's own has a factor `weight_scale_inv` for each block of 128 x 128 values;
-compressed-tensors has `weight_scale`, for each block, or for each output. Either way a weight is its 8 bits (e4m3)
-times its factor, whatever the name says. Embeddings, norms, the output head, routers and the vision tower are not in
-FP8, nor are matrices of the decoder that the file leaves out by name or pattern. Queries, keys and values are one
-product here, as are gate and up, and the experts of a layer: a product of which a matrix is left out is not in FP8.
+Two layouts of FP8 weights are published. Qwen's own has a scale `weight_scale_inv` for each block of 128 x 128 values.
+compressed-tensors has a `weight_scale` for each block or for each output. In both, a weight is its 8-bit value (e4m3)
+times its scale, whatever the name says. Embeddings, norms, the output head, routers and the vision tower are not in
+FP8, nor are matrices of the decoder that the file excludes by name or pattern. Queries, keys and values are one product
+here, as are gate and up, and the experts of a layer. A product with an excluded matrix is not in FP8.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from vlcache_jax.common.checks import short
 from vlcache_jax.common.json_files import FLAG, OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, real, whole
 
 _BLOCKS = whole(1, 1024)
-INDICES = listed(whole(0, 1023), 1024)  # of blocks
+INDICES = listed(whole(0, 1023), 1024)  # indices of blocks
 WIDTH = whole(1, 1 << 20)
 _HEADS = whole(1, 1 << 12)
 _PIXELS = whole(1, 1 << 10)
 _TOKEN = whole(0, 1 << 24)
-_LABELS = optional(whole(0, 1 << 16))  # no model here has any, but the library makes a table of them
+_LABELS = optional(whole(0, 1 << 16))  # unused by these models, but the library makes a table of labels
 _ROPE_TYPE = one_of("default", "mrope")
 
 _TOP: dict[str, Kind] = {
@@ -88,18 +89,18 @@ _VISION: dict[str, Kind] = {
     "num_labels": _LABELS,
 }
 _VISION_ROPE = {"rope_theta": Kind("10000", lambda value: value == 10000)}
-_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}  # of the vision towers' fields
+_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}  # other names of vision fields
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """MLPs of which each row passes a few.
+    """The mixture of experts of a decoder.
 
     Attributes:
-      count: E, of a layer.
-      chosen: k, that a row passes.
-      intermediate_size: of an expert.
-      layers: those that have experts; the others have a plain MLP.
+      count: experts of a layer, E.
+      chosen: experts that a token uses, k.
+      intermediate_size: MLP width of an expert.
+      layers: layers with experts. The others have a plain MLP.
     """
 
     count: int
@@ -110,10 +111,13 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder.
+    """The configuration of the decoder.
 
-    `mrope_section` counts the rotary frequencies of the T, H and W axes; `intermediate_size` is that of plain MLPs.
-    `quantization` says how matrices are stored in 8 bits, which they stay in, and which are left out; None: none is.
+    Attributes:
+      intermediate_size: width of plain MLPs.
+      mrope_section: number of rotary frequencies of the T, H and W axes.
+      experts: the mixture of experts, or None.
+      quantization: storage of FP8 matrices, which stay in FP8, and the excluded ones. None: no matrix is in FP8.
     """
 
     vocab_size: int
@@ -134,16 +138,16 @@ class TextConfig:
     quantization: Quantization | None = None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """Those of a layer; None: it has a plain MLP."""
+        """Return the experts of a layer, or None if it has a plain MLP."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     def quantization_of(self, layer: int, product: str) -> Quantization | None:
-        """How a product's matrix of a layer is stored in 8 bits, one of `PRODUCTS`; None: it is not."""
+        """Return the FP8 storage of a layer's product, one of `PRODUCTS`, or None if it is not in FP8."""
         kept = self.quantization
         return None if kept is None or (layer, product) in kept.left_out else kept
 
     def first_like(self, layer: int) -> int:
-        """The first layer with weights of the same shapes and types."""
+        """Return the first layer with weights of the same shapes and types."""
         return next(i for i in range(self.num_layers) if self._kind_of(i) == self._kind_of(layer))
 
     def _kind_of(self, layer: int) -> tuple[Any, ...]:
@@ -152,7 +156,7 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """The part of a vision tower that all families share; each adds its own fields."""
+    """The configuration of a vision tower. Families add their own fields."""
 
     depth: int
     hidden_size: int
@@ -170,7 +174,7 @@ class VisionConfig:
 
     @property
     def patch_width(self) -> int:
-        """Values in one patch, both temporal slots counted."""
+        """Number of values in a patch, including all temporal slots."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -180,7 +184,7 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A whole model. `dtype` is the one the checkpoint was saved in, or None if the file does not say."""
+    """The configuration of a model. `dtype` is the one in `config.json`, or None if the file has none."""
 
     model_type: str
     text: TextConfig
@@ -192,18 +196,18 @@ class ModelConfig:
 
 
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
-    """float32 means float32: without this an accelerator multiplies float32 in a shorter format."""
+    """Return the precision that multiplies float32 in float32. By default, accelerators use a shorter format."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """What a family's `config.json` holds.
+    """The keys of a family's `config.json`.
 
     Attributes:
-      text, vision: what the library takes for keys that are left out.
-      rope_theta: likewise, at the release of the family's models.
-      own_text, own_vision: the keys that this family alone reads, and what they may hold.
+      text, vision: the library's defaults for missing keys.
+      rope_theta: the default at the release of the family's models.
+      own_text, own_vision: keys that only this family reads, and their valid values.
     """
 
     text: Mapping[str, Any]
@@ -214,10 +218,10 @@ class Fields:
 
 
 def check_config(raw: dict[str, Any], fields: Fields, path: str | os.PathLike[str]) -> None:
-    """Checks `config.json` as it stands, before anything is made of it.
+    """Check the raw content of `config.json`.
 
     Raises:
-      ValueError: a field is of another type or out of bounds; the message names it and the file.
+      ValueError: a field has a wrong type or is out of bounds. The message names it and the file.
     """
     check_fields(raw, _TOP, path)
     nested = raw.get("text_config") is not None
@@ -231,7 +235,7 @@ def check_config(raw: dict[str, Any], fields: Fields, path: str | os.PathLike[st
 
 
 def library_config(raw: Mapping[str, Any], fields: Fields) -> Any:
-    """The content of a `config.json` with the attributes that the library's configuration has."""
+    """Return the content of a `config.json` as an object with the attributes of the library's configuration."""
     given = raw if raw.get("text_config") is None else raw["text_config"]
     text = {**fields.text, **given}
     if text["num_key_value_heads"] is None:
@@ -247,23 +251,26 @@ def library_config(raw: Mapping[str, Any], fields: Fields) -> Any:
 
 
 def read_text(config: Any, *, head_dim: int, mrope_section: tuple[int, int, int], **own: Any) -> TextConfig:
-    """The decoder of the library's `config`.
+    """Return the configuration of the decoder for the library's `config`.
 
     Args:
-      mrope_section: where the file does not say it.
+      mrope_section: default of the file's value.
       own: the fields in which families differ.
+
+    Raises:
+      ValueError: a value is not supported.
     """
     text = config.text_config
     rope = text.rope_parameters
     expect("text hidden_act", text.hidden_act, "silu")
     if getattr(text, "use_sliding_window", False):
-        raise ValueError("use_sliding_window must be false: sliding windows are not supported")
+        raise ValueError("use_sliding_window must be false, got true: sliding-window attention is not supported")
     if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"width of a text head must be even, got {head_dim}")
+        raise ValueError(f"head_dim of the text model must be even, got {head_dim}")
     section = tuple(rope.get("mrope_section") or mrope_section)
     if len(section) != 3 or sum(section) != head_dim // 2:
-        # The library takes a wrong section for Qwen3 and silently rotates with the wrong axes.
-        raise ValueError(f"mrope_section must hold three counts that sum to {head_dim // 2}, got {list(section)}")
+        # With a wrong section for Qwen3, the library silently rotates with the wrong axes.
+        raise ValueError(f"mrope_section must be three counts that sum to {head_dim // 2}, got {list(section)}")
     if text.num_attention_heads % text.num_key_value_heads:
         raise ValueError(
             f"num_attention_heads must be a multiple of num_key_value_heads = {text.num_key_value_heads}, "
@@ -288,7 +295,15 @@ def read_text(config: Any, *, head_dim: int, mrope_section: tuple[int, int, int]
 def read_model(
     config: Any, raw: dict[str, Any], text: TextConfig, vision: VisionConfig, *, tie_word_embeddings: bool
 ) -> ModelConfig:
-    """The whole of the library's `config`; `raw` is the file."""
+    """Return the configuration of the model.
+
+    Args:
+      config: the library's configuration.
+      raw: content of `config.json`.
+
+    Raises:
+      ValueError: a width is not supported.
+    """
     if vision.out_hidden_size != text.hidden_size:
         raise ValueError(f"out_hidden_size must equal hidden_size = {text.hidden_size}, got {vision.out_hidden_size}")
     if vision.hidden_size % (4 * vision.num_heads):
@@ -307,9 +322,13 @@ def read_model(
 
 
 def read_vision(vision: Any, hidden_act: str, **sizes: int) -> dict[str, int]:
-    """The shared fields of the library's vision configuration, under our names.
+    """Return the shared fields of the library's vision configuration, under our names.
 
-    `sizes` are the widths, if the family calls them otherwise.
+    Args:
+      sizes: the widths, if the family has other names for them.
+
+    Raises:
+      ValueError: `hidden_act` is not the given one.
     """
     expect("vision hidden_act", vision.hidden_act, hidden_act)
     widths = ("hidden_size", "intermediate_size", "out_hidden_size")
@@ -325,14 +344,18 @@ def read_vision(vision: Any, hidden_act: str, **sizes: int) -> dict[str, int]:
 
 
 def expect(name: str, got: object, expected: object) -> None:
-    """Raises ValueError unless a field has the one value that is implemented."""
+    """Check that a field has the only supported value.
+
+    Raises:
+      ValueError: it has another value.
+    """
     if got != expected:
         raise ValueError(f"{name} must be {expected!r}, got {got!r}")
 
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE = np.dtype(np.float32)
-GROUP = 128  # inputs of an output that share a factor in memory
+GROUP = 128  # inputs of an output that share a scale in memory
 
 _EXPERTS = "experts"
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
@@ -342,13 +365,13 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "down_proj": ("mlp.down_proj",),
     _EXPERTS: ("mlp.experts",),
 }
-"""What a layer multiplies by: the matrices of each product, in the library's names."""
+"""The products of a layer, and the matrices of each one by their names in the library."""
 
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-# Names of layers, as the library's modules have them and as older releases had them.
+# Prefixes of layers in the library's modules and in older releases.
 _FOLDERS = ("model.language_model", "language_model.model", "model", "language_model")
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
-_CLASSES = ("Linear", "Module")  # that matrices are of
+_CLASSES = ("Linear", "Module")  # classes of the matrices
 
 _KEY = "quantization_config"
 _NAMES = optional(listed(TEXT, 1 << 16))
@@ -356,17 +379,17 @@ _SIZE = whole(1, 1 << 16)
 _BLOCK = Kind(
     "a list of two integers from 1 to 65536", lambda value: listed(_SIZE, 2).accepts(value) and len(value) == 2
 )
-_ADVICE = "take the model as it was published in bfloat16, or its FP8"
+ADVICE = "use the published bfloat16 or FP8 checkpoint of this model"
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's matrices are stored in 8 bits.
+    """The storage of a checkpoint's FP8 matrices.
 
     Attributes:
-      suffix: what a factor's name has behind that of its matrix.
-      outputs, inputs: of a block that shares a factor; inputs None are all there are.
-      left_out: products that are not in 8 bits, each as its layer and one of `PRODUCTS`.
+      suffix: suffix of a scale's name after the name of its matrix.
+      outputs, inputs: size of a block that shares a scale. inputs None: all inputs.
+      left_out: products that are not in FP8, each as its layer and one of `PRODUCTS`.
     """
 
     suffix: str
@@ -375,16 +398,22 @@ class Quantization:
     left_out: frozenset[tuple[int, str]] = frozenset()
 
     def group(self, inputs: int) -> int:
-        """How many inputs share a factor in memory: 128, or what divides both the block's and all `inputs`."""
+        """Return how many inputs share a scale in memory: the greatest common divisor of the block's and `inputs`."""
         return math.gcd(self.inputs or GROUP, inputs)
 
     def stored_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """The shape of a matrix's factors as they are stored; blocks at the ends may be smaller."""
+        """Return the stored shape of a matrix's scales. Blocks at the ends may be smaller."""
         return -(-outputs // self.outputs), -(-inputs // (self.inputs or inputs))
 
     def spread(self, factors: np.ndarray, outputs: int, inputs: int) -> np.ndarray:
-        """Stored factors [..., blocks of outputs, blocks of inputs] as they lie in memory: float32 [..., outputs,
-        inputs / group], one for each output and group of inputs."""
+        """Expand stored scales to one for each output and group of inputs.
+
+        Args:
+          factors: stored scales, [..., blocks of outputs, blocks of inputs].
+
+        Returns:
+          Scales in memory, float32 [..., outputs, inputs / group].
+        """
         group = self.group(inputs)
         by_output = np.repeat(factors.astype(SCALE), self.outputs, axis=-2)[..., :outputs, :]
         by_input = np.repeat(by_output, (self.inputs or inputs) // group, axis=-1)[..., : inputs // group]
@@ -394,14 +423,14 @@ class Quantization:
 def read_quantization(
     raw: Mapping[str, Any], path: str | os.PathLike[str], layers: int = 0, experts: int = 0
 ) -> Quantization | None:
-    """What the content of a `config.json` says of weights in fewer bits; None: nothing.
+    """Read the storage of quantized weights from the content of a `config.json`, or None if it has no quantization.
 
     Args:
-      layers: of the decoder.
-      experts: of a layer.
+      layers: number of decoder layers.
+      experts: number of experts of a layer.
 
     Raises:
-      ValueError: they are in a format that is not read; the message names it and the file.
+      ValueError: the format is not supported. The message names it and the file.
     """
     found = [part[_KEY] for part in (raw, raw.get("text_config") or {}) if part.get(_KEY) is not None]
     if not found:
@@ -411,12 +440,12 @@ def read_quantization(
     method = config.get("quant_method")
     if method == "fp8":
         kept, takes = _fine_grained(config, path), _fine_grained_names(config, path)
-        modules = PRODUCTS[_EXPERTS]  # the library takes all experts of a layer together
+        modules = PRODUCTS[_EXPERTS]  # the library treats all experts of a layer as one
     elif method == "compressed-tensors":
         kept, takes = _compressed(config, path), _compressed_names(config, path)
         modules = tuple(f"mlp.experts.{i}.{name}" for i in range(experts) for name in _OF_EXPERTS)
     else:
-        raise _unread(path, f"quant_method {short(method)}")
+        raise _unsupported(path, f"quant_method {short(method)}")
     left_out = {
         (layer, product)
         for layer in range(layers)
@@ -428,7 +457,7 @@ def read_quantization(
 
 
 def _fine_grained_names(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[tuple[str, ...]], bool]:
-    """Whether a matrix is in 8 bits, given its names, by `should_convert_module` of transformers."""
+    """Return a function: names of a matrix -> True if it is in FP8, by `should_convert_module` of transformers."""
     key = "modules_to_not_convert" if config.get("modules_to_not_convert") is not None else "ignored_layers"
     check_fields(config, {key: _NAMES}, path, section=f"{_KEY}.")
     ends = tuple(config.get(key) or ())
@@ -437,7 +466,10 @@ def _fine_grained_names(config: Mapping[str, Any], path: str | os.PathLike[str])
 
 
 def _compressed_names(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[tuple[str, ...]], bool]:
-    """The same by compressed-tensors: names, patterns that begin with `re:`, or classes, to be in 8 bits and not."""
+    """Return a function: names of a matrix -> True if it is in FP8, by the rules of compressed-tensors.
+
+    `targets` and `ignore` contain names, patterns that begin with `re:`, or classes.
+    """
     check_fields(config, {"ignore": _NAMES}, path, section=f"{_KEY}.")
     groups = config["config_groups"].values()
     for group in groups:
@@ -450,41 +482,41 @@ def _compressed_names(config: Mapping[str, Any], path: str | os.PathLike[str]) -
     return lambda names: any(map(is_target, names)) and not any(map(is_ignored, names))
 
 
-def _matches(given: list[str], where: str) -> Callable[[str], bool]:
-    written = frozenset(given)
-    patterns = [_pattern(one[3:], one, where) for one in given if one.startswith("re:")]
-    if not written.isdisjoint(_CLASSES):
+def _matches(entries: list[str], where: str) -> Callable[[str], bool]:
+    names = frozenset(entries)
+    patterns = [_pattern(one[3:], one, where) for one in entries if one.startswith("re:")]
+    if not names.isdisjoint(_CLASSES):
         return lambda name: True
-    return lambda name: name in written or any(one.match(name) for one in patterns)
+    return lambda name: name in names or any(one.match(name) for one in patterns)
 
 
 def _pattern(text: str, written: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ValueError(f"{_KEY}.{where} must hold names or patterns, got {short(written)}: {error}") from error
+        raise ValueError(f"{_KEY}.{where} must be names or patterns, got {short(written)}: {error}") from error
 
 
 def _fine_grained(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Quantization:
-    """Of Qwen's own FP8."""
+    """Read the storage of Qwen's own FP8."""
     check_fields(config, {"weight_block_size": _BLOCK}, path, section=f"{_KEY}.", required=True)
     for key, wanted in {"fmt": "e4m3", "expert_dtype": "fp8"}.items():
         if config.get(key, wanted) != wanted:
-            raise _unread(path, f"{key} {short(config[key])}")
+            raise _unsupported(path, f"{key} {short(config[key])}")
     outputs, inputs = config["weight_block_size"]
     return Quantization("_scale_inv", outputs, inputs)
 
 
 def _compressed(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Quantization:
-    """Of compressed-tensors."""
+    """Read the storage of compressed-tensors."""
     check_fields(config, {"config_groups": OBJECT, "format": optional(TEXT)}, path, section=f"{_KEY}.", required=True)
     groups = config["config_groups"]
     check_fields(groups, dict.fromkeys(groups, OBJECT), path, section=f"{_KEY}.config_groups.")
     if config.get("kv_cache_scheme") is not None:
-        raise _unread(path, "a kv_cache_scheme")
+        raise _unsupported(path, "a kv_cache_scheme")
     found = {_scheme(group, config.get("format"), path) for group in groups.values()}
     if len(found) != 1:
-        raise _unread(path, f"{len(found)} config_groups that differ")
+        raise _unsupported(path, f"{len(found)} config_groups that differ")
     return found.pop()
 
 
@@ -494,9 +526,9 @@ def _scheme(group: Mapping[str, Any], default: str | None, path: str | os.PathLi
     form = group.get("format") or default
     kind, bits = weights.get("type"), weights.get("num_bits")
     if (kind, bits) != ("float", 8) or form not in (None, "float-quantized", "naive-quantized"):
-        raise _unread(path, f"weights of {short(bits)} bits, type {short(kind)}, format {short(form)}")
+        raise _unsupported(path, f"weights of {short(bits)} bits, type {short(kind)}, format {short(form)}")
     if weights.get("symmetric", True) is not True or weights.get("dynamic") not in (None, False):
-        raise _unread(path, "weights that are not symmetric and static")
+        raise _unsupported(path, "weights that are not symmetric and static")
     match weights.get("strategy"):
         case "channel":
             return Quantization("_scale", 1, None)
@@ -506,11 +538,11 @@ def _scheme(group: Mapping[str, Any], default: str | None, path: str | os.PathLi
             outputs, inputs = weights["block_structure"]
             return Quantization("_scale", outputs, inputs)
         case strategy:
-            raise _unread(path, f"strategy {short(strategy)}")
+            raise _unsupported(path, f"strategy {short(strategy)}")
 
 
-def _unread(path: str | os.PathLike[str], what: str) -> ValueError:
+def _unsupported(path: str | os.PathLike[str], what: str) -> ValueError:
     return ValueError(
-        f"{_KEY} of {os.fspath(path)} must be of weights in FP8, as Qwen publishes them or compressed-tensors by "
-        f"channel or block, got {what}: {_ADVICE}"
+        f"{_KEY} of {os.fspath(path)} must be FP8 in Qwen's format, or in compressed-tensors by channel or block, "
+        f"got {what}: {ADVICE}"
     )

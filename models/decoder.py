@@ -1,9 +1,9 @@
-"""The text decoder of all families, one layer step at a time over a set of rows.
+"""The text decoder of all families, computed layer by layer for a set of rows.
 
-A *row* is one active token. In each layer the rows write their K and V into their slots of the pool, then the first
-`keep` of them attend to the slots in their interval and continue. Full prefill, packed prefill, chunks, selective
-recompute and decode are all this one step with other rows. `SparseMLP` is a mixture of experts in place of a layer's
-MLP: a router chooses a few of many MLPs for each row.
+A *row* is one active token. In each layer, the rows write K and V to their KV slots. Then the first `keep` rows attend
+to the slots in their interval and continue. Full prefill, packed prefill, chunks, selective recompute and decode are
+the same step with different rows. `SparseMLP` is a mixture of experts in place of a layer's MLP: a router chooses a few
+of many MLPs for each row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vlcache_jax.pallas_kernels import Work, attention, mix_experts, paged_atten
 
 
 class SparseMLP(nnx.Module):
-    """Sum over a row's experts e, weighted by the router: down_e(silu(gate_e x) * up_e x)."""
+    """A mixture of experts: the router's weighted sum of down_e(silu(gate_e x) * up_e x) over a row's experts e."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SparseMLP(nnx.Module):
             self.experts = Float8Experts(width, config, quantization)
 
     def __call__(self, x: jax.Array, is_needed: jax.Array, implementation: str | None = None) -> jax.Array:
-        """[N, M] -> [N, M]; rows that are not needed, bool [N], pass no expert, and their result is 0."""
+        """Apply the experts, [N, M] -> [N, M]. Rows without `is_needed`, bool [N], use no expert and result in 0."""
         weight, expert = route(self.gate(x), self.config.chosen)
         expert = jnp.where(is_needed[:, None], expert, self.config.count)
         stacks = self.experts.stacks()
@@ -51,7 +51,7 @@ class SparseMLP(nnx.Module):
         mix: Callable[..., jax.Array] = functools.partial(mix_experts, implementation=implementation)
 
         def share(*arrays: jax.Array) -> jax.Array:
-            """What a device's own experts give, added to what those of others do."""
+            """Sum the outputs of all devices' experts."""
             first = len(arrays[-1]) * jax.lax.axis_index(split.AXIS)
             return jax.lax.psum(mix(*arrays, first=first), split.AXIS)
 
@@ -61,7 +61,7 @@ class SparseMLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The experts' MLPs, as matrices [in, out] of all of them; gate and up are side by side."""
+    """The MLPs of all experts, as stacked matrices [E, in, out]. Gate and up are side by side."""
 
     def __init__(self, width: int, config: ExpertsConfig, *, dtype: Any):
         count, hidden = config.count, config.intermediate_size
@@ -69,12 +69,12 @@ class Experts(nnx.Module):
         self.down_proj = nnx.Param(jnp.zeros((count, hidden, width), dtype))
 
     def stacks(self) -> tuple[jax.Array, ...]:
-        """What `mix_experts` takes."""
+        """Return the weights for `mix_experts`."""
         return self.gate_up_proj[...], self.down_proj[...]
 
 
 class Float8Experts(nnx.Module):
-    """The same in 8 bits, as matrices [out, in], with a factor for each output and group of inputs."""
+    """The MLPs of all experts in FP8, as matrices [E, out, in], with a scale for each output and group of inputs."""
 
     def __init__(self, width: int, config: ExpertsConfig, quantization: Quantization):
         count, hidden = config.count, config.intermediate_size
@@ -88,27 +88,27 @@ class Float8Experts(nnx.Module):
         self.down_proj_scale = factors(width, hidden)
 
     def stacks(self) -> tuple[jax.Array, ...]:
-        """What `mix_experts` takes."""
+        """Return the weights for `mix_experts`."""
         leaves = self.gate_up_proj, self.down_proj, self.gate_up_proj_scale, self.down_proj_scale
         return tuple(leaf[...] for leaf in leaves)
 
 
 def route(logits: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array]:
-    """The experts of each row, most probable first.
+    """Return the experts of each row, the most probable first.
 
     Args:
-      logits: [N, E].
-      chosen: k, of each row.
+      logits: router logits [N, E].
+      chosen: experts per row, k.
 
     Returns:
-      (weights [N, k] in the dtype of the logits, which sum to 1, and experts, int32 [N, k])
+      Weights [N, k] in the dtype of the logits, which sum to 1, and experts, int32 [N, k].
     """
     probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     weight, expert = jax.lax.top_k(probability, chosen)
     return (weight / weight.sum(axis=-1, keepdims=True)).astype(logits.dtype), expert
 
 
-SURPLUS = 128  # rows whose queries are computed though nobody needs them
+SURPLUS = 128  # limit of rows whose queries are computed but not used
 
 
 class Rows(NamedTuple):
@@ -118,9 +118,9 @@ class Rows(NamedTuple):
     position 0 and source 0.
 
     Attributes:
-      slot: [N] int32, where in the pool the row's K and V belong.
+      slot: [N] int32, KV slot of the row.
       position: [3, N] int32, M-RoPE triple.
-      k_start, k_end: [N] int32, the slots k_start <= s < k_end that the row sees.
+      k_start, k_end: [N] int32, the row attends to slots k_start <= s < k_end.
       source: [N] int32, a vocabulary id, or -1 - i for row i of the encoder rows.
     """
 
@@ -157,9 +157,13 @@ class SelfAttention(nnx.Module):
         split_k: bool = False,
         implementation: str | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D] or None).
+        """Apply attention to normed rows [N, M].
 
-        `split_k`: the output may be what `split_product` makes.
+        Args:
+          split_k: the output may be partial sums, see `split_product`.
+
+        Returns:
+          (output [keep, M], k, v, (raw keys, values) [N, K, D] or None).
         """
         places = None if work is None else work.packing()
         q, k, v, captured = rotate_write(
@@ -176,27 +180,27 @@ class SelfAttention(nnx.Module):
         return project(self.o_proj, out.reshape(keep, -1), implementation), k, v, captured
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Normed rows [N, M] -> (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
+        """Project normed rows [N, M] to (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
         return rotated(self.products(y, keep=keep), *self._angles(rows, y.dtype), **self._norms(), keep=keep)
 
     def _angles(self, rows: Rows, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """cos and sin [N, 1, D / 2]."""
+        """Return cos and sin [N, 1, D / 2] of the rows."""
         config = self.config
         return rope.text_rotation(
             rows.position, config.rope_theta, config.mrope_section, config.mrope_interleaved, dtype
         )
 
     def _norms(self) -> dict[str, Any]:
-        """Of heads, if they have any."""
+        """Return the arguments for the norms of heads, if the model has them."""
         if not self.config.qk_norm:
             return {}
         return {"q_norm": self.q_norm.scale[...], "k_norm": self.k_norm.scale[...], "eps": self.config.rms_norm_eps}
 
     def products(self, y: jax.Array, *, keep: int, implementation: str | None = None) -> list[jax.Array]:
-        """Normed rows [N, M] -> [N, K, G + 2, D], before norm and rotation; each KV head's queries, key and value.
+        """Multiply normed rows [N, M] to [N, K, G + 2, D]: each KV head's queries, key and value, without rotation.
 
-        Queries of few rows beyond `keep` are computed and unused. Of more than `SURPLUS` they are not: then it is that
-        of the first `keep` rows, and of the others [N - keep, K, 2, D], which takes a copy of these columns.
+        Up to `SURPLUS` rows beyond `keep` get queries that are not used. For more rows, the result is two arrays: all
+        for the first `keep` rows, and [N - keep, K, 2, D] for the others, which needs a copy of these columns.
         """
         product = functools.partial(times, self.qkv_proj, implementation=implementation)
         if len(y) - keep <= SURPLUS:
@@ -205,7 +209,7 @@ class SelfAttention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One decoder layer as a step over rows."""
+    """A decoder layer, applied to a set of rows."""
 
     def __init__(self, config: TextConfig, layer: int = 0, *, dtype: Any, rngs: nnx.Rngs):
         self.mlp: SparseMLP | GatedMLP
@@ -233,24 +237,24 @@ class DecoderLayer(nnx.Module):
         capture: bool = False,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """All N rows write K, V; the first `keep` attend and go on.
+        """Apply the layer: all N rows write KV, and the first `keep` rows attend and continue.
 
         Args:
           x: hidden states [N, M].
           k, v: this layer's pool [S, K, D].
           rows: the N rows.
           deepstack: [N, M], added to the layer's output (zero at text rows), or None.
-          work: which of the first `keep` rows visits which pages of the pool; its tables lead from logical slots to
-            those of the rows. None: the rows' slots are looked at as they lie.
-          keep: how many rows go on.
-          needed: how many of them the next layer needs, int32; the others, and rows that see nothing, pass no experts.
-            None is all.
-          capture: also return what the rows' records hold: keys before rotation (un-rotating bf16 keys loses digits),
-            and values.
-          implementation: of the kernels.
+          work: work list of the first `keep` rows over pages of the pool. Its tables map logical slots to KV slots.
+            None: intervals of rows are KV slots.
+          keep: number of rows that continue.
+          needed: number of rows that the next layer needs, int32. The others, and rows with empty intervals, use no
+            experts. None: all.
+          capture: also return keys before rotation and values for cache entries. Reversing the rotation of bfloat16
+            keys would lose digits.
+          implementation: implementation of the kernels.
 
         Returns:
-          (x [keep, M], k, v, (raw K, V) [N, K, D] or None)
+          (x [keep, M], k, v, (raw keys, values) [N, K, D] or None).
         """
         _, y = self.input_layernorm.added(x, implementation=implementation)
         out, k, v, captured = self.self_attn(
@@ -267,9 +271,15 @@ class DecoderLayer(nnx.Module):
     def transform(
         self, x: jax.Array, out: jax.Array, is_needed: jax.Array, *, implementation: str | None = None
     ) -> jax.Array:
-        """The part behind attention, of which x [N, M] and what it gave, `out`, come in; [N, M] goes out.
+        """Apply the part of the layer after attention.
 
-        Rows that are not needed, bool [N], pass no experts. `out` may be partial sums, see `split_product`.
+        Args:
+          x: hidden states before attention [N, M].
+          out: output of attention [N, M], or partial sums, see `split_product`.
+          is_needed: bool [N]. Other rows use no experts.
+
+        Returns:
+          Hidden states [N, M].
         """
         x, y = self.post_attention_layernorm.added(x, out, implementation=implementation)
         if isinstance(self.mlp, SparseMLP):
@@ -289,11 +299,11 @@ class Decoder(nnx.Module):
 
 
 def embed(tokens: Table, encoder_rows: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The input of the first layer, and what DeepStack adds later.
+    """Return the input of the first layer, and the DeepStack features.
 
     Args:
       tokens: the token embeddings.
-      encoder_rows: [1 + J, E, M], the encoder's output and its J DeepStack features.
+      encoder_rows: [1 + J, E, M], the encoder's E output rows and their J DeepStack features.
       source: [N], see `Rows`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a model family declares: its configuration, tensor names, published sizes, videos and vision tower.
+"""The declaration of a model family: configuration, tensor names, published sizes, videos and vision tower.
 
 Each family module ends with one `FAMILY`, and the registry finds it by model type. Code outside a family's module reads
 these fields and never compares model types.
@@ -18,7 +18,7 @@ from vlcache_jax.models.config import Fields, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Videos:
-    """How a family's prompts show videos.
+    """The representation of videos in a family's prompts.
 
     A video is a sequence of chunks, each with as many frames as a patch has temporal slots. The model treats each chunk
     as an image; families differ in the text between chunks and in how positions encode time.
@@ -93,7 +93,7 @@ def text_fields(
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """What the published checkpoints of a family hold next to weights, in the keys of their files.
+    """The published checkpoints of a family: sizes, and settings under the keys of their files.
 
     Attributes:
       architecture: the library's class of the model.
@@ -101,9 +101,9 @@ class Published:
       image_processor: `preprocessor_config.json`.
       video_processor: `video_preprocessor_config.json`; None: there is none.
       sizes: by name.
-      has_flat: whether old checkpoints have the text's fields at the top of `config.json`.
+      has_flat: True if old checkpoints have the text's fields at the top of `config.json`.
       system_turn: the chat template's system message if the conversation has none; None: no message.
-      has_fp8: whether each size is also published in FP8.
+      has_fp8: True if each size is also published in FP8.
       output_width: the key of `vision_config` that holds the width of its output, which is the text's.
     """
 
@@ -124,9 +124,9 @@ class Family:
 
     Attributes:
       fields: the keys of `config.json` and their defaults.
-      names: how checkpoints name tensors.
+      names: names of tensors in checkpoints.
       published: the published sizes and the files next to their weights.
-      video: how prompts show videos.
+      video: representation of videos in prompts.
       vision_tower: the module's class, called with (configuration of the tower, dtype=, rngs=).
       read_config: (the library's configuration, content of `config.json`) -> our configuration.
       encoder_tables: (configuration of the tower, grids of the packed images, number of patches after padding) -> the

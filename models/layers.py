@@ -1,4 +1,4 @@
-"""Small modules that the families share exactly, with the library's roundings."""
+"""Small modules that all families share, with the library's roundings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 from vlcache_jax.models.config import FLOAT8, SCALE, Quantization, matmul_precision
 from vlcache_jax.pallas_kernels import adds_partials, float8_matmul, norm_residual, rms_norm, split
 
-CHUNK = 512  # rows that a CPU takes through an MLP at once
-FEW = 64  # rows of a product that is split at most
-SPLIT_K = 4
+CHUNK = 512  # rows of an MLP that a CPU computes at once
+FEW = 64  # largest number of rows of a split product
+SPLIT_K = 4  # parts of a split product
 
 
 class RMSNorm(nnx.Module):
-    """Normalises in float32 and rounds *before* it multiplies by the weight, as the library does (flax: after)."""
+    """An RMS norm in float32, rounded *before* the product with the weight, as in the library (flax: after)."""
 
     def __init__(self, width: int, eps: float, *, dtype: Any):
         self.scale = nnx.Param(jnp.ones((width,), dtype))
@@ -33,12 +33,15 @@ class RMSNorm(nnx.Module):
     def added(
         self, x: jax.Array, delta: jax.Array | None = None, *, implementation: str | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Of rows [N, M] (x + delta, what is normalised of it); `delta` as of `norm_residual`."""
+        """Return (x + delta, its norm) of rows [N, M]. See `norm_residual` for `delta`."""
         return norm_residual(x, delta, self.scale[...], eps=self.eps, implementation=implementation)
 
 
 def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
-    """A dense layer with its kernel as [in, out]."""
+    """Create a dense layer with a kernel [in, out] of zeros.
+
+    Weights come from a checkpoint. Random ones would take time even if only their shapes are needed.
+    """
     return nnx.Linear(
         in_features,
         out_features,
@@ -46,16 +49,17 @@ def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs:
         dtype=dtype,
         param_dtype=dtype,
         precision=matmul_precision(dtype),
+        kernel_init=nnx.initializers.zeros_init(),
         dot_general=product,
         rngs=rngs,
     )
 
 
 def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.Array:
-    """`lax.dot_general` of rows x; except on a CPU a single row is computed twice, and one dropped.
+    """Compute `lax.dot_general` of rows x. On GPUs, a single row is computed twice, and one result is dropped.
 
-    XLA for GPUs takes one row for a vector. Of its product with a matrix of fewer than ten million values it makes
-    multiplications, whose results it rounds and writes, and a sum. Two rows that are the same cost nothing more.
+    XLA for GPUs treats one row as a vector. For matrices of fewer than ten million values, it multiplies, rounds and
+    writes the products, and then sums them. Two equal rows avoid this at no cost.
     """
 
     def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -70,16 +74,16 @@ def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.
 
 
 def _at_least_two(x: jax.Array) -> jax.Array:
-    """Rows [N, M], a single one twice."""
+    """Return rows [N, M], or a single row twice."""
     return jnp.broadcast_to(x, (2, *x.shape[1:])) if len(x) == 1 else x
 
 
 class JoinedLinear(nnx.Module):
-    """Dense layers of the same rows as one product, their matrices side by side: [in, ..., layers, out].
+    """Dense layers with the same input as one product, with matrices side by side: [in, ..., layers, out].
 
     Args:
-      width: in.
-      shape: (..., layers, out) of what comes out; the axis before the last tells the layers apart.
+      width: number of inputs.
+      shape: shape of a row's outputs, (..., layers, out).
     """
 
     def __init__(self, width: int, shape: tuple[int, ...], *, bias: bool, dtype: Any):
@@ -87,24 +91,23 @@ class JoinedLinear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
 
     def __call__(self, x: jax.Array, first: int = 0) -> jax.Array:
-        """Of the layers from `first` on: [N, in] -> [N, ..., layers, out]."""
+        """Apply the layers from `first` on, [N, in] -> [N, ..., layers, out]."""
         kernel = self.kernel[...][..., first:, :]
-        rows = (((1,), (0,)), ((), ()))  # not flat: columns that devices share out stay theirs
+        rows = (((1,), (0,)), ((), ()))  # not flattened, so that sharded columns stay on their devices
         made = product(x.astype(kernel.dtype), kernel, rows, precision=matmul_precision(kernel.dtype))
         return made if self.bias is None else made + self.bias[...][..., first:, :]
 
 
 class Float8Linear(nnx.Module):
-    """Dense layers whose matrices stay in 8 bits, as they are stored: [..., layers, out, in] or [out, in], with a
-    factor for each output and group of inputs.
+    """Dense layers whose matrices stay in FP8, [..., layers, out, in] or [out, in].
 
-    Several devices say themselves how they share it: left to the compiler, what is made of a tile would be gathered.
+    They have a scale for each output and group of inputs. The product is partitioned explicitly over devices, because
+    the compiler would gather the dequantized tiles.
 
     Args:
-      width: in.
-      shape: of what comes out: (..., layers, out), or (out,).
-      spread: the axis of the matrices that devices share out; the last one is that of the inputs, over which they add
-        up what each of them makes.
+      width: number of inputs.
+      shape: shape of a row's outputs, (..., layers, out) or (out,).
+      spread: sharded axis of the matrices. If it is the last one, the inputs', devices sum their results.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class Float8Linear(nnx.Module):
         self.shape, self.spread = shape, spread
 
     def __call__(self, x: jax.Array, first: int = 0, implementation: str | None = None) -> jax.Array:
-        """Of the layers from `first` on: [N, in] -> [N, ..., layers, out]."""
+        """Apply the layers from `first` on, [N, in] -> [N, ..., layers, out]."""
         cut = (..., slice(first, None), slice(None), slice(None)) if len(self.shape) > 1 else ...
         by_input = self.spread == len(self.shape)
         adds = by_input and split.is_spread()
@@ -128,9 +131,9 @@ class Float8Linear(nnx.Module):
             y = float8_matmul(x, *whole, implementation=implementation).reshape(-1, *shape)
             return lax.psum(y, split.AXIS) if adds else y
 
-        lies = PartitionSpec(*[None] * self.spread, split.AXIS)
-        takes = split.SECOND if by_input else split.WHOLE, lies, lies
-        gives = split.WHOLE if by_input else PartitionSpec(None, *lies)
+        spec = PartitionSpec(*[None] * self.spread, split.AXIS)
+        takes = split.SECOND if by_input else split.WHOLE, spec, spec
+        gives = split.WHOLE if by_input else PartitionSpec(None, *spec)
         y = split.spread(made, takes, gives)(x, self.weight[...][cut], self.weight_scale[...][cut])
         return y if self.bias is None else y + self.bias[...][..., first:, :]
 
@@ -138,7 +141,7 @@ class Float8Linear(nnx.Module):
 def times(
     layer: nnx.Linear | JoinedLinear | Float8Linear, x: jax.Array, implementation: str | None = None, **options: int
 ) -> jax.Array:
-    """What a dense layer makes of rows; matrices in 8 bits have kernels."""
+    """Apply a dense layer to rows. FP8 matrices use a kernel, of the given implementation."""
     if isinstance(layer, Float8Linear):
         return layer(x, implementation=implementation, **options)
     return layer(x, **options)
@@ -147,11 +150,11 @@ def times(
 def split_product(
     layer: nnx.Linear | Float8Linear, x: jax.Array, implementation: str | None = None, *, like: jax.Array
 ) -> jax.Array:
-    """What a dense layer makes of rows [N, in], for `RMSNorm.added` of rows like `like`: where a kernel adds them up,
-    that of few rows is partial sums over the inputs.
+    """Apply a dense layer to rows [N, in], with a result for `RMSNorm.added` of rows like `like`.
 
-    XLA for GPUs splits the inputs of few rows in any case, as they are else computed by too few of a GPU's processors,
-    and adds up in a kernel of its own.
+    For few rows the result is partial sums over the inputs, [SPLIT_K, rows, out] in float32, if a kernel can sum them.
+    XLA for GPUs splits the inputs of few rows in any case, to use more of the GPU's processors, and sums in a kernel of
+    its own.
     """
     inputs = x.shape[1]
     is_few = 0 < len(x) <= FEW and inputs % SPLIT_K == 0
@@ -178,7 +181,7 @@ def joined(
     bias: bool,
     dtype: Any,
 ) -> JoinedLinear | Float8Linear:
-    """Dense layers as one product, with their matrices in 8 bits if those of the model are; see the two."""
+    """Create dense layers as one product, in FP8 with `quantization`. See `JoinedLinear` and `Float8Linear`."""
     if quantization is None:
         return JoinedLinear(width, shape, bias=bias, dtype=dtype)
     return Float8Linear(width, shape, quantization, spread=spread, bias=bias, dtype=dtype)
@@ -187,22 +190,22 @@ def joined(
 def leading_back(
     width: int, out: int, quantization: Quantization | None, *, bias: bool, dtype: Any, rngs: nnx.Rngs
 ) -> nnx.Linear | Float8Linear:
-    """A dense layer whose inputs devices share out, with its matrix in 8 bits if those of the model are."""
+    """Create a dense layer whose inputs are sharded over devices, in FP8 with `quantization`."""
     if quantization is None:
         return linear(width, out, bias=bias, dtype=dtype, rngs=rngs)
     return Float8Linear(width, (out,), quantization, spread=1, bias=bias, dtype=dtype)
 
 
 def layer_norm(width: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Statistics and affine in float32, one rounding at the end. The vision tower's eps is constant."""
+    """Create a layer norm in float32 that rounds once at the end, with the eps of the vision towers."""
     return nnx.LayerNorm(width, epsilon=1e-6, use_fast_variance=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
 def by_chunks(rowwise: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """What a function of each row makes of x, [N, M] -> [N, M'].
+    """Apply a row-wise function to x, [N, M] -> [N, M'].
 
-    A CPU takes many rows chunk by chunk: what an MLP has between its products then stays in the cache. All chunks are
-    full, so that results are the same to the last bit.
+    A CPU computes many rows chunk by chunk, so that values between the products of an MLP stay in its cache. All chunks
+    are full, so results are identical to the last bit.
     """
     if len(x) <= CHUNK or len(x) % CHUNK:
         return rowwise(x)
@@ -214,7 +217,7 @@ def by_chunks(rowwise: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Ar
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)); `back` is the quantization of down."""
+    """The MLP down(silu(gate(x)) * up(x)). `quantization` is that of gate and up, `back` that of down."""
 
     def __init__(
         self,
@@ -239,19 +242,19 @@ class GatedMLP(nnx.Module):
 
 
 class Table(nnx.Module):
-    """A matrix whose rows belong to vocabulary ids: token embeddings and the output head, [V, M].
+    """A matrix with a row per vocabulary id, [V, M]: token embeddings or the output head.
 
-    Several devices say themselves how they share it: left to the compiler, few rows would gather the whole matrix.
+    It is partitioned explicitly over devices, because the compiler would gather the full matrix for a few rows.
     """
 
     def __init__(self, rows: int, width: int, *, dtype: Any):
         self.embedding = nnx.Param(jnp.zeros((rows, width), dtype))
 
     def __call__(self, index: jax.Array) -> jax.Array:
-        """The rows of `index`: [N] -> [N, M]."""
+        """Return the rows of `index`, [N] -> [N, M]."""
 
         def added(rows: jax.Array, index: jax.Array) -> jax.Array:
-            """Of several devices each has some rows, and 0 for the others."""
+            """Sum over devices. Each has some rows of the matrix, and 0 for the others."""
             place = index - len(rows) * jax.lax.axis_index(split.AXIS)
             is_own = (place >= 0) & (place < len(rows))
             return jax.lax.psum(jnp.where(is_own[:, None], rows[jnp.where(is_own, place, 0)], 0), split.AXIS)
@@ -261,14 +264,14 @@ class Table(nnx.Module):
         return self.embedding[...][index]
 
     def scores(self, x: jax.Array) -> jax.Array:
-        """Products with every row in float32: [N, M] -> [N, V]."""
+        """Return the products with all rows of the matrix in float32, [N, M] -> [N, V]."""
         # The table is the left operand: for one row this is five times faster on a CPU than x @ table.T.
         multiply = functools.partial(
             jnp.einsum, "vm,nm->vn", precision=matmul_precision(x.dtype), preferred_element_type=jnp.float32
         )
 
         def gathered(rows: jax.Array, x: jax.Array) -> jax.Array:
-            """Of several devices each has some rows."""
+            """Gather the products of all devices. Each has some rows of the matrix."""
             return jax.lax.all_gather(multiply(rows, x), split.AXIS, tiled=True)
 
         product = split.spread(gathered, (split.FIRST, split.WHOLE), split.WHOLE) if split.is_spread() else multiply

@@ -1,9 +1,9 @@
-"""A whole Qwen-VL model: vision tower, decoder, output head."""
+"""The Qwen-VL model: vision tower, decoder and output head."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ LayerGraphs = dict[Any, nnx.GraphDef[DecoderLayer]]
 
 
 class QwenVL(nnx.Module):
-    """The parameters carry the library's names, so that a checkpoint maps by rule (`params.py`)."""
+    """A Qwen-VL model. Its parameters have the library's names, so that a checkpoint maps by rule (`params.py`)."""
 
     def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         self.visual = FAMILIES[config.model_type].vision_tower(config.vision, dtype=dtype, rngs=rngs)
@@ -27,23 +27,30 @@ class QwenVL(nnx.Module):
             self.lm_head = Table(config.text.vocab_size, config.text.hidden_size, dtype=dtype)
 
 
-@functools.lru_cache(maxsize=16)  # it is asked for twice when a model is opened, and takes a second of a large one
+@functools.lru_cache(maxsize=16)  # called twice when a model opens, and takes a second for a large model
 def abstract_model(config: ModelConfig, dtype: Any) -> QwenVL:
-    """The model with shapes in the place of arrays; costs no memory at any size. It is shared: do not change it."""
-    return nnx.eval_shape(lambda: QwenVL(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    """Return the model with abstract arrays, which need no memory. The result is cached: do not change it."""
+    return nnx.eval_shape(lambda: QwenVL(config, dtype=dtype, rngs=cast(nnx.Rngs, _NoKeys())))
+
+
+class _NoKeys:
+    """Replacement for random keys. Nothing is drawn, and tracing one key per matrix takes longer than all the rest."""
+
+    def params(self) -> None:
+        return None
 
 
 def bind_layer(graphs: LayerGraphs, params: dict[str, Any]) -> DecoderLayer:
-    """The decoder layer of a plain nested dict, whichever of a model's kinds of layers it is of."""
+    """Return the decoder layer with the arrays of a plain nested dict, of any of the model's kinds of layers."""
     return bind(graphs[jax.tree.structure(params)], params)
 
 
 def layer_graphs(model: QwenVL) -> LayerGraphs:
-    """Graph definitions of a model's decoder layers, by the structure of their parameters."""
+    """Return the graph definitions of a model's decoder layers, by the structure of their parameters."""
     split = [nnx.split(layer) for layer in model.language_model.layers]
     return {jax.tree.structure(nnx.to_pure_dict(state)): graph for graph, state in split}
 
 
 def bind[M: nnx.Module](graph: nnx.GraphDef[M], params: dict[str, Any]) -> M:
-    """The module of a graph definition with the arrays of a plain nested dict, to be called while tracing."""
+    """Return the module of a graph definition with the arrays of a plain nested dict. Called while tracing."""
     return nnx.merge(graph, params)

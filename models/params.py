@@ -1,11 +1,11 @@
-"""From the parameters of a model to the tensors of a checkpoint.
+"""The mapping from the parameters of a model to the tensors of a checkpoint.
 
-Modules bear the library's names, so the mapping is a rule, not a table: a parameter's path is its tensor's name, except
-for the last part, for what its family says (`TensorNames`), and for layers that are one product here: the matrix of
-`qkv_proj` is [M, K, G + 2, D], of each KV head the queries, the key, the value; that of `gate_up_proj` [M, 2, F].
+Modules have the library's names, so the mapping is a rule, not a table. A parameter's path is its tensor's name, except
+for the last part, the family's `TensorNames`, and layers that are one product here. The matrix of `qkv_proj` is
+[M, K, G + 2, D]: queries, key and value of each KV head. That of `gate_up_proj` is [M, 2, F].
 
-Matrices in 8 bits stay as they are stored, [out, in]: those of `qkv_proj` are [K, G + 2, D, M], of `gate_up_proj`
-[2, F, M]. Beside each stand its factors, of which there is one for each output and group of inputs.
+FP8 matrices keep the stored layout [out, in]: [K, G + 2, D, M] for `qkv_proj`, and [2, F, M] for `gate_up_proj`. Each
+has a parameter of scales, one for each output and group of inputs.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ Path = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What the factors of matrices in 8 bits are stored as.
+    """The storage of FP8 matrices' scales.
 
     Attributes:
-      quantization: how.
-      inputs: of the matrices.
+      quantization: format of the checkpoint.
+      inputs: number of inputs of the matrices.
     """
 
     quantization: Quantization
     inputs: int
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """That of factors which are [..., outputs, groups] in memory."""
+        """Return the stored shape of scales that are [..., outputs, groups] in memory."""
         return *shape[:-2], *self.quantization.stored_shape(shape[-2], self.inputs)
 
     def spread(self, stored: np.ndarray, outputs: int) -> np.ndarray:
-        """Factors as they lie in memory, float32 [..., outputs, groups]."""
+        """Return stored scales in their layout in memory, float32 [..., outputs, groups]."""
         return self.quantization.spread(stored, outputs, self.inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one tensor of a checkpoint is of a parameter: all of it, or some of the axis of its layers.
+    """The part of a parameter that one tensor of a checkpoint contains: all of it, or some layers of a product.
 
     Attributes:
-      path: that the parameter would have if it were this part alone, as in the library's modules.
-      shape: likewise.
-      tensor: library name of the tensor it is made from.
-      tensor_shape: as stored; kernels are stored [out, in] and become [in, out].
-      place: first and last + 1 on the parameter's axis of layers, the one before that of their outputs; None: it is all
-        of the parameter.
-      is_turned: the matrices of experts are stored [E, out, in], as the library saves them, and not [E, in, out], as
-        they are published.
-      kept: the dtype that it has in a model of any dtype; None: it has the model's.
-      factors: of matrices in 8 bits, how they are stored; None: it is something else.
-      mixed: of matrices that are not in 8 bits here, but may be stored so: how their factors are; None: they may not.
+      path: path of the parameter in the library's modules, where this part is a parameter of its own.
+      shape: shape of the parameter there.
+      tensor: library name of the tensor.
+      tensor_shape: stored shape. Kernels are stored [out, in] and become [in, out].
+      place: first and last + 1 on the parameter's axis of layers, the one before that of the outputs. None: all of the
+        parameter.
+      is_transposed: True if the matrices of experts are stored [E, out, in], as the library saves them, and not
+        [E, in, out], as they are published.
+      kept: dtype in a model of any dtype. None: the model's dtype.
+      factors: storage of scales, if this part is scales of FP8 matrices, else None.
+      mixed: storage of scales, if this part is a matrix that is not in FP8 here but may be stored in FP8, else None.
     """
 
     path: Path
@@ -72,14 +72,14 @@ class Part:
     tensor: str
     tensor_shape: tuple[int, ...]
     place: tuple[int, int] | None = None
-    is_turned: bool = False
+    is_transposed: bool = False
     kept: np.dtype | None = None
     factors: Factors | None = None
     mixed: Factors | None = None
 
     @property
     def is_stack(self) -> bool:
-        """Whether it holds a matrix of each expert."""
+        """True if it has a matrix for each expert."""
         return self.path[-1] in _ALL_STACKS
 
     @property
@@ -91,27 +91,27 @@ class Part:
         return self.kept == FLOAT8
 
     def dtype_in(self, dtype: np.dtype) -> np.dtype:
-        """Its dtype in a model of a dtype."""
+        """Return its dtype in a model of `dtype`."""
         return self.kept or dtype
 
     def of(self, parameter: np.ndarray) -> np.ndarray:
-        """Where it is in the parameter's array, a view."""
+        """Return the view of this part in the parameter's array."""
         if self.place is None:
             return parameter
-        if self.path[-1] in IN_8_BITS:
+        if self.path[-1] in FP8_LEAVES:
             return parameter[..., slice(*self.place), :, :]
         return parameter[..., slice(*self.place), :]
 
-    def turned(self) -> Part:
-        """The same, stored in the library's layout."""
+    def transposed(self) -> Part:
+        """Return the part of experts' matrices as stored in the library's layout."""
         count, rows, columns = self.shape
-        return dataclasses.replace(self, tensor_shape=(count, columns, rows), is_turned=True)
+        return dataclasses.replace(self, tensor_shape=(count, columns, rows), is_transposed=True)
 
     @property
     def singles(self) -> list[dict[str, tuple[int, ...]]]:
-        """Of a stack: the tensors of each expert where these are stored one by one, with their shapes, [out, in].
+        """Names and shapes [out, in] of each expert's tensors, if the experts of a stack are stored one by one.
 
-        An expert's matrix holds them one above the other.
+        An expert's matrix is the concatenation of its tensors along the outputs.
         """
         folder, _, name = self.tensor.rpartition(".")
         suffix = self.factors.quantization.suffix if self.factors else ""
@@ -125,12 +125,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter, and what it is made of.
+    """A parameter of a model and its parts in a checkpoint.
 
     Attributes:
       path: keys in the nested dict of parameters.
-      shape: of the parameter.
-      parts: one, or those of the library's layers that are one here.
+      shape: shape of the parameter.
+      parts: one part, or one for each of the library's layers that are a single product here.
     """
 
     path: Path
@@ -142,20 +142,20 @@ class Parameter:
         return self.path[-1] == "kernel"
 
     def dtype_in(self, dtype: np.dtype) -> np.dtype:
-        """Its dtype in a model of a dtype."""
+        """Return its dtype in a model of `dtype`."""
         return self.parts[0].dtype_in(dtype)
 
     def nbytes(self, dtype: np.dtype) -> int:
-        """Its bytes in a model of a dtype."""
+        """Return its bytes in a model of `dtype`."""
         return math.prod(self.shape) * self.dtype_in(dtype).itemsize
 
-    def turned(self) -> Parameter:
-        """The same, stored in the library's layout."""
-        return dataclasses.replace(self, parts=tuple(part.turned() for part in self.parts))
+    def transposed(self) -> Parameter:
+        """Return the parameter of experts' matrices as stored in the library's layout."""
+        return dataclasses.replace(self, parts=tuple(part.transposed() for part in self.parts))
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """Every parameter of a model, in the order of its tree."""
+    """Return all parameters of a model, in the order of its tree."""
     return list(_parameters(config))
 
 
@@ -172,17 +172,17 @@ def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
-    """The nested dict of parameters with `jax.ShapeDtypeStruct` leaves."""
+    """Return the nested dict of parameters with `jax.ShapeDtypeStruct` leaves."""
     return nnx.to_pure_dict(nnx.split(abstract_model(config, dtype))[1])
 
 
 def library_name(name: str) -> str:
-    """The library's name of a tensor of a checkpoint, which an older release, of any family, may have named."""
+    """Return the library's name of a checkpoint's tensor, which may have a name of an older release of any family."""
     return name if name.startswith(("model.visual.", "model.language_model.")) else _rename(name, _BEGINNINGS)
 
 
 def published_name(config: ModelConfig, name: str) -> str:
-    """The name under which the library saves a tensor; the inverse of `library_name`."""
+    """Return the name under which the library saves a tensor, the inverse of `library_name`."""
     return _rename(name, {library: published for published, library in _names(config).published.items()})
 
 
@@ -193,11 +193,11 @@ _BEGINNINGS = {
     "language_model.": "model.language_model.",
     "model.": "model.language_model.",
 }
-_STACKS = ("gate_up_proj", "down_proj")  # a matrix of each expert
+_STACKS = ("gate_up_proj", "down_proj")  # leaves with a matrix for each expert
 _FACTORS = {"weight": "weight_scale", **{name: f"{name}_scale" for name in _STACKS}}
 _ALL_STACKS = *_STACKS, *(_FACTORS[name] for name in _STACKS)
-IN_8_BITS = "weight", _FACTORS["weight"]  # leaves of layers that are stored [out, in]
-# Of the library's layers, which are one here, on the axis before the last: all but the first are one there.
+FP8_LEAVES = "weight", _FACTORS["weight"]  # leaves of FP8 layers, [out, in]
+# The library's layers of each joined product. On the axis before the last, all but the first have length 1.
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias", "weight": "weight"}
 
@@ -208,18 +208,18 @@ def _parts(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[
         yield Part(path, shape, _tensor_name(config, path), _tensor_shape(config, path, shape))
         return
     names = _JOINED[str(module)]
-    begin, end = int(leaf == "kernel"), len(shape) - (leaf in IN_8_BITS)  # without the axis of inputs
-    before, (*heads, count, width), behind = shape[:begin], shape[begin:end], shape[end:]
+    begin, end = int(leaf == "kernel"), len(shape) - (leaf in FP8_LEAVES)  # without the axis of inputs
+    before, (*heads, count, width), after = shape[:begin], shape[begin:end], shape[end:]
     first = 0
     for name, last in zip(names, range(count - len(names) + 1, count + 1), strict=True):
         own = *folders, name, leaf
-        flat = *before, math.prod(heads) * (last - first) * width, *behind
+        flat = *before, math.prod(heads) * (last - first) * width, *after
         yield Part(own, flat, _tensor_name(config, own), _tensor_shape(config, own, flat), (first, last))
         first = last
 
 
 def _with_kind(config: ModelConfig, path: Path, part: Part, dtype: Any) -> Part:
-    """The part of a parameter as one of matrices in 8 bits, of their factors, or of such as are left out, if it is."""
+    """Return the part marked as FP8 matrix, as scales, or as a matrix excluded from FP8. Others are unchanged."""
     if (quantization := config.text.quantization) is None:
         return part
     if path[:2] == ("language_model", "layers") and (path[2], path[-2]) in quantization.left_out:
@@ -234,7 +234,7 @@ def _with_kind(config: ModelConfig, path: Path, part: Part, dtype: Any) -> Part:
 
 
 def _inputs(config: ModelConfig, part: Part) -> int:
-    """Of the matrices that factors belong to."""
+    """Return the number of inputs of the matrices that a part contains or scales."""
     text = config.text
     match part.path[-2:]:
         case ("o_proj", _):

@@ -45,8 +45,13 @@ FIELDS = base.Fields(
 
 @dataclasses.dataclass(frozen=True)
 class Qwen25VLVisionConfig(base.VisionConfig):
-    """`window_size` is the side of an attention window in pixels; blocks in `full_blocks` attend to the whole image. A
-    second of a video is `tokens_per_second` positions long."""
+    """The configuration of the vision tower of Qwen2.5-VL.
+
+    Attributes:
+      window_size: side of an attention window in pixels.
+      full_blocks: blocks that attend to the full image.
+      tokens_per_second: positions per second of a video.
+    """
 
     window_size: int
     full_blocks: tuple[int, ...]
@@ -74,7 +79,7 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
 
 
 class Qwen25VLVisionTower(nnx.Module):
-    """Packed patches to image tokens. Image tokens are reordered window by window, and put back after the merger."""
+    """The vision tower of Qwen2.5-VL. It sorts image tokens by window, and restores their order after the merger."""
 
     def __init__(self, config: Qwen25VLVisionConfig, *, dtype: Any, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm, config.hidden_size, 1e-6, dtype=dtype)
@@ -96,7 +101,7 @@ class Qwen25VLVisionTower(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> jax.Array:
-        """uint8 [P, C, F, patch * patch] -> [1, P / merge^2, out]."""
+        """Encode patches, uint8 [P, C, F, patch * patch] -> [1, P / merge^2, out]."""
         x = self.patch_embed(pixels, normalization)
         tokens = len(x) // self.config.merge_size**2
         x = x.reshape(tokens, -1)[tables["window_order"]].reshape(x.shape)
@@ -141,7 +146,7 @@ def encoder_tables(
 
 @functools.lru_cache(maxsize=256)
 def _windows(h: int, w: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Image tokens of an h x w grid window by window, int32 [h * w], and the tokens in each window.
+    """Return the image tokens of an h x w grid, window by window, int32 [h * w], and the size of each window.
 
     Windows start at the top left; those at the border are smaller.
     """
@@ -177,7 +182,7 @@ FAMILY = Family(
         },
         output_width="out_hidden_size",
     ),
-    # All chunks stand in one run of placeholders; the seconds between them set their positions.
+    # All chunks are one run of placeholders. The seconds between them set their positions.
     video=Videos(
         processor="Qwen2VLVideoProcessor",
         chunk="<|video_pad|>",

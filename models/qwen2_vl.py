@@ -56,7 +56,7 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
     """Return our configuration for the library's `config`; `raw` is the content of `config.json`."""
     given, text = config.vision_config, config.text_config
     decoder = read_decoder(config)
-    # The width of the tower is `embed_dim` here, and `hidden_size` that of its output.
+    # `embed_dim` is the width of the tower, and `hidden_size` the width of its output.
     if given.hidden_size != text.hidden_size:
         raise ValueError(f"vision hidden_size must equal hidden_size = {text.hidden_size}, got {given.hidden_size}")
     tower = VisionConfig(
@@ -108,7 +108,7 @@ class Qwen2VLMLP(nnx.Module):
 
 
 class Qwen2VLVisionTower(nnx.Module):
-    """Packed patches to image tokens."""
+    """The vision tower of Qwen2-VL."""
 
     def __init__(self, config: VisionConfig, *, dtype: Any, rngs: nnx.Rngs):
         norm = functools.partial(layer_norm, config.hidden_size, dtype=dtype, rngs=rngs)
@@ -128,7 +128,7 @@ class Qwen2VLVisionTower(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> jax.Array:
-        """uint8 [P, C, patch * patch] -> [1, P / merge^2, out]."""
+        """Encode patches, uint8 [P, C, patch * patch] -> [1, P / merge^2, out]."""
         x = self.patch_embed(pixels, normalization)
         rotation = rope.vision_rotation(tables["yx"], self.config.head_dim)
         for block in self.blocks:
@@ -182,7 +182,7 @@ FAMILY = Family(
         system_turn="You are a helpful assistant.",
         output_width="hidden_size",
     ),
-    # All chunks stand in one run of placeholders, one position apart.
+    # All chunks are one run of placeholders, one position apart.
     video=Videos(processor="Qwen2VLVideoProcessor", chunk="<|video_pad|>", time_step=lambda vision, seconds: 1),
     vision_tower=Qwen2VLVisionTower,
     read_config=read_config,

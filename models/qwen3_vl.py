@@ -47,14 +47,19 @@ FIELDS = base.Fields(
         "num_position_embeddings": 2304,
         "deepstack_visual_indexes": [8, 16, 24],
     },
-    rope_theta=5e6,  # as at the release; the library of today has 5e5
+    rope_theta=5e6,  # the default at the release; the library's present default is 5e5
     own_vision={"num_position_embeddings": whole(1, 1 << 24), "deepstack_visual_indexes": base.INDICES},
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3VLVisionConfig(base.VisionConfig):
-    """The output of the blocks in `deepstack_blocks` is added to the hidden states after decoder layers 0, 1, 2..."""
+    """The configuration of the vision tower of Qwen3-VL.
+
+    Attributes:
+      num_position_embeddings: number of learned positions.
+      deepstack_blocks: blocks whose outputs are added to the hidden states after decoder layers 0, 1, 2...
+    """
 
     num_position_embeddings: int
     deepstack_blocks: tuple[int, ...]
@@ -106,7 +111,7 @@ class Qwen3VLMLP(nnx.Module):
 
 
 class Qwen3VLVisionTower(nnx.Module):
-    """Packed patches to image tokens."""
+    """The vision tower of Qwen3-VL."""
 
     def __init__(self, config: Qwen3VLVisionConfig, *, dtype: Any, rngs: nnx.Rngs):
         norm = functools.partial(layer_norm, config.hidden_size, dtype=dtype, rngs=rngs)
@@ -130,7 +135,7 @@ class Qwen3VLVisionTower(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> jax.Array:
-        """uint8 [P, C, F, patch * patch] -> [1 + J, P / merge^2, out]: the image tokens and J DeepStack features."""
+        """Encode patches, uint8 [P, C, F, patch * patch] -> tokens and DeepStack features [1 + J, P / merge^2, out]."""
         x = self.patch_embed(pixels, normalization)
         taps = self.pos_embed(tables["tap"]).astype(jnp.float32) * tables["tap_weight"][:, :, None]
         x = x + taps.sum(axis=1).astype(x.dtype)
@@ -162,8 +167,10 @@ def encoder_tables(
 
 @functools.lru_cache(maxsize=256)
 def _position_taps(h: int, w: int, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the four learned positions around each patch, [h * w, 4], and their bilinear weights. The corners of the
-    image are those of the grid of positions."""
+    """Return the four learned positions around each patch, [h * w, 4], and their bilinear weights.
+
+    The corners of the image are those of the grid of positions.
+    """
 
     def axis(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         at = np.arange(n, dtype=np.float32) * np.float32(side - 1) / np.float32(max(n - 1, 1))
@@ -179,7 +186,7 @@ def _position_taps(h: int, w: int, merge: int, side: int) -> tuple[np.ndarray, n
 
 POSITIONS = 262144
 OWN = {"head_dim": 128, "attention_bias": False}
-VISION = FIELDS.vision  # of 8B and 32B
+VISION = FIELDS.vision  # tower of 8B and 32B
 SMALL_VISION = {
     **VISION, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17],
 }  # fmt: skip
@@ -226,9 +233,9 @@ FAMILY = Family(
         },
         has_fp8=True,
     ),
-    # Each chunk stands after the text of its time and has markers of its own. The markers that a chat template puts
-    # around the whole video are dropped, as in the code at the models' release (transformers 4.57). Today's library
-    # leaves them around the chunks.
+    # Each chunk follows the text of its time and has its own markers. The markers that a chat template puts around the
+    # full video are dropped, as in the code at the models' release (transformers 4.57). The present library keeps them
+    # around the chunks.
     video=Videos(
         processor="Qwen3VLVideoProcessor",
         chunk="<{seconds:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>",

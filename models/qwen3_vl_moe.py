@@ -1,4 +1,4 @@
-"""Qwen3-VL with mixtures of experts: each token passes a few of the many MLPs of a layer; else as Qwen3-VL."""
+"""Qwen3-VL with mixtures of experts: each token uses a few of the many MLPs of a layer."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def read_experts(text: Any) -> base.ExpertsConfig | None:
 
 
 def _text(width: int, layers: int, heads: int, mlp_width: int, expert_width: int) -> dict[str, Any]:
-    """Return `text_config` with 128 experts in every layer, of which a token passes 8. No layer has the MLP of
-    `mlp_width`."""
+    """Return `text_config` with 128 experts in every layer, of which a token uses 8. No layer has a plain MLP."""
     experts = {
         "num_experts": 128,
         "num_experts_per_tok": 8,

@@ -22,12 +22,12 @@ FAMILIES: dict[str, Family] = {
 
 
 def load_config(directory: str | pathlib.Path) -> ModelConfig:
-    """Reads `config.json` of a checkpoint directory, in the nested or in the old flat layout.
+    """Read `config.json` of a checkpoint directory, in the nested or in the old flat layout.
 
     Raises:
       FileNotFoundError: there is no `config.json`.
-      ValueError: the file is damaged, the model type is unknown, weights are quantized in a format that is not read, or
-        a field is out of bounds or has a value that is not implemented; the message names file and field.
+      ValueError: the file is damaged, the model type is unknown, the format of quantized weights is not supported, or
+        a field is out of bounds or has an unsupported value. The message names file and field.
     """
     path = pathlib.Path(directory) / "config.json"
     if not path.exists():
@@ -37,7 +37,10 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
 
 
 def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
-    """The model that the content of a `config.json` describes; `path` is how errors call the file.
+    """Return the configuration for the content of a `config.json`.
+
+    Args:
+      path: name of the file in errors.
 
     Raises:
       ValueError: see `load_config`.
@@ -47,12 +50,12 @@ def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")
     family = FAMILIES[model_type]
     check_config(raw, family.fields, path)
-    read_quantization(raw, path)  # a format that is not read is named before what else may be wrong
+    read_quantization(raw, path)  # reports an unsupported format before other errors
     try:
         model = family.read_config(library_config(raw, family.fields), raw)
-    except Exception as error:  # whatever the fields together lead to
+    except Exception as error:  # combinations of fields can lead to any error
         reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} must describe a model that is supported: {reason}") from error
+        raise ValueError(f"{path} must describe a supported model: {reason}") from error
     text, experts = model.text, model.text.experts
     quantization = read_quantization(raw, path, text.num_layers, 0 if experts is None else experts.count)
     return dataclasses.replace(model, text=dataclasses.replace(text, quantization=quantization))
@@ -63,11 +66,11 @@ SIZES: dict[str, PublishedSize] = {
 }
 
 LIKE = {f"Qwen3-VL-{kind}-{size}": f"Qwen3-VL-{size}" for kind in ("Embedding", "Reranker") for size in ("2B", "8B")}
-"""Published models that are of another one's size, with another use of their last token."""
+"""Published models of another model's size, with another use of their last token."""
 
 
 FP8 = {f"{name}-FP8": name for name, size in SIZES.items() if FAMILIES[size.model_type].published.has_fp8}
-"""Published models whose decoders are in 8 bits, and the size that each is of."""
+"""Published models whose decoders are in FP8, and their sizes."""
 
 _FP8_CONFIG = {
     "quant_method": "fp8",
@@ -78,14 +81,14 @@ _FP8_CONFIG = {
 
 
 def find_name(name: str) -> str | None:
-    """The name of a published size, given in any case, or None: "qwen3-vl-8b" is Qwen3-VL-8B."""
+    """Return the name of a published size, given in any case, or None: "qwen3-vl-8b" is Qwen3-VL-8B."""
     known = {one: one for one in (*SIZES, *FP8)} | LIKE
     return {one.lower(): size for one, size in known.items()}.get(name.lower())
 
 
 @functools.cache
 def published_config(name: str) -> ModelConfig:
-    """The configuration of a published size, or of one in 8 bits.
+    """Return the configuration of a published size, or of one in FP8.
 
     Raises:
       KeyError: there is no such size.
@@ -95,14 +98,17 @@ def published_config(name: str) -> ModelConfig:
 
 
 def config_file(size: PublishedSize, *, dtype: str, **tokens: int) -> dict[str, Any]:
-    """The content of `config.json`; `tokens` are ids that are not the library's defaults.
+    """Return the content of `config.json`.
 
-    Heads of another width than the published ones share out their frequencies among T, H and W alike.
+    Heads of another width than the published ones split their frequencies among T, H and W in the same ratio.
+
+    Args:
+      tokens: ids of special tokens that are not the library's defaults.
     """
     published, text = FAMILIES[size.model_type].published, size.text
     half = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
     section = published.rope["mrope_section"]
-    side = half * section[1] // sum(section)  # H and W have as many
+    side = half * section[1] // sum(section)  # of H and of W
     rope = {"rope_type": "default", **published.rope, "mrope_section": [half - 2 * side, side, side]}
     return {
         "architectures": [published.architecture],

@@ -2,11 +2,11 @@
 
 A text token has the triple (p, p, p). An image that starts at position p with a merged grid of h x w tokens has
 (p, p + y, p + x) for its token (y, x). All positions of an image shift together with its start, which is why keys
-stored before rotation can be placed anywhere. A video is a sequence of images; those that follow each other without a
-token between them begin at the same p, each later by its time on the first axis. What comes behind an image or a video
-begins at the greatest position before it plus one, over all three axes: behind an image at p + max(h, w), behind a
-video that lasts longer than its frames are wide, behind its last time. So it says in the paper of Qwen2-VL, and so did
-the code that the weights were trained with. The library of today lets text begin at p + max(h, w) behind a video, too.
+stored before rotation can be placed anywhere. A video is a sequence of images. Consecutive images without a token
+between them begin at the same p, and each has its time added on the first axis. Tokens after an image or a video begin
+at the greatest earlier position plus one, over all three axes. After an image, this is p + max(h, w). After a video
+that lasts longer than its frames are wide, it is one after its last time. The paper of Qwen2-VL defines this, and the
+code that trained the weights did the same. The present library begins text at p + max(h, w) after a video, too.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from vlcache_jax.pallas_kernels.rotation import rotate as rotate
 def mrope_positions(
     num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]], times: Sequence[int] | None = None
 ) -> tuple[np.ndarray, int]:
-    """Position triples of a prompt with images (host).
+    """Return the position triples of a prompt with images (host).
 
     Args:
-      num_tokens: tokens of the prompt, image tokens included.
+      num_tokens: number of tokens of the prompt, including image tokens.
       starts: index of each image's first token, ascending.
-      grids: merged grid (h, w) of each image; it covers h * w tokens from its start.
-      times: what is added to each image's positions on the first axis; None: nothing.
+      grids: merged grid (h, w) of each image, which covers h * w tokens from its start.
+      times: offset of each image's positions on the first axis. None: 0.
 
     Returns:
-      positions [3, n] int32, and delta: the position of the i-th generated token is n + i + delta on all axes.
+      Positions [3, n], int32, and delta: the position of the i-th generated token is n + i + delta on all axes.
     """
     positions = np.empty((3, num_tokens), np.int32)
     token = position = begin = 0
     for start, (h, w), time in zip(starts, grids, times or [0] * len(starts), strict=True):
-        if start > token or not token:  # else it goes on with the images before it
+        if start > token or not token:  # else the image continues a video
             positions[:, token:start] = np.arange(position, position + start - token)
             begin = position + start - token
         token = start + h * w
@@ -52,16 +52,16 @@ def mrope_positions(
 
 @functools.lru_cache(64)
 def _grid_positions(h: int, w: int) -> np.ndarray:
-    """Of an image's tokens, its first one at 0: int32 [3, h * w]."""
+    """Return the positions of an image's tokens relative to its start, int32 [3, h * w]."""
     return np.stack([np.zeros(h * w), np.repeat(np.arange(h), w), np.tile(np.arange(w), h)]).astype(np.int32)
 
 
 @functools.cache
 def inverse_frequencies(theta: float, width: int) -> np.ndarray:
-    """theta ** (-2 i / width) for i < width / 2, in float32 whatever the model's dtype.
+    """Return theta ** (-2 i / width) for i < width / 2, in float32 for any model dtype.
 
-    Each step is rounded as in the library: at position 262143 one wrong last digit turns a fast frequency by 0.01. The
-    power is taken in float64, because numpy's own float32 power is not rounded correctly.
+    Each step is rounded as in the library. At position 262143, an error in the last digit rotates a fast frequency by
+    0.01. The power is computed in float64, because numpy's float32 power is not rounded correctly.
     """
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     return np.float32(1) / np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
@@ -69,7 +69,7 @@ def inverse_frequencies(theta: float, width: int) -> np.ndarray:
 
 @functools.cache
 def frequency_axes(section: tuple[int, int, int], interleaved: bool) -> np.ndarray:
-    """Which of the axes T, H, W (0, 1, 2) turns each of the D / 2 frequencies."""
+    """Return the axis T, H or W (0, 1, 2) of each of the D / 2 frequencies."""
     if not interleaved:
         return np.repeat(np.arange(3), section)
     axes = np.zeros(sum(section), np.int64)
@@ -81,7 +81,7 @@ def frequency_axes(section: tuple[int, int, int], interleaved: bool) -> np.ndarr
 def text_rotation(
     position: jax.Array, theta: float, section: tuple[int, int, int], interleaved: bool, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [N, 1, D / 2] of position triples [3, N]; angles in float32, the tables rounded to `dtype`."""
+    """Return cos and sin [N, 1, D / 2] of position triples [3, N]. Angles are float32, the results have `dtype`."""
     axes = frequency_axes(section, interleaved)
     t, h, w = position[:, :, None].astype(jnp.float32)
     angle = jnp.where(axes == 0, t, jnp.where(axes == 1, h, w)) * inverse_frequencies(theta, 2 * len(axes))
@@ -90,7 +90,7 @@ def text_rotation(
 
 
 def vision_rotation(yx: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [P, 1, D / 2] in float32 of patch coordinates [P, 2]: first all y frequencies, then all x."""
+    """Return cos and sin [P, 1, D / 2] of patch coordinates [P, 2] in float32: all y frequencies, then all x."""
     angle = yx[:, :, None].astype(jnp.float32) * inverse_frequencies(10000.0, head_dim // 2)
     angle = angle.reshape(len(yx), 1, head_dim // 2)
     return jnp.cos(angle), jnp.sin(angle)

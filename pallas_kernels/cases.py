@@ -1,6 +1,6 @@
-"""What every implementation of a kernel has to do: corner cases, references in numpy, tolerances.
+"""Corner cases of the kernels, references in numpy, and tolerances, for every implementation.
 
-One table for the tests, which run it on the CPU, and for the checks on a chip: `checks.py` and `benchmarks.gpu`.
+The tests run this table on the CPU, the checks on a chip: `checks.py` and `benchmarks.gpu`.
 """
 
 import dataclasses
@@ -12,30 +12,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlcache_jax.pallas_kernels.flaws import carry_flaws
 from vlcache_jax.pallas_kernels.link import link
 from vlcache_jax.pallas_kernels.link.codec import CODECS, Codec
+from vlcache_jax.pallas_kernels.nonfinite import propagate_nonfinite
 
-TOLERANCE = {"bfloat16": 0.04, "float16": 0.01}  # of `relative_error` where weights, too, are rounded to the dtype
+TOLERANCE = {"bfloat16": 0.04, "float16": 0.01}  # of `relative_error` if weights, too, are rounded to the dtype
 
 Intervals = tuple[np.ndarray, np.ndarray]
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def array(x: Any, dtype: Any) -> jax.Array:
-    """What numpy rounds to the dtype. (`jnp.asarray` would compile a program for each shape.)"""
+    """Round `x` to the dtype with numpy. (`jnp.asarray` would compile a program for each shape.)"""
     return jax.device_put(np.asarray(x, jnp.dtype(dtype)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def encode(codec: Codec, x: Any, bias: Any = None, weight: Any = None) -> tuple[jax.Array, jax.Array]:
-    """`codec.encode`, compiled once for each shape."""
+    """Call `codec.encode`, compiled once for each shape."""
     return codec.encode(x, bias, weight)
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelCase:
-    """Shapes by their letters, and intervals as a function of (generator, N, S)."""
+    """A case of attention: shapes by their letters, and intervals as a function of (generator, N, S)."""
 
     name: str
     N: int
@@ -47,11 +47,14 @@ class KernelCase:
     scale: float | None = None
 
     def inputs(self, dtype: str = "float32", *, poison: bool = False, flaw: bool = False, seed: int = 0) -> Inputs:
-        """Arguments of attention.
+        """Return the arguments of attention.
 
         Args:
-          poison: fill every slot that no row sees: K with NaN and infinities, V, which is finite, with the largest.
-          flaw: NaN in K, for one head of a slot in the middle of those that some row sees.
+          dtype: Of q, k and v.
+          poison: Fill every slot that no row sees: K with NaN and infinities, V, which is finite, with the largest
+            number.
+          flaw: Put NaN into K, for one head of a slot in the middle of those that some row sees.
+          seed: Of the random numbers.
         """
         rng = np.random.default_rng((seed, self.N, self.S, self.D))
         q, k, v = (rng.standard_normal(s) for s in ((self.N, self.H, self.D), *[(self.S, self.K, self.D)] * 2))
@@ -73,12 +76,12 @@ def causal(rng: np.random.Generator, n: int, s: int) -> Intervals:
 
 
 def scattered(rng: np.random.Generator, n: int, s: int) -> Intervals:
-    """Some rows of one request, in no order."""
+    """Return some rows of one request, in no order."""
     return np.zeros(n, int), rng.choice(s, n, replace=False) + 1
 
 
 def packed(rng: np.random.Generator, n: int, s: int) -> Intervals:
-    """Causal rows of several requests one after the other, with a gap between two of them."""
+    """Return causal rows of several requests one after the other, with a gap between two of them."""
     bounds = np.array([0, s // 7, s // 3, s // 2, s])
     slot = np.sort(rng.choice(s, n, replace=False))
     slot = slot[(slot < s // 3) | (slot >= s // 3 + s // 9)]
@@ -91,7 +94,7 @@ def some_empty(rng: np.random.Generator, n: int, s: int) -> Intervals:
     start = rng.integers(0, s, n)
     end = np.minimum(start + rng.integers(1, s, n), s)
     kind = np.arange(n) % 4
-    end = np.where(kind == 1, start, np.where(kind == 2, start - 5, end))  # of length 0, and of less
+    end = np.where(kind == 1, start, np.where(kind == 2, start - 5, end))  # length 0, and negative length
     return start, end
 
 
@@ -104,7 +107,7 @@ def whole(rng: np.random.Generator, n: int, s: int) -> Intervals:
 
 
 def beyond(rng: np.random.Generator, n: int, s: int) -> Intervals:
-    """Bounds outside the pool, and rows wholly outside it."""
+    """Return bounds outside the pool, and rows fully outside it."""
     start, end = rng.integers(-s, s // 2, n), rng.integers(s // 2, 3 * s, n)
     start[0], end[0] = -9, -2
     start[-1], end[-1] = s + 3, s + 8
@@ -117,7 +120,7 @@ def windows(rng: np.random.Generator, n: int, s: int, size: int = 64) -> Interva
 
 
 def decode(rng: np.random.Generator, n: int, s: int) -> Intervals:
-    """Every row another request, which stand in the pool in no order."""
+    """Return one row for each request; the requests stand in the pool in no order."""
     start = rng.permutation(n) * (s // n)
     return start, start + rng.integers(1, s // n + 1, n)
 
@@ -144,7 +147,7 @@ CASES = (
     KernelCase("one slot", 3, 1, 3, 3, 24, whole),
 )
 
-# On a GPU only: ways to cut that no heuristic chooses for cases so small, as fields of `AttentionConfig`.
+# GPU only: ways to cut that no heuristic chooses for such small cases, as fields of `AttentionConfig`.
 WAYS: tuple[tuple[KernelCase, dict[str, Any]], ...] = (
     (KernelCase("causal", 45, 300, 6, 2, 64, causal), {"block": 128}),
     (KernelCase("no turns", 45, 300, 4, 1, 64, causal), {"block": 64, "stages": 3, "take_turns": False}),
@@ -160,7 +163,7 @@ WAYS: tuple[tuple[KernelCase, dict[str, Any]], ...] = (
 
 
 def reference(q: Any, k: Any, v: Any, k_start: Any, k_end: Any, scale: float | None = None) -> np.ndarray:
-    """Row by row in float64, from the slots of the row's interval alone."""
+    """Compute attention row by row in float64, from the slots of the row's interval alone."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     S, K, D = k.shape
     k, v = (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (k, v))  # [K, S, D]
@@ -177,9 +180,10 @@ def reference(q: Any, k: Any, v: Any, k_start: Any, k_end: Any, scale: float | N
 
 
 def relative_error(out: Any, want: np.ndarray) -> float:
-    """Largest difference, by the root mean square of its row's results: those of long intervals are small.
+    """Return the largest difference, divided by the root mean square of its row's results: long intervals give small
+    ones.
 
-    Infinite where only one of both is finite, and where a row that must be 0 is not.
+    It is infinite if only one of both is finite, or if a row that must be 0 is not.
     """
     out = np.asarray(out, np.float64)
     finite = np.isfinite(want)
@@ -193,10 +197,10 @@ def relative_error(out: Any, want: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LinkCase:
-    """Linking T tokens into a pool of S slots, some of them padding, which goes nowhere; some with flaws in V.
+    """Link T tokens into a pool of S slots. Some are padding, which is dropped; some have non-finite values in V.
 
-    They are those of the last of `layers` layers, and may be coded, the keys without a `constant`: "bias", "weight".
-    If they are `kept` on the device, they lie anywhere among as many tokens.
+    The tokens are of the last of `layers` layers. They may be coded, the keys without a `constant`: "bias" or "weight".
+    If `kept`, they are on the device, at any place among as many tokens.
     """
 
     T: int
@@ -221,7 +225,7 @@ class LinkCase:
         return self.layers - 1
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of link."""
+        """Return the keyword arguments of link."""
         rng = np.random.default_rng(self.K)
         bias, weight = rng.normal(0, 50, (self.K, self.D)), rng.standard_normal(self.D) * (rng.random(self.D) < 0.9)
         constants = {
@@ -230,7 +234,7 @@ class LinkCase:
         return {"layer": self.layer, "codec": self.codec, **constants}
 
     def inputs(self, dtype: str = "bfloat16", seed: int = 0) -> tuple[Any, ...]:
-        """Arguments of link, but its options: slots in no order, those of padding behind the pool, just and far."""
+        """Return the positional arguments of link: slots in no order, those of padding just and far beyond the pool."""
         rng = np.random.default_rng((seed, self.T, self.K, self.D))
         pools = rng.standard_normal((2, self.S, self.K, self.D))
         stored = rng.standard_normal((2, self.T, self.K, self.D))
@@ -242,33 +246,35 @@ class LinkCase:
         layers = rng.standard_normal((self.layers, 2, self.T, self.K, self.D))
         layers[self.layer] = stored
         k_pool, v_pool, data, cos, sin = (array(x, dtype) for x in (*pools, layers, np.cos(angle), np.sin(angle)))
-        planes = [data]
+        buffers = [data]
         if self.codec is not None:
             coded = [[self._coded(k, self.options()), self._coded(v, {})] for k, v in layers.astype(np.float32)]
-            planes = [jnp.asarray(np.stack([[half[i] for half in layer] for layer in coded])) for i in range(2)]
-        return k_pool, v_pool, [planes], array(slot, jnp.int32), cos, sin
+            buffers = [jnp.asarray(np.stack([[half[i] for half in layer] for layer in coded])) for i in range(2)]
+        return k_pool, v_pool, [buffers], array(slot, jnp.int32), cos, sin
 
     def _coded(self, x: np.ndarray, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         return encode(CODECS[self.codec or ""], x, options.get("bias"), options.get("weight"))
 
     def run(self, args: tuple[Any, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
-        """Links what `inputs` gave."""
+        """Link the arguments that `inputs` returned."""
         options: dict[str, Any] = self.options() | {"implementation": implementation}
         if self.kept:
-            k_pool, v_pool, [planes], *rest = args
-            options["source"], planes = self._kept(planes)
-            args = k_pool, v_pool, [planes], *rest
+            k_pool, v_pool, [buffers], *rest = args
+            options["source"], buffers = self._kept(buffers)
+            args = k_pool, v_pool, [buffers], *rest
         return jax.jit(functools.partial(link, **options))(*args)
 
-    def _kept(self, planes: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        """(source, planes) of stored keys and values, among others, in another order of their eights."""
+    def _kept(self, buffers: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        """Return (source, buffers) of stored keys and values among others, with their groups of eight in another
+        order.
+        """
         source = np.zeros(self.T, np.int32)
         order = np.random.default_rng(self.T).permutation(self.kept // 8)
         for number, first in enumerate(range(0, self.T, 8)):
             source[first : first + 8] = 8 * order[number] + np.arange(min(8, self.T - first))
-        kept = [np.ones((*plane.shape[:2], self.kept, *plane.shape[3:]), plane.dtype) for plane in planes]
-        for whole, plane in zip(kept, planes, strict=True):
-            whole[:, :, source] = plane
+        kept = [np.ones((*buffer.shape[:2], self.kept, *buffer.shape[3:]), buffer.dtype) for buffer in buffers]
+        for whole, buffer in zip(kept, buffers, strict=True):
+            whole[:, :, source] = buffer
         return jnp.asarray(source), [jnp.asarray(whole) for whole in kept]
 
 
@@ -304,16 +310,16 @@ def link_reference(
     bias: jax.Array | None = None,
     weight: jax.Array | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The pools after linking, in their dtype: rotated in float32 and rounded once, flaws of V carried by K."""
-    k_pool, v_pool, [planes], slot, cos, sin = jax.tree.map(np.asarray, args)
-    keys, values = ([plane[layer, half] for plane in planes] for half in range(2))
+    """Return the pools after linking, in their dtype: rotated in float32, rounded once, K marks non-finite V."""
+    k_pool, v_pool, [buffers], slot, cos, sin = jax.tree.map(np.asarray, args)
+    keys, values = ([buffer[layer, half] for buffer in buffers] for half in range(2))
     k_raw, v = keys[0], values[0]
     if codec is not None:
         k_raw = _decoded(keys[0], keys[1], codec, bias, weight).astype(k_pool.dtype)
         v = _decoded(values[0], values[1], codec).astype(v_pool.dtype)
     a, b, cos, sin = (x.astype(np.float32) for x in (*np.split(k_raw, 2, -1), cos, sin))
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(k_pool.dtype)
-    turned, v = map(np.asarray, jax.jit(carry_flaws)(turned, v))
+    turned, v = map(np.asarray, jax.jit(propagate_nonfinite)(turned, v))
     k_pool, v_pool = k_pool.copy(), v_pool.copy()
     stays = slot < len(k_pool)
     k_pool[slot[stays]], v_pool[slot[stays]] = turned[stays], v[stays]
@@ -321,7 +327,7 @@ def link_reference(
 
 
 def _decoded(code: np.ndarray, scales: np.ndarray, name: str, bias: Any = None, weight: Any = None) -> np.ndarray:
-    """What is coded, each step rounded to float32."""
+    """Decode codes; each step is rounded to float32."""
     if name == "int4":
         code = np.concatenate([code & 15, code >> 4], -1)
     pairs = scales.copy().view(np.float16).astype(np.float32).reshape(*scales.shape[:-1], -1, 2)

@@ -1,6 +1,6 @@
 """Checks of the kernels on a chip: every corner case against its reference in numpy, by kernel.
 
-`python -m vlcache_jax.pallas_kernels.checks REPORT LIMIT KERNEL...` is the child process of a first contact
+`python -m vlcache_jax.pallas_kernels.checks REPORT LIMIT KERNEL...` is the child process of a kernel self-test
 (`vlcache_jax.kernel_selftest`), which runs some of them; `benchmarks.gpu check` runs all.
 """
 
@@ -45,16 +45,16 @@ from vlcache_jax.pallas_kernels.cases import (
     scattered,
 )
 
-TOGETHER = 8  # checks of a first contact
+TOGETHER = 8  # checks of a self-test that run at once
 
 
 class Check(NamedTuple):
     """One comparison.
 
     Attributes:
-      name: of its case.
+      name: Of its case.
       error: (implementation) -> the largest error; raises ValueError if that is too large.
-      first: is run at the first contact, too.
+      first: True if the self-test runs it, too.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Check(NamedTuple):
 def _attention(
     case: KernelCase, implementation: str, *, dtype: str = "bfloat16", flaw: bool = False, **fields: Any
 ) -> float:
-    """Slots that no row sees hold anything; with `flaw`, so does one that some rows see."""
+    """Check attention. Slots that no row sees have any content; with `flaw`, so does one that some rows see."""
     args = case.inputs(dtype, poison=True, flaw=flaw)
     run: Callable[..., jax.Array] = functools.partial(_jitted, scale=case.scale, implementation=implementation)
     if fields:
@@ -97,8 +97,10 @@ def _paged(
     programs: int | None = None,
     packed: bool = False,
 ) -> float:
-    """Some rows turn out to see nothing; `count` rows at least, by so many `programs`. Packed queries are NaN where
-    there is no row."""
+    """Check paged attention. Some rows see nothing; there are at least `count` rows, and `programs` programs.
+
+    Packed queries are NaN at places without a row.
+    """
     rows = case(np.random.default_rng(0))
     count = max(count, -(-max(len(rows.table), 1) // 16) * 16)
     arrays = paged_cases.arrays(rows, count, heads, kv_heads, width, poison=True, flaw=flaw)
@@ -130,7 +132,7 @@ def _link(case: LinkCase, implementation: str, *, dtype: str = "bfloat16") -> fl
 
 
 def _statistics(case: statistics_cases.StatisticsCase, implementation: str, **inputs: Any) -> float:
-    """Weights within a thousandth of the threshold may be counted or not."""
+    """Check attention scores. Weights within a thousandth of the threshold may be counted or not."""
     args = case.inputs(**{"dtype": "bfloat16"} | inputs)
     run = jax.jit(functools.partial(attention_statistics, scale=case.scale, implementation=implementation))
     runs = [run(*args) for _ in range(2)]
@@ -149,11 +151,12 @@ def _norm(case: rows_cases.NormCase, implementation: str, *, dtype: str = "bfloa
 
 
 def _rotate(case: rows_cases.RotateCase, implementation: str, *, dtype: str = "bfloat16") -> float:
-    """Without norms all is equal to the last bit, and values always are."""
+    """Check rotation. Without norms all results equal the reference to the last bit; values always do."""
     args, options = case.inputs(dtype)
     runs = [case.run(args, options, implementation) for _ in range(2)]
     want = case.reference(args, options)
-    tolerances = rows_cases.Written(*[rows_cases.TOLERANCE[dtype] * case.normed] * 5)._replace(v_pool=0.0, raw_v=0.0)
+    tolerance = rows_cases.TOLERANCE[dtype] * case.normed
+    tolerances = rows_cases.RotateResult(*[tolerance] * 5)._replace(v_pool=0.0, raw_v=0.0)
     return max(_compare([run[i] for run in runs], want[i], tolerances[i]) for i, x in enumerate(want) if x is not None)
 
 
@@ -178,15 +181,15 @@ def _float8_experts(case: experts_cases.ExpertsCase, implementation: str, *, dty
 
 
 def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:
-    """The error of the first run; they must be equal to the last bit."""
+    """Return the error of the first run; all runs must be equal to the last bit."""
     if not np.isfinite(want).any():
-        raise ValueError("a case must have finite results: NaN equals whatever NaN there is")
+        raise ValueError("a case must have finite results, because NaN is compared as equal")
     first, *others = (np.asarray(run, np.float64) for run in runs)
     error = relative_error(first, want)
     if error > tolerance:
-        raise ValueError(f"error {error:.3g}, must be at most {tolerance:g}")
+        raise ValueError(f"error must be at most {tolerance:g}, got {error:.3g}")
     if not all(np.array_equal(first, other, equal_nan=True) for other in others):
-        raise ValueError("results must be equal to the last bit when a case is repeated")
+        raise ValueError("results must be bit-identical when a case is repeated, got different ones")
     return error
 
 
@@ -196,8 +199,8 @@ _FLOAT16 = [case for case in CASES if case.name in ("packed", "windows")]
 
 _HEADS = ((32, 8, 128), (28, 4, 128), (8, 2, 64), (9, 1, 128), (3, 3, 64))
 
-# A kernel, by its name in `dispatch`, and its checks. One that is not here never runs unless it is asked for. The last
-# check of each is small: a rehearsal takes it.
+# The checks of each kernel, by its name in `dispatch`. A kernel without an entry runs only if it is requested. The last
+# check of each is small, for rehearsals.
 CHECKS: dict[str, tuple[Check, ...]] = {
     "attention": (
         *(Check(case.name, functools.partial(_attention, case), first=True) for case in (*CASES, _REAL)),
@@ -298,20 +301,20 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 
 
 _HOPPERS_ALONE = ("statistics",)
-# The name of each kernel's portable form, which has the same checks.
+# The name of each kernel's portable version, which has the same checks.
 PORTABLE = {kernel: dispatch.checked_as(kernel, dispatch.PORTABLE) for kernel in CHECKS if kernel not in _HOPPERS_ALONE}
 _FORMS = {name: (kernel, dispatch.PORTABLE) for kernel, name in PORTABLE.items()}
 
 
 def check_kernel(name: str) -> str:
-    """Runs what a first contact runs of a kernel, or of its portable form; returns what was found.
+    """Run the self-test of a kernel, or of its portable version; return the result as text.
 
     Raises:
-      ValueError: it is wrong; the message has the case.
+      ValueError: A result is wrong; the message has the case.
     """
     kernel, implementation = _FORMS.get(name, (name, dispatch.HOPPERS))
     first = [check for check in CHECKS[kernel] if check.first]
-    # Most of their time is compiling, for which a core each is used where there are some.
+    # Most of their time is compiling; each check uses one core if there are several.
     with concurrent.futures.ThreadPoolExecutor(min(TOGETHER, os.cpu_count() or 1)) as pool:
         runs = [pool.submit(check.error, implementation) for check in first]
     errors = []

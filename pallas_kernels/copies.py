@@ -1,7 +1,7 @@
-"""Small copies between device memory and shared memory: by TMA, which Hopper was the first to have, or by threads.
+"""Small copies between device memory and shared memory: by TMA (since Hopper) or by threads.
 
-Threads pass what they copy through their registers. Mosaic GPU puts a barrier before and behind all that they write to
-shared memory, so nothing is to be waited for.
+Threads pass copied data through their registers. Mosaic GPU puts a barrier before and after all writes to shared
+memory, so such copies need no wait.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ THREADS, LANES = 128, 32  # of a program, of a warp
 
 
 class Copies:
-    """Who copies.
+    """Method of copying.
 
     Attributes:
-      bulk: TMA does, else threads.
+      bulk: TMA copies; otherwise threads do.
     """
 
     def __init__(self, *, bulk: bool) -> None:
         self.bulk = bulk
 
     def barrier(self, count: int) -> list[Any]:
-        """To be allocated in shared memory for `count` copies that are waited for together."""
+        """Return the barriers to allocate in shared memory for `count` copies that are waited for together."""
         return [plgpu.Barrier(num_arrivals=count)] * self.bulk
 
     def fetch(self, pairs: Sequence[tuple[Any, Any]], barrier: Sequence[Any]) -> None:
-        """Copies each (source, target) to shared memory, and waits for all."""
+        """Copy each (source, target) to shared memory, and wait for all."""
         if self.bulk:
             for source, target in pairs:
                 plgpu.copy_gmem_to_smem(source, target, barrier[0])
@@ -42,12 +42,12 @@ class Copies:
             target[...] = value
 
     def commit(self) -> None:
-        """What threads have written to shared memory may be copied from there."""
+        """Make the threads' writes to shared memory visible to copies from there."""
         if self.bulk:
             plgpu.commit_smem()
 
     def put(self, source: Any, target: Any) -> None:
-        """Copies from shared memory."""
+        """Copy from shared memory."""
         if self.bulk:
             plgpu.copy_smem_to_gmem(source, target)
             return
@@ -55,13 +55,13 @@ class Copies:
             place[...] = _load(own)
 
     def finish(self) -> None:
-        """Before a program ends: its shared memory is read as long as something is copied from it."""
+        """Wait until no copy reads the program's shared memory; called before the program ends."""
         if self.bulk:
             plgpu.wait_smem_to_gmem(0)
 
 
 def _pieces(source: Any, target: Any) -> list[tuple[Any, Any]]:
-    """The parts in which threads copy: all at once where each has as much, else row by row."""
+    """Return the parts in which threads copy: all at once if each thread has as much, else row by row."""
     if len(source.shape) == 1 or math.prod(source.shape) % THREADS == 0:
         return [(source, target)]
     return [(source.at[i], target.at[i]) for i in range(source.shape[0])]
@@ -73,7 +73,7 @@ def _load(ref: Any) -> jax.Array:
     if size % THREADS == 0:
         vector = next(n for n in (4, 2, 1) if size % (THREADS * n) == 0 and ref.shape[-1] % n == 0)
         layout = plgpu.Layout.WG_STRIDED(ref.shape, vector)
-    else:  # too few for all: each warp has them, and writes the same
+    else:  # too few for all threads: each warp copies and writes the same
         layout = plgpu.Layout.TILED(
             plgpu.Tiling(((size,), (size // LANES,))),
             warp_dims=(plgpu.Replicated(THREADS // LANES),),

@@ -14,9 +14,9 @@ from vlcache_jax.pallas_kernels.cases import array
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsCase:
-    """N rows with k choices each among `among` experts, of which E from `first` on are at hand; widths M and F.
+    """N rows with k choices each of `among` experts; E of them, from `first` on, are on the device. Widths are M and F.
 
-    `choose` is a function of (generator, N, k, among) that gives int32 [N, k]; -1 is nobody's.
+    `choose` is a function of (generator, N, k, among) that returns int32 `[N, k]`; -1 is no expert.
     """
 
     name: str
@@ -30,7 +30,9 @@ class ExpertsCase:
     among: int | None = None
 
     def inputs(self, dtype: str = "float32") -> tuple[jax.Array, ...]:
-        """Arguments of `mix_experts`: NaN in experts that nobody has chosen, and in all that belongs to nobody."""
+        """Return the arguments of `mix_experts`: NaN in experts that no row has chosen, and in rows and weights of no
+        expert.
+        """
         rng = np.random.default_rng((self.N, self.E, self.M))
         expert = self.choose(rng, self.N, self.k, self.among or self.E)
         x = rng.standard_normal((self.N, self.M), np.float32)
@@ -50,18 +52,18 @@ GROUPS = (0, 1, 3, 9, 70, 0)
 
 
 def groups(rng: np.random.Generator, n: int, k: int, e: int) -> np.ndarray:
-    """As many rows of each expert as `GROUPS` says, in no order."""
+    """Return choices with as many rows of each expert as in `GROUPS`, in no order."""
     return rng.permutation(np.repeat(np.arange(len(GROUPS)), GROUPS))[:, None]
 
 
 def routed(rng: np.random.Generator, n: int, k: int, e: int) -> np.ndarray:
-    """Different experts of each row, some chosen often and others hardly ever."""
+    """Return different experts for each row, some chosen often and others hardly ever."""
     liking = rng.standard_normal((n, e)) + 2 * rng.standard_normal(e)
     return np.argsort(-liking, axis=1)[:, :k]
 
 
 def some(rng: np.random.Generator, n: int, k: int, e: int) -> np.ndarray:
-    """Likewise, but a third of the rows is not needed."""
+    """Return choices as `routed` does, but a third of the rows is not needed."""
     return np.where(np.arange(n)[:, None] % 3 == 1, -1, routed(rng, n, k, e))
 
 
@@ -69,7 +71,7 @@ def nothing(rng: np.random.Generator, n: int, k: int, e: int) -> np.ndarray:
     return np.full((n, k), -1)
 
 
-# Blocks of 64 that a product adds up: 1, 2, 3, 9 and more. Programs do several items, or some of them none.
+# Products sum blocks of 64: 1, 2, 3, 9 and more. Programs do several items, or none.
 CASES = (
     ExpertsCase("groups of 0, 1, 3, 9 and 70 rows", sum(GROUPS), 1, len(GROUPS), 128, 64, groups),
     ExpertsCase("one row", 1, 8, 16, 64, 192, routed),
@@ -79,7 +81,7 @@ CASES = (
     ExpertsCase("some of the experts", 25, 3, 4, 128, 64, routed, first=3, among=10),
     ExpertsCase("many rows", 600, 2, 3, 128, 128, routed),
 )
-# Of Qwen3-VL-30B-A3B and 235B-A22B, with fewer experts.
+# Qwen3-VL-30B-A3B and 235B-A22B, with fewer experts.
 REAL = (
     ExpertsCase("one row of 30B", 1, 8, 12, 2048, 768, routed),
     ExpertsCase("64 rows of 30B", 64, 8, 24, 2048, 768, some),
@@ -88,7 +90,7 @@ REAL = (
 
 
 def reference(x: Any, weight: Any, expert: Any, gate_up: Any, down: Any, *, first: int = 0) -> np.ndarray:
-    """Expert by expert in float64, with nothing rounded."""
+    """Compute the mixture expert by expert in float64, without rounding."""
     x, weight = (np.asarray(a, np.float64) for a in (x, weight))
     own, out = np.asarray(expert) - first, np.zeros(x.shape)
     for e in range(len(gate_up)):

@@ -1,4 +1,4 @@
-"""Cases of products with matrices in 8 bits, and their reference."""
+"""Cases of products with FP8 matrices, and their reference."""
 
 import dataclasses
 import functools
@@ -13,14 +13,14 @@ from vlcache_jax.pallas_kernels.cases import array
 from vlcache_jax.pallas_kernels.experts_cases import ExpertsCase, groups, routed, some
 
 GROUP = 128  # inputs that share a factor
-MOST = np.float32(jnp.finfo(jnp.float8_e4m3fn).max)  # what is larger is NaN
+MOST = np.float32(jnp.finfo(jnp.float8_e4m3fn).max)  # larger numbers become NaN
 
-Kept = tuple[np.ndarray, np.ndarray, np.ndarray]  # 8 bits, factors, and what they stand for in float64
+QuantizedMatrix = tuple[np.ndarray, np.ndarray, np.ndarray]  # codes, factors, and the dequantized values in float64
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8Case:
-    """N rows times a matrix [O, K]."""
+    """A product of N rows with a matrix `[O, K]`."""
 
     name: str
     N: int
@@ -28,26 +28,26 @@ class Float8Case:
     K: int
 
     def inputs(self, dtype: str = "bfloat16") -> tuple[jax.Array, ...]:
-        """Arguments of `float8_matmul`."""
+        """Return the arguments of `float8_matmul`."""
         rng = np.random.default_rng((self.N, self.O, self.K))
         x = array(rng.standard_normal((self.N, self.K), np.float32), dtype)
         weight, scale, _ = self.kept
         return x, jnp.asarray(weight), jnp.asarray(scale)
 
     @property
-    def kept(self) -> Kept:
-        """The matrix."""
+    def kept(self) -> QuantizedMatrix:
+        """The quantized matrix."""
         rng = np.random.default_rng(self.O)
         return rounded(rng, rng.standard_normal((self.O, self.K), np.float32) * np.float32(self.K**-0.5))
 
     def reference(self, x: Any) -> np.ndarray:
-        """In float64."""
+        """Compute the product in float64."""
         found: np.ndarray = np.asarray(x, np.float64) @ self.kept[2].T
         return found
 
 
-def rounded(rng: np.random.Generator, matrix: np.ndarray) -> Kept:
-    """A matrix, or a stack of them, [..., O, K], with factors that differ from output to output and group to group."""
+def rounded(rng: np.random.Generator, matrix: np.ndarray) -> QuantizedMatrix:
+    """Quantize a matrix, or a stack of them, `[..., O, K]`, with factors that differ by output and group."""
     *outputs, inputs = matrix.shape
     largest = np.abs(matrix).reshape(*outputs, inputs // GROUP, GROUP).max(-1)
     scale = np.fmax(largest, 1e-3) / MOST * rng.uniform(1, 2, largest.shape).astype(np.float32)  # also of NaN
@@ -57,7 +57,7 @@ def rounded(rng: np.random.Generator, matrix: np.ndarray) -> Kept:
 
 
 def experts_inputs(case: ExpertsCase, dtype: str = "bfloat16") -> tuple[tuple[jax.Array, ...], tuple[np.ndarray, ...]]:
-    """Arguments of `mix_experts` in 8 bits; and gate and up, and down, that they stand for."""
+    """Return the arguments of `mix_experts` in FP8, and the dequantized gate and up, and down."""
     *given, gate_up, down = case.inputs("float32")
     rng = np.random.default_rng(case.E)
     kept = [rounded(rng, np.asarray(one).swapaxes(1, 2)) for one in (gate_up, down)]
@@ -69,18 +69,18 @@ def experts_inputs(case: ExpertsCase, dtype: str = "bfloat16") -> tuple[tuple[ja
 
 
 def experts_reference(case: ExpertsCase, args: tuple[jax.Array, ...], whole: tuple[np.ndarray, ...]) -> np.ndarray:
-    """In float64."""
+    """Compute the mixture in float64."""
     return experts_cases.reference(*args[:3], *whole, first=case.first)
 
 
-# Fewer inputs than there are stages, and more; programs do several items, or some of them none.
+# Fewer inputs than there are stages, and more; programs do several items, or none.
 CASES = (
     Float8Case("nine rows", 9, 128, 256),
     Float8Case("one row", 1, 64, 128),
     Float8Case("many rows", 300, 192, 384),
     Float8Case("many inputs", 40, 128, 1536),
 )
-# Of Qwen3-VL-8B: q, k, v, and down.
+# Qwen3-VL-8B: q, k, v, and down.
 REAL = (Float8Case("64 rows of 8B", 64, 6144, 4096), Float8Case("512 rows of 8B", 512, 4096, 12288))
 
 EXPERTS = (

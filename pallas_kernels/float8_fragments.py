@@ -1,9 +1,9 @@
-"""Fragments of products whose left operand is kept in 8 bits: outputs times inputs, by rows that are turned.
+"""Fragments of products whose left operand is FP8: outputs times inputs, by transposed rows.
 
-In which order inputs are multiplied does not matter, as long as both operands agree: a thread takes 16 that follow each
-other, of weights and of rows, for those that `mma.sync` wants of it in four products. So it loads 16 bytes at once, and
-what it has loaded lies as an operand does, number by number. jax's interpreter, which knows no threads, multiplies
-inputs in their order.
+The order in which inputs are multiplied does not matter, as long as both operands agree. A thread takes 16 consecutive
+inputs, of weights and of rows, for those that `mma.sync` needs from it in four products. It loads 16 bytes at once, and
+they lie as in an operand, number by number. jax's interpreter does not model threads and multiplies inputs in their
+order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vlcache_jax.pallas_kernels.fragments import BOX, DEPTH, M, held, index, lef
 
 RUN = 64  # inputs that are multiplied one after the other: 16 of each thread
 OWN = RUN // 4
-# Of weights [64, RUN], 16 rows of each warp; and of rows, turned [RUN, 8], which each warp has.
+# Weights [64, RUN] have 16 rows for each warp; rows, transposed [RUN, 8], are in every warp.
 LEFT = plgpu.Layout.TILED(
     plgpu.Tiling(((M, RUN), (16, RUN), (8, RUN), (OWN,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -37,17 +37,17 @@ FACTORS = LEFT.reduce(1)
 
 
 def _of_own(count: int) -> Any:
-    """The layout of what has `count` numbers for each `OWN` of `LEFT`."""
+    """Return the layout of data with `count` numbers for each `OWN` of `LEFT`."""
     tiling = plgpu.Tiling(((M, 4 * count), (16, 4 * count), (8, 4 * count), (count,)))
     return mgpu.TiledLayout(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-_WORDS, _HALF = _of_own(OWN // 4), _of_own(OWN // 2)  # of 32 bits; every second number
-_NUMBER = plgpu.Layout.WG_SPLAT  # stands for a scalar argument
+_WORDS, _HALF = _of_own(OWN // 4), _of_own(OWN // 2)  # 32-bit words; every second number
+_NUMBER = plgpu.Layout.WG_SPLAT  # a scalar argument
 
 
 def as_left(x: jax.Array, dtype: Any, *, interpreted: bool) -> jax.Array:
-    """Weights [64, RUN] that lie as `LEFT` says, as the left operand of `RUN` / 16 products."""
+    """Return weights `[64, RUN]` in layout `LEFT` as the left operand of `RUN` / 16 products."""
     if interpreted:
         return x
 
@@ -60,7 +60,7 @@ def as_left(x: jax.Array, dtype: Any, *, interpreted: bool) -> jax.Array:
 
 
 def as_right(x: jax.Array, dtype: Any, *, interpreted: bool) -> jax.Array:
-    """Rows, turned [RUN, 8], that lie as `RIGHT` says, as the right operand of as many products."""
+    """Return rows, transposed `[RUN, 8]`, in layout `RIGHT` as the right operand of as many products."""
     if interpreted:
         return x
 
@@ -73,15 +73,15 @@ def as_right(x: jax.Array, dtype: Any, *, interpreted: bool) -> jax.Array:
 
 
 def left_pairs() -> list[tuple[int, int]]:
-    """Of each register of a left operand, which register of `LEFT` has its two numbers, and from where on.
+    """Return, for each register of a left operand, the register of `LEFT` with its two numbers, and their offset.
 
-    Those of a product are: a row's first pair, that of the row 8 below, and the second pair of both.
+    A product has these: a row's first pair, that of the row 8 below, and the second pair of both.
     """
     return [(row, 4 * product + 2 * pair) for product in range(RUN // DEPTH) for pair in (0, 1) for row in (0, 1)]
 
 
 def right_pairs() -> list[tuple[int, int]]:
-    """The same of a right operand and `RIGHT`, whose registers have 8 numbers."""
+    """Return the same for a right operand and `RIGHT`, whose registers have 8 numbers."""
     return [divmod(4 * product + 2 * pair, 8) for product in range(RUN // DEPTH) for pair in (0, 1)]
 
 
@@ -94,10 +94,10 @@ def _in_pairs(own: Any, layout: Any, pairs: list[tuple[int, int]]) -> Any:
 
 
 def to_float16(x: jax.Array, *, native: bool, interpreted: bool) -> jax.Array:
-    """Weights in float8_e4m3fn that lie as `LEFT` says, in float16, which has them all.
+    """Convert float8_e4m3fn weights in layout `LEFT` to float16, which represents all of them.
 
     Args:
-      native: the chip converts them; else it is done bit by bit.
+      native: The chip converts them; otherwise they are converted bit by bit.
     """
     if native or interpreted:
         return x.astype(jnp.float16)
@@ -120,19 +120,19 @@ def to_float16(x: jax.Array, *, native: bool, interpreted: bool) -> jax.Array:
 
 
 def _with(own: Any, registers: list[Any], layout: Any, is_signed: bool | None) -> Any:
-    """As many registers, with other contents."""
+    """Return as many registers, with other contents."""
     array = np.empty(own.registers.shape, dtype=object)
     array.flat[:] = registers
     return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=is_signed)
 
 
 def halves(words: Any) -> tuple[Any, Any]:
-    """float8_e4m3fn, four in each 32-bit word, as float16, two in each: those with even numbers, and with odd ones.
+    """Convert float8_e4m3fn, four in each 32-bit word, to float16, two in each: even numbers, and odd ones.
 
-    Seen as a float16, a number's bits have the value of its 2^-8. The largest bits of all are NaN, and become that.
+    Read as a float16, a number's bits have its value times 2^-8. The largest bit pattern is NaN, and becomes NaN.
 
     Args:
-      words: with the operators of unsigned integers.
+      words: Operands that support the operators of unsigned integers.
     """
     found = []
     for sign, bits in (
@@ -144,10 +144,10 @@ def halves(words: Any) -> tuple[Any, Any]:
 
 
 def store_turned(x: jax.Array, ref: Any, row: Any, column: Any, dtype: Any, *, interpreted: bool) -> None:
-    """Stores sums [64 outputs, 8 rows], turned, at a row and a column of [R, O] in the device's memory.
+    """Store sums `[64 outputs, 8 rows]`, transposed, at a row and a column of `[R, O]` in device memory.
 
     Args:
-      dtype: of the operands.
+      dtype: Of the operands.
     """
     if interpreted:
         ref[pl.ds(row, BOX), pl.ds(column, M)] = x.T.astype(ref.dtype)

@@ -1,13 +1,13 @@
-"""What the kernels of every NVIDIA GPU since Ampere are made of: pieces of matrices that a warpgroup's threads hold.
+"""Building blocks of the kernels for every NVIDIA GPU since Ampere: pieces of matrices that a warpgroup's threads hold.
 
-A warp multiplies 16 x 16 by 16 x 8 numbers at once (`mma.sync.m16n8k16`), of which each thread holds some in its
+A warp multiplies 16 x 16 by 16 x 8 numbers at once (`mma.sync.m16n8k16`). Each thread holds some of them in its
 registers: its fragments. The four warps of a program have 16 rows each of the left operand and of the sums, and all
 columns.
 
-The sums of two products lie as a left operand does, thread by thread: weights that have been computed stay where they
-are. Mosaic GPU does not see that, so `as_left` says it in its own terms. *Boxes*, eight rows of one query head (see
-`attention.mosaic_gpu`), lie apart in the device's memory, from which fragments are loaded, and to which they are
-stored. jax's interpreter knows none of these, nor `plgpu.mma`: what it computes instead stands beside each.
+The sums of two products lie as a left operand does, thread by thread, so computed weights stay where they are. Mosaic
+GPU does not know that; `as_left` expresses it in Mosaic's terms. *Boxes*, eight rows of one query head (see
+`attention.mosaic_gpu`), lie apart in device memory. Fragments are loaded from them and stored to them. jax's
+interpreter supports neither fragments nor `plgpu.mma`; the code that it runs instead stands next to each use.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ from jaxlib.mlir.dialects import arith, vector
 M = 64  # rows that a warpgroup multiplies
 BOX = 8
 EIGHT = M // BOX
-DEPTH = 16  # of a product
+DEPTH = 16  # depth of a product
 
-_NUMBER = plgpu.Layout.WG_SPLAT  # stands for a scalar argument
+_NUMBER = plgpu.Layout.WG_SPLAT  # a scalar argument
 
 
 def left(dtype: Any) -> Any:
-    """Layout of a left operand."""
+    """Return the layout of a left operand."""
     return plgpu.Layout.MMA_LHS(dtype)
 
 
 def right(dtype: Any) -> Any:
-    """Layout of a right operand."""
+    """Return the layout of a right operand."""
     return plgpu.Layout.MMA_RHS(dtype)
 
 
 def sums(dtype: Any) -> Any:
-    """Layout of the sums of products of operands of this dtype."""
+    """Return the layout of the sums of products of operands of this dtype."""
     return plgpu.Layout.MMA_ACC(dtype)
 
 
 def multiply(acc: jax.Array, a: jax.Array, b: jax.Array, *, interpreted: bool) -> jax.Array:
-    """acc + a @ b in float32, `DEPTH` products at once."""
+    """Return acc + a @ b in float32.
+
+    If `interpreted`, sum in blocks of `DEPTH` columns of `a`, as tensor cores do.
+    """
     if not interpreted:
         return plgpu.mma(acc, a, b)
     for at in range(0, a.shape[1], DEPTH):
@@ -60,7 +63,7 @@ def multiply(acc: jax.Array, a: jax.Array, b: jax.Array, *, interpreted: bool) -
 
 
 def as_left(x: jax.Array, dtype: Any, *, interpreted: bool) -> jax.Array:
-    """Sums, rounded, as a left operand: no number leaves its thread."""
+    """Return sums, rounded, as a left operand; no number leaves its thread."""
     if interpreted:
         return x.astype(dtype)
 
@@ -78,9 +81,9 @@ def as_left(x: jax.Array, dtype: Any, *, interpreted: bool) -> jax.Array:
 
 
 def left_registers(registers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Registers of sums in the order in which a left operand has them.
+    """Return registers of sums in the order of a left operand.
 
-    Of sums a thread has two registers for each 8 columns, of rows that are 8 apart. Of a left operand it has four for
+    Of sums, a thread has two registers for each 8 columns, of rows that are 8 apart. Of a left operand, it has four for
     each 16 columns: for the first 8 of these columns those two rows, then for the others.
     """
     return registers.reshape(-1).reshape(shape)
@@ -89,13 +92,13 @@ def left_registers(registers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def load_boxes(
     ref: Any, box0: Any, head: Any, group: int, last: int, width: int, dtype: Any, *, interpreted: bool
 ) -> jax.Array:
-    """A left operand: the rows of eight boxes, numbered octet by octet, then query head by query head.
+    """Load a left operand: the rows of eight boxes, numbered octet by octet, then query head by query head.
 
     Args:
-      ref: [R, H, width] in the device's memory, R a multiple of 8.
-      box0: the first box.
-      head: which `group` of query heads.
-      last: octets of `ref`, less one; boxes of those beyond it are read there.
+      ref: `[R, H, width]` in device memory, R a multiple of 8.
+      box0: The first box.
+      head: Which `group` of query heads.
+      last: Number of octets of `ref`, minus one; boxes beyond the last octet are read from it.
     """
     if interpreted:
         boxes = [_box(box0 + i, head, group) for i in range(EIGHT)]
@@ -124,8 +127,10 @@ def load_boxes(
 def store_boxes(
     x: jax.Array, ref: Any, box0: Any, boxes: Any, head: Any, group: int, dtype: Any, *, interpreted: bool
 ) -> None:
-    """Stores the rows of the first `boxes` of eight boxes of sums, rounded to the dtype of `ref`, whose first columns
-    they become. Numbers as in `load_boxes`; `dtype` is that of the operands."""
+    """Store the rows of the first `boxes` of eight boxes of sums, rounded to the dtype of `ref`, as its first columns.
+
+    Boxes are numbered as in `load_boxes`; `dtype` is that of the operands.
+    """
     width = x.shape[1]
     if interpreted:
         for i in range(EIGHT):
@@ -141,7 +146,7 @@ def store_boxes(
     def store(ctx: Any, own: Any, target: Any, first: Any, count: Any, heads: Any) -> None:
         rounded = own.astype(mgpu.utils.dtype_to_ir_type(dtype))
         rows, column = held(own.layout, own.shape)
-        for half, row in enumerate(rows):  # each is of a box of its own
+        for half, row in enumerate(rows):  # each row is of its own box
             here = arith.cmpi(arith.CmpIPredicate.ult, arith.divui(row, index(BOX)), scalar(count))
             with mgpu.utils.when(here):
                 place = _place(row, first, heads, group, None)
@@ -152,24 +157,28 @@ def store_boxes(
 
 
 def columns_before(register: int) -> int:
-    """Of sums as of a left operand, how far a thread's register is to the right of its first one. Those with even
-    numbers are of one row, the others of that 8 below."""
+    """Return how many columns a thread's register lies to the right of its first one, for sums and left operands.
+
+    Registers with even numbers are of one row, the others of the row 8 below.
+    """
     return 8 * (register // 2)
 
 
 def held(layout: Any, shape: tuple[int, ...]) -> tuple[list[Any], Any]:
-    """A thread's two rows, and its first column: all that addresses are made of, which take registers."""
+    """Return a thread's two rows and its first column. Addresses are computed from these alone, which saves
+    registers.
+    """
     (row, column), (below, _) = itertools.islice(layout.thread_idxs(shape), 2)
     return [row, below], column
 
 
 def _box(box: Any, head: Any, group: int) -> tuple[Any, Any]:
-    """(octet, query head) of a box."""
+    """Return (octet, query head) of a box."""
     return lax.div(box, jnp.int32(group)), head * group + lax.rem(box, jnp.int32(group))
 
 
 def _place(row: Any, box0: Any, head: Any, group: int, last: int | None) -> tuple[Any, Any]:
-    """Where a row of eight boxes lies in [R, H]."""
+    """Return where a row of eight boxes lies in `[R, H]`."""
     box = arith.addi(scalar(box0), arith.divui(row, index(BOX)))
     octet, of_group = arith.divui(box, index(group)), arith.remui(box, index(group))
     if last is not None:
@@ -183,5 +192,5 @@ def index(number: int) -> Any:
 
 
 def scalar(number: Any) -> Any:
-    """A scalar argument, none negative, as an index."""
+    """Return a non-negative scalar argument as an index."""
     return arith.index_castui(ir.IndexType.get(), number.registers.item())

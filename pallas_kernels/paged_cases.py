@@ -15,7 +15,7 @@ Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class PagedRows:
-    """Which table each row sees through, and from which logical slot to which; tables; prefixes that tables share."""
+    """A case: table and interval of logical slots of each row; tables; prefixes that tables share."""
 
     table: np.ndarray
     start: np.ndarray
@@ -25,27 +25,27 @@ class PagedRows:
 
     @property
     def num_pages(self) -> int:
-        """Of a pool that holds them."""
+        """Number of pages of a pool that holds them."""
         return 1 + max((int(table.max()) for table in self.tables if len(table)), default=0)
 
     def work(self, config: WorkConfig, least: np.ndarray | None = None) -> Work:
         return make_work(self.table, self.start, self.end, self.tables, config, least=least, shared=self.shared)
 
     def slots(self, row: int) -> np.ndarray:
-        """The pool's slots that a row sees, in their order."""
+        """Return the pool's slots that a row sees, in their order."""
         table = self.tables[self.table[row]]
         pages = np.add.outer(np.asarray(table) * PAGE, np.arange(PAGE)).ravel()
         return pages[max(self.start[row], 0) : max(self.start[row], self.end[row], 0)]
 
 
 def tables(rng: np.random.Generator, *lengths: int) -> list[np.ndarray]:
-    """Pages of requests in no order; page 0 is nobody's."""
+    """Return the pages of requests in no order; page 0 belongs to no request."""
     pages = 1 + rng.permutation(sum(lengths))
     return np.split(pages, np.cumsum(lengths)[:-1])
 
 
 def causal(rng: np.random.Generator) -> PagedRows:
-    """The last rows of one request."""
+    """Return the last rows of one request."""
     return PagedRows(np.zeros(300, int), np.zeros(300, int), np.arange(401, 701), tables(rng, 6))
 
 
@@ -55,7 +55,7 @@ def scattered(rng: np.random.Generator) -> PagedRows:
 
 
 def requests(rng: np.random.Generator) -> PagedRows:
-    """Rows of several requests, mixed, some of which see nothing, and a request without rows."""
+    """Return rows of several requests, mixed, some of which see nothing, and a request without rows."""
     count = 90
     table = rng.choice([0, 1, 3, 4], count)
     end = rng.integers(0, 3 * PAGE, count)
@@ -90,12 +90,12 @@ def no_rows(rng: np.random.Generator) -> PagedRows:
 
 
 def one_long(rng: np.random.Generator) -> PagedRows:
-    """One request is far longer than the others."""
+    """Return rows of requests of which one is far longer than the others."""
     return PagedRows(np.arange(8), np.zeros(8, int), np.array([40 * PAGE, *[70] * 7]), tables(rng, 40, *[1] * 7))
 
 
 def shared(rng: np.random.Generator, each: int = 1, count: int = 12) -> PagedRows:
-    """Questions over one document; rows of some of them lie in it."""
+    """Return questions over one document; rows of some of them lie in it."""
     prefix, tails = np.arange(1, 7), np.arange(7, 7 + 2 * count).reshape(count, 2)
     table = np.repeat(np.arange(count), each)
     end = rng.integers(6 * PAGE, 8 * PAGE, len(table)) + 1
@@ -109,7 +109,7 @@ def shared_by_prefill(rng: np.random.Generator) -> PagedRows:
 
 
 def two_levels(rng: np.random.Generator) -> PagedRows:
-    """Documents behind one system prompt, questions behind each document, and requests apart."""
+    """Return documents after one system prompt, questions after each document, and separate requests."""
     count, documents = 16, 4
     system, text = np.arange(1, 5), np.arange(5, 5 + 5 * documents).reshape(documents, 5)
     tails = np.arange(30, 30 + count + 2).reshape(-1, 1)
@@ -118,7 +118,7 @@ def two_levels(rng: np.random.Generator) -> PagedRows:
     table = rng.permutation(len(both))
     end = np.array([len(both[t]) for t in table]) * PAGE - rng.integers(0, PAGE, len(table))
     groups = [Shared([i for i in range(count) if i % documents == d], 9) for d in range(documents)]
-    start = np.where(table == 2, 60, 0)  # sees the system prompt in part
+    start = np.where(table == 2, 60, 0)  # sees a part of the system prompt
     return PagedRows(table, start, end, both, (*groups, Shared([*range(count), count + 1], 4)))
 
 
@@ -142,7 +142,9 @@ DECODING = (decode, one_long, shared, two_levels, nothing)
 
 
 def reference(rows: PagedRows, q: Any, k: Any, v: Any, scale: float | None = None) -> np.ndarray:
-    """Row by row in float64, from the slots that it sees; rows of q beyond those of the case see nothing."""
+    """Compute attention row by row in float64, from the slots that a row sees; rows of q beyond the case see
+    nothing.
+    """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     kv_heads, width = k.shape[1:]
     out = np.zeros(q.shape)
@@ -160,8 +162,11 @@ def reference(rows: PagedRows, q: Any, k: Any, v: Any, scale: float | None = Non
 def arrays(
     rows: PagedRows, count: int, heads: int, kv_heads: int, width: int, *, poison: bool = False, flaw: bool = False
 ) -> Inputs:
-    """q of `count` rows, and a pool. `poison`: what no row sees is NaN in K, and huge in V. `flaw`: so is a key of one
-    head that some rows see."""
+    """Return q of `count` rows, and a pool.
+
+    `poison` puts NaN into K and huge values into V at slots that no row sees. `flaw` puts NaN into a key of one head
+    that some rows see.
+    """
     rng = np.random.default_rng(count)
     shape = rows.num_pages * PAGE, kv_heads, width
     q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((count, heads, width), shape, shape))

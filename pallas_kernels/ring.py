@@ -1,7 +1,7 @@
-"""Blocks of the device's memory on their way through a few places in shared memory, one after the other.
+"""Ring buffer in shared memory for blocks that are loaded from device memory ahead of their use.
 
-From Hopper on TMA copies them and fills a barrier; before it threads issue asynchronous copies (`cp.async`), and wait
-until no more than some are under way. While one block is multiplied, those that follow it are coming.
+Since Hopper, TMA copies them and fills a barrier. Before it, threads issue asynchronous copies (`cp.async`), and wait
+until no more than some are in flight. While one block is multiplied, the next ones are loaded.
 """
 
 from __future__ import annotations
@@ -19,36 +19,39 @@ Fetch = Callable[[Any, Callable[[Any, Any], None]], None]  # (place, copy) issue
 
 
 class Ring:
-    """The places, and who fills them.
+    """The places of the ring and the method that fills them.
 
     Attributes:
-      places: blocks that shared memory holds; one fewer are under way while one is used.
+      places: Blocks that shared memory holds; one fewer are in flight while one is used.
     """
 
     def __init__(self, places: int, copies: int, *, bulk: bool) -> None:
-        """`copies`: of a block. `bulk`: they are TMA's."""
+        """Take the number of `copies` of a block; `bulk`: TMA copies."""
         self.places, self._copies, self._bulk = places, copies, bulk
         self._barriers: Any = None
 
     def barriers(self) -> list[Any]:
-        """To be allocated in shared memory, and given to `begin`."""
+        """Return the barriers to allocate in shared memory and to pass to `begin`."""
         if not self._bulk:
             return []
         return [plgpu.Barrier(num_arrivals=self._copies, num_barriers=self.places)]
 
     def begin(self, barriers: Any) -> None:
-        """Knows the barriers from now on."""
+        """Set the barriers."""
         self._barriers = barriers
 
     def place(self, number: Any) -> Any:
-        """Of a block, by its number from 0 on."""
+        """Return the place of a block, by its number from 0 on."""
         return lax.rem(number, jnp.int32(self.places))
 
     def start(self, count: Any, fetches: Sequence[Fetch]) -> None:
-        """Starts to load the first `places - 1` of `count` blocks. What was in the places must have been used, by this
-        thread at least: before threads copy, Mosaic GPU lets them wait for each other."""
+        """Start to load the first `places - 1` of `count` blocks.
+
+        This thread must have used the contents of the places. Before threads copy, Mosaic GPU lets them wait for each
+        other.
+        """
         if self._bulk:
-            plgpu.commit_smem()  # orders what has been read before what TMA writes there
+            plgpu.commit_smem()  # orders earlier reads before TMA's writes there
         for number, fetch in enumerate(fetches):
             pl.when(number < count)(functools.partial(self._fetch, jnp.int32(number), fetch))
 
@@ -64,8 +67,10 @@ class Ring:
         fetch(place, copy)
 
     def step(self, number: Any, count: Any, fetch: Fetch) -> Any:
-        """Waits for a block, and starts to load the one that is `places - 1` behind it, of `count` in all, into the
-        place of the one before it, which everybody has used. Blocks are waited for in their order, each once.
+        """Wait for a block, and start to load the one `places - 1` after it, of `count` in all.
+
+        The new block replaces the one before the awaited block, which all threads have used. Blocks are waited for in
+        order, each once.
 
         Returns:
           The place of the block.
@@ -76,7 +81,7 @@ class Ring:
             plgpu.barrier_wait(self._barriers[0].at[self.place(number)])
             plgpu.commit_smem()  # as in `start`
         else:
-            # Under way are the copies of this block, and of those behind it up to `following`.
+            # In flight are the copies of this block, and of the next blocks up to `following`.
             pl.when(more)(lambda: plgpu.wait_gmem_to_smem((self.places - 2) * self._copies))
             pl.when(following >= count)(lambda: plgpu.wait_gmem_to_smem(0))
         pl.when(more)(lambda: self._fetch(following, fetch))

@@ -1,4 +1,4 @@
-"""Cases of what is done to rows, and their references in numpy."""
+"""Cases of the operations on rows, and their references in numpy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vlcache_jax.pallas_kernels.cases import array
 from vlcache_jax.pallas_kernels.rows import norm_residual, rotate_write
 
 EPS = 1e-6
-# Of `relative_error`: sums in another order may round to the next number, and then be scaled and turned.
+# of `relative_error`: sums in another order may round to the next number, and then be scaled and rotated
 TOLERANCE = {"bfloat16": 0.04, "float16": 0.005, "float32": 1e-5}
 
 
 def _round(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """What the dtype holds, in float64."""
+    """Round `x` to the dtype; return float64."""
     return x.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float64)
 
 
@@ -34,10 +34,10 @@ def _wide(*arrays: jax.Array | None) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class NormCase:
-    """N rows of M numbers; with several rows, one has a NaN.
+    """N rows of M numbers; if there are several, one has a NaN.
 
     Attributes:
-      partials: sums that what is added is made of, which have a row more; 0: it is there whole.
+      partials: Number of partial sums of the added array, which have one more row; 0: the array itself.
     """
 
     N: int
@@ -51,7 +51,7 @@ class NormCase:
         return f"{self.N} rows of {self.M}{added}"
 
     def inputs(self, dtype: str) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """Arguments of `norm_residual`."""
+        """Return the arguments of `norm_residual`."""
         rng = np.random.default_rng((self.N, self.M))
         x, delta = rng.standard_normal((2, self.N, self.M)) * [[[3]], [[0.5]]]
         if self.N > 1:
@@ -59,16 +59,16 @@ class NormCase:
         scale = array(rng.standard_normal(self.M), dtype)
         if self.partials:
             parts = rng.standard_normal((self.partials, self.N + 1, self.M))
-            parts[:, -1] = np.nan  # nobody needs it
+            parts[:, -1] = np.nan  # this row is not needed
             return array(x, dtype), array(parts, jnp.float32), scale
         return array(x, dtype), array(delta, dtype) if self.added else None, scale
 
     def run(self, args: tuple[Any, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
-        """(sum, normed) of what `inputs` gave."""
+        """Return (sum, normed) of the arguments that `inputs` returned."""
         return jax.jit(functools.partial(norm_residual, eps=EPS, implementation=implementation))(*args)
 
     def reference(self, x: Any, delta: Any, scale: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The same."""
+        """Compute (sum, normed) in numpy."""
         dtype = x.dtype
         x, delta, scale = _wide(x, delta, scale)
         if self.partials:
@@ -77,8 +77,10 @@ class NormCase:
         return total, _normed(total, scale, dtype)
 
 
-class Written(NamedTuple):
-    """What `rotate_write` gives: at places of no row, queries are 0. Captured are both or none."""
+class RotateResult(NamedTuple):
+    """Results of `rotate_write`; queries are 0 at places of no row. Both of the captured arrays are present, or
+    none.
+    """
 
     q: Any
     k_pool: Any
@@ -89,12 +91,13 @@ class Written(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RotateCase:
-    """N rows, some of which write nowhere, others with flaws in V, into a pool of S slots, the free ones NaN.
+    """N rows and a pool of S slots, whose free slots are NaN. Some rows write nowhere, others have non-finite values in
+    V.
 
     Attributes:
-      keep: rows whose queries are wanted; 0: all.
-      rest: rows behind the first part, without queries.
-      places: where queries are wanted, some at several, others nowhere; 0: as the rows lie.
+      keep: Rows whose queries are wanted; 0: all.
+      rest: Rows after the first part, without queries.
+      places: Number of places for queries, some of a row several times, others of no row; 0: in the order of the rows.
     """
 
     N: int
@@ -117,7 +120,7 @@ class RotateCase:
         return ", ".join([f"{self.N} rows, {self.K * self.G}/{self.K} heads of {self.D}", *said])
 
     def inputs(self, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of `rotate_write`."""
+        """Return the arguments of `rotate_write`."""
         rng = np.random.default_rng((self.N, self.K, self.G, self.D))
         rows, width = self.N + self.rest, self.G + 2
         parts = [rng.standard_normal((self.N, self.K, width, self.D))]
@@ -148,16 +151,16 @@ class RotateCase:
     def kept(self) -> int:
         return self.keep or self.N
 
-    def run(self, args: tuple[Any, ...], options: dict[str, Any], implementation: str) -> Written:
-        """What `inputs` gave, rotated and written."""
+    def run(self, args: tuple[Any, ...], options: dict[str, Any], implementation: str) -> RotateResult:
+        """Rotate and write the arguments that `inputs` returned."""
         static = {name: options[name] for name in ("eps", "keep", "capture") if name in options}
         arrays = {name: x for name, x in options.items() if name not in static}
         function = functools.partial(rotate_write, **static, implementation=implementation)
         q, k_pool, v_pool, captured = jax.jit(function)(*args, **arrays)
-        return Written(self._at_rows(np.asarray(q), options), k_pool, v_pool, *(captured or ()))
+        return RotateResult(self._at_rows(np.asarray(q), options), k_pool, v_pool, *(captured or ()))
 
-    def reference(self, args: tuple[Any, ...], options: dict[str, Any]) -> Written:
-        """The same in float64, with the roundings of the dtype: rotation is rounded once."""
+    def reference(self, args: tuple[Any, ...], options: dict[str, Any]) -> RotateResult:
+        """Compute the results in float64, with the roundings of the dtype: rotation is rounded once."""
         parts, *arrays, slot, k_pool, v_pool = args
         dtype = k_pool.dtype
         cos, sin, bias, q_norm, k_norm = _wide(*arrays, *(options.get(name) for name in ("bias", "q_norm", "k_norm")))
@@ -175,10 +178,10 @@ class RotateCase:
         pools = _wide(k_pool, v_pool)
         for pool, x in zip(pools, (np.where(finite, turned_k, np.nan), np.where(finite, v, 0)), strict=True):
             pool[slot[slot < self.S]] = x[slot < self.S]
-        return Written(self._at_rows(turned_q, options), *pools, *((k, v) if self.capture else ()))
+        return RotateResult(self._at_rows(turned_q, options), *pools, *((k, v) if self.capture else ()))
 
     def _at_rows(self, q: np.ndarray, options: dict[str, Any]) -> np.ndarray:
-        """Queries, 0 where there is no row."""
+        """Return queries, 0 at places of no row."""
         if "places" not in options:
             return q
         return np.where((np.asarray(options["places"]) < self.kept)[:, None, None], q, np.zeros((), q.dtype))

@@ -1,4 +1,4 @@
-"""The real cases of the kernels: one table for their tests (in small), the compile gates and the benchmarks."""
+"""The real cases of the kernels: one table for their tests (in small), the compile tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vlcache_jax.pallas_kernels import CODECS, PAGE, Shared, Work, make_work, wo
 
 
 class SeenSlots(NamedTuple):
-    """What the rows of a case see.
+    """Slots that the rows of a case see.
 
     Attributes:
-      table: the request through whose slots each row looks, [n].
-      start, end: the slots start <= s < end of the request that it sees, [n].
-      lengths: slots of each request, [T].
-      prefix: the first slots, whole pages, in which all requests have the same.
+      table: The request through whose slots each row looks, `[n]`.
+      start, end: The slots start <= s < end of the request that each row sees, `[n]`.
+      lengths: Slots of each request, `[T]`.
+      prefix: Number of first slots, in full pages, that are the same in all requests.
     """
 
     table: np.ndarray
@@ -35,10 +35,10 @@ class Paged(NamedTuple):
     """A case in pages of 128 slots: arguments of `make_work`.
 
     Attributes:
-      table, start, end: as in `SeenSlots`.
-      tables: of each request the pool's page of each of its pages, in random order; page 0 is nobody's.
-      shared: the prefix that they have in common, if there is one.
-      pages: of the pool, with page 0.
+      table, start, end: As in `SeenSlots`.
+      tables: For each request the pool's page of each of its pages, in random order; page 0 belongs to no request.
+      shared: The prefix that they have in common, if there is one.
+      pages: Number of pages of the pool, with page 0.
     """
 
     table: np.ndarray
@@ -51,14 +51,14 @@ class Paged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """A case of attention by its letters, and what its rows see as a function of (generator, N, S).
+    """A case of attention by its letters, and the slots that its rows see as a function of (generator, N, S).
 
-    The plain contract has the requests' slots one after the other in a pool of S slots, a shared prefix as often as it
-    is shared; the paged one has it once.
+    In the plain contract the requests' slots lie one after the other in a pool of S slots, and a shared prefix is
+    repeated for each request. In the paged contract it is present once.
 
     Attributes:
-      small: (N, S) of the same case where it is interpreted.
-      has_pages: whether it is a case of the paged contract, too.
+      small: (N, S) of the same case when it is interpreted.
+      has_pages: True if it is a case of the paged contract, too.
     """
 
     name: str
@@ -72,18 +72,18 @@ class AttentionShape:
     has_pages: bool = True
 
     def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract arguments of attention."""
+        """Return abstract arguments of attention."""
         q, k = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.H, self.D), (self.S, self.K, self.D)))
         index = jax.ShapeDtypeStruct((self.N,), jnp.int32)
         return q, k, k, index, index
 
     def paged_specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract q, k and v of paged attention."""
+        """Return abstract q, k and v of paged attention."""
         q, k = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.H, self.D), self._pool))
         return q, k, k
 
     def arrays(self, dtype: Any = jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Random arguments of attention, on the default device, with the values of `paged_arrays`."""
+        """Return random arguments of attention, on the default device, with the values of `paged_arrays`."""
         q, k, v = self.paged_arrays(dtype, seed)
         slots = jnp.asarray(self._places())
         seen = self.rows(seed)
@@ -91,7 +91,7 @@ class AttentionShape:
         return q, k[slots], v[slots], *(jnp.asarray(first * (seen.start < seen.end) + x, jnp.int32) for x in seen[1:3])
 
     def paged_arrays(self, dtype: Any = jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Random q, k and v of paged attention, on the default device; page 0 is zero."""
+        """Return random q, k and v of paged attention, on the default device; page 0 is zero."""
         q, k, v = (
             jax.random.normal(key, spec.shape, dtype)
             for key, spec in zip(jax.random.split(jax.random.key(seed), 3), self.paged_specs(), strict=True)
@@ -99,11 +99,11 @@ class AttentionShape:
         return q, k.at[:PAGE].set(0), v.at[:PAGE].set(0)
 
     def rows(self, seed: int = 0) -> SeenSlots:
-        """What the rows see."""
+        """Return the slots that the rows see."""
         return self.seen(np.random.default_rng(seed), self.N, self.S)
 
     def paged(self, seed: int = 0) -> Paged:
-        """The same in pages."""
+        """Return the case in pages."""
         seen = self.rows(seed)
         common = seen.prefix // PAGE
         own = -(-seen.lengths // PAGE) - common
@@ -115,11 +115,11 @@ class AttentionShape:
         return Paged(*seen[:3], tables, shared, count)
 
     def work(self, implementation: str | None = None, *, shared: bool = True, seed: int = 0, **cut: Any) -> Work:
-        """The work list of paged attention by an implementation.
+        """Return the work list of paged attention by an implementation.
 
         Args:
-          shared: whether it knows of a shared prefix.
-          cut: fields of its configuration that are not the usual ones.
+          shared: True if the work list uses a shared prefix.
+          cut: Fields of its configuration that differ from the defaults.
         """
         case = self.paged(seed)
         q, *_ = self.paged_specs()
@@ -133,26 +133,28 @@ class AttentionShape:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row is of another request."""
+        """True if each row is of another request."""
         seen = self.rows()
         return bool(np.bincount(seen.table[seen.start < seen.end]).max() == 1)
 
     def in_small(self) -> AttentionShape:
-        """The same case with one key-value head and few rows and slots."""
+        """Return the same case with one key-value head and few rows and slots."""
         N, S = self.small
         return dataclasses.replace(self, N=N, S=S, H=self.H // self.K, K=1)
 
     def operations(self) -> int:
-        """Multiplications and additions of both products, of the pairs of rows and slots that are seen."""
+        """Return the multiplications and additions of both products, for the pairs of rows and slots that are seen."""
         seen = self.rows()
         return 4 * self.H * self.D * int((seen.end - seen.start).clip(0).sum())
 
     def bytes(self, itemsize: int = 2, *, paged: bool = True) -> int:
-        """Least traffic: queries and results, and once every slot that some row sees."""
+        """Return the minimum bytes of traffic: queries and results, and once every slot that some row sees."""
         return itemsize * self.D * 2 * (self.N * self.H + self.seen_slots(paged=paged) * self.K)
 
     def seen_slots(self, *, paged: bool = True) -> int:
-        """Slots that some row sees; unless paged, those of a shared prefix as often as it is shared."""
+        """Return the number of slots that some row sees; unless `paged`, a shared prefix counts once for each
+        request.
+        """
         seen = self.rows()
         first = (np.cumsum(seen.lengths) - seen.lengths)[seen.table]
         some = seen.start < seen.end
@@ -167,7 +169,7 @@ class AttentionShape:
         return self.paged().pages * PAGE, self.K, self.D
 
     def _places(self, seed: int = 0) -> np.ndarray:
-        """Of each slot of the plain pool its slot in the paged one; what is nobody's is in page 0."""
+        """Return for each slot of the plain pool its slot in the paged one; slots of no request are in page 0."""
         places = np.zeros(self.S, np.int64)
         at = 0
         for pages, length in zip(self.paged(seed).tables, self.rows(seed).lengths, strict=True):
@@ -182,26 +184,29 @@ def _one(start: np.ndarray, end: np.ndarray, s: int) -> SeenSlots:
 
 
 def cold(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
-    """A whole prefill, or the last chunk of one."""
+    """Return a full prefill, or the last chunk of one."""
     return _one(np.zeros(n, int), np.arange(s - n, s) + 1, s)
 
 
 def stage(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
-    """A stage of a schedule: the text rows at the end of the prompt, then rows scattered over its images."""
+    """Return a stage of a schedule: the text rows at the end of the prompt, then rows scattered over its images."""
     text = n // 8
     image = np.sort(rng.choice(s - text, n - text, replace=False))
     return _one(np.zeros(n, int), np.concatenate([np.arange(s - text, s), image]) + 1, s)
 
 
 def text(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
-    """Late layers: the rows of the question only, and padding."""
+    """Return late layers: the rows of the question only, and padding."""
     end = np.arange(s - n, s) + 1
     end[n - n // 4 :] = 0
     return _one(np.zeros(n, int), end, s)
 
 
 def requests(rng: np.random.Generator, n: int, s: int, *, count: int, used: float = 0.9) -> SeenSlots:
-    """The last rows of several requests; part of each one's slots waits for its answer."""
+    """Return synthetic input of attention: `n` rows, the last ones of `count` requests with `s` slots each.
+
+    Requests fill the fraction `used` of their slots; the rest is left for their outputs.
+    """
     slots, rows = s // count, n // count
     table, row = np.divmod(np.arange(n), rows)
     end = np.where(table < count, int(slots * used) - rows + row + 1, 0)
@@ -209,13 +214,15 @@ def requests(rng: np.random.Generator, n: int, s: int, *, count: int, used: floa
 
 
 def decode(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
-    """One row each of as many requests."""
+    """Return one row each of as many requests."""
     return requests(rng, n, s, count=n)
 
 
 def beside(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
-    """An eighth of the rows decode, requests of a fifth of the longest length up to it; the others are the last rows
-    of a prefill of that length."""
+    """Return rows of which an eighth decode, for requests of a fifth of the longest length up to it.
+
+    The other rows are the last rows of a prefill of that length.
+    """
     decoding = n // 8
     longest = int(s / (0.6 * decoding + 1))
     lengths = np.append(rng.permutation(np.linspace(longest // 5, longest, decoding).astype(int)), longest)
@@ -225,7 +232,9 @@ def beside(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
 
 
 def questions(rng: np.random.Generator, n: int, s: int, *, rows: int) -> SeenSlots:
-    """The last rows of several requests with one long prefix; behind it each has two pages or more of its own."""
+    """Return the last rows of several requests with one long prefix, after which each has at least two pages of its
+    own.
+    """
     count = n // rows
     slots = s // count
     prefix = (slots // PAGE - 2) * PAGE
@@ -235,13 +244,13 @@ def questions(rng: np.random.Generator, n: int, s: int, *, rows: int) -> SeenSlo
 
 
 def windows(rng: np.random.Generator, n: int, s: int, *, size: int) -> SeenSlots:
-    """Rows of consecutive windows, or packed images, which see their own."""
+    """Return rows of consecutive windows, or packed images, which see their own."""
     start = np.arange(n) // size * size
     return _one(start, np.minimum(start + size, n), s)
 
 
 def _shapes(heads: int, kv_heads: int, width: int) -> tuple[AttentionShape, ...]:
-    """What a text decoder asks for, from cold prefill to decoding."""
+    """Return the cases of a text decoder, from cold prefill to decoding."""
     last_rows = functools.partial(requests, count=8)
     one_each, some_each = (functools.partial(questions, rows=rows) for rows in (1, 20))
     H, K, D = heads, kv_heads, width
@@ -280,7 +289,7 @@ ATTENTION: dict[str, tuple[AttentionShape, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class LinkShape:
-    """A case of linking: T tokens into a pool of S slots; what is stored may be of several layers."""
+    """A case of linking: T tokens into a pool of S slots; the stored array may have several layers."""
 
     T: int
     S: int
@@ -290,27 +299,27 @@ class LinkShape:
     codec: str | None = None
 
     def specs(self, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
-        """Abstract arguments of link."""
+        """Return abstract arguments of link."""
         pool, data, angle = (
             jax.ShapeDtypeStruct(s, dtype)
             for s in ((self.S, self.K, self.D), (self.layers, 2, self.T, self.K, self.D), (self.T, 1, self.D // 2))
         )
-        planes = [data]
+        buffers = [data]
         if self.codec is not None:
-            sizes = CODECS[self.codec].planes(self.K, self.D)
-            planes = [jax.ShapeDtypeStruct((*data.shape[:-1], size // self.K), jnp.uint8) for size in sizes]
-        return pool, pool, [planes], jax.ShapeDtypeStruct((self.T,), jnp.int32), angle, angle
+            sizes = CODECS[self.codec].buffers(self.K, self.D)
+            buffers = [jax.ShapeDtypeStruct((*data.shape[:-1], size // self.K), jnp.uint8) for size in sizes]
+        return pool, pool, [buffers], jax.ShapeDtypeStruct((self.T,), jnp.int32), angle, angle
 
     def bytes(self, itemsize: int = 2) -> int:
-        """Least traffic: keys and values read and written, and the angles."""
+        """Return the minimum bytes of traffic: keys and values read and written, and the angles."""
         written = itemsize * self.T * self.D * 2 * self.K
-        read = written if self.codec is None else 2 * self.T * sum(CODECS[self.codec].planes(self.K, self.D))
+        read = written if self.codec is None else 2 * self.T * sum(CODECS[self.codec].buffers(self.K, self.D))
         return read + written + itemsize * self.T * self.D
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsShape:
-    """A case of the statistics of attention: N rows over a request of B pages."""
+    """A case of attention scores: N rows over a request of B pages."""
 
     N: int
     B: int
@@ -319,18 +328,18 @@ class StatisticsShape:
     D: int
 
     def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract arguments of attention_statistics, with a pool of twice the request's pages."""
+        """Return abstract arguments of attention_statistics, with a pool of twice the request's pages."""
         q, k = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.H, self.D), (2 * self.slots, self.K, self.D)))
         table, place = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (self.B, self.N))
         return q, k, table, place, jax.ShapeDtypeStruct((), jnp.float32)
 
     @property
     def slots(self) -> int:
-        """Of the request."""
+        """Slots of the request."""
         return self.B * PAGE
 
 
-# The text behind the images of 20480 tokens, and of 131072; all rows of a step.
+# The text after the images of 20480 tokens, and of 131072; all rows of a step.
 STATISTICS: dict[str, tuple[StatisticsShape, ...]] = {
     "Qwen3-VL-8B": tuple(StatisticsShape(*size, 32, 8, 128) for size in ((64, 160), (64, 1024), (4096, 160))),
     "Qwen2.5-VL-7B": (StatisticsShape(64, 160, 28, 4, 128),),
@@ -344,10 +353,10 @@ LINK: dict[str, tuple[LinkShape, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RowsShape:
-    """A case of what is done to the N rows of a step, into a pool of S slots, by the letters of shapes.
+    """A case of the operations on the N rows of a step, with a pool of S slots, by the letters of shapes.
 
     Attributes:
-      has_norms: of heads; a family without has biases.
+      has_norms: Heads have norms; a family without has biases.
     """
 
     N: int
@@ -359,12 +368,14 @@ class RowsShape:
     S: int = 20480
 
     def norm_specs(self, dtype: Any = jnp.bfloat16, partials: int = 0) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract x, delta and weight of norm_residual; `partials`: sums that delta is made of, 0 has it whole."""
+        """Return abstract x, delta and weight of norm_residual; `partials` is the number of sums of delta, 0 for
+        none.
+        """
         x, scale = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.M), (self.M,)))
         return x, jax.ShapeDtypeStruct((partials, *x.shape), jnp.float32) if partials else x, scale
 
     def rotate_specs(self, dtype: Any = jnp.bfloat16) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Abstract arguments of rotate_write, and those by name."""
+        """Return abstract arguments of rotate_write, and those by name."""
         width = self.H // self.K + 2
         sizes = (self.N, self.K, width, self.D), (self.N, 1, self.D // 2), (self.S, self.K, self.D)
         product, angle, pool = (jax.ShapeDtypeStruct(s, dtype) for s in sizes)
@@ -390,20 +401,20 @@ class ExpertsShape:
     F: int
 
     def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract arguments of mix_experts."""
+        """Return abstract arguments of mix_experts."""
         shapes = (self.N, self.M), (self.N, self.k), (self.E, self.M, 2 * self.F), (self.E, self.F, self.M)
         x, weight, gate_up, down = (jax.ShapeDtypeStruct(s, dtype) for s in shapes)
         return x, weight, jax.ShapeDtypeStruct(weight.shape, jnp.int32), gate_up, down
 
     def specs_in_8_bits(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The same with matrices in 8 bits, of which 128 inputs share a factor."""
+        """Return abstract arguments of mix_experts with FP8 matrices, of which 128 inputs share a factor."""
         *given, _, _ = self.specs(dtype)
         shapes = (self.E, 2 * self.F, self.M), (self.E, self.M, self.F)
         factors = [jax.ShapeDtypeStruct((E, outputs, inputs // 128), jnp.float32) for E, outputs, inputs in shapes]
         return *given, *(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in shapes), *factors
 
     def sizes(self, seed: int = 0) -> np.ndarray:
-        """Rows of each expert where all are as likely, [E]."""
+        """Return the rows of each expert if all are equally likely, `[E]`."""
         rng = np.random.default_rng(seed)
         return np.bincount(rng.random((self.N, self.E)).argsort(1)[:, : self.k].ravel(), minlength=self.E)
 

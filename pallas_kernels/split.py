@@ -1,8 +1,8 @@
 """Kernels on several devices: each device computes its own heads, or experts, of a call.
 
-A compiler that cuts programs by the shardings of their arguments cannot cut a kernel, nor XLA's own attention without
-gathering what it multiplies. So within `over(mesh)` each kernel stands in a `shard_map` of its own, and sees on every
-device an ordinary call with fewer heads.
+A compiler that partitions programs by the shardings of their arguments cannot partition a kernel. It gathers the
+operands of XLA's own attention. So within `over(mesh)` each kernel stands in a `shard_map` of its own, and sees on
+every device an ordinary call with fewer heads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 AXIS = "tensor"
-WHOLE = PartitionSpec()  # on each device
-# Of which axis each device has a part.
+WHOLE = PartitionSpec()  # replicated on each device
+# Sharded along one axis.
 FIRST, SECOND, THIRD, FOURTH = (PartitionSpec(*[None] * axis, AXIS) for axis in range(4))
 
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh of the kernels", default=None)
@@ -27,7 +27,7 @@ _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh of the
 
 @contextlib.contextmanager
 def over(mesh: Mesh | None) -> Iterator[None]:
-    """Spreads the kernels that are traced within over the devices of a mesh with the axis `AXIS`."""
+    """Distribute the kernels that are traced within over the devices of a mesh with the axis `AXIS`."""
     token = _mesh.set(mesh)
     try:
         yield
@@ -36,10 +36,10 @@ def over(mesh: Mesh | None) -> Iterator[None]:
 
 
 def spread[R](function: Callable[..., R], takes: Any, gives: Any) -> Callable[..., R]:
-    """The function as each device computes it of its own part of the arguments; itself where there is no mesh.
+    """Return a function that each device runs on its own part of the arguments; `function` itself if there is no mesh.
 
     Args:
-      takes, gives: how arguments and results lie, as `jax.shard_map` has it.
+      takes, gives: Shardings of arguments and results, as in `jax.shard_map`.
     """
     mesh = _mesh.get()
     if mesh is None:
@@ -54,11 +54,11 @@ def spread[R](function: Callable[..., R], takes: Any, gives: Any) -> Callable[..
 
 
 def spreads[**P, R](gives: Any, **takes: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a kernel's function.
+    """Decorate a kernel's function.
 
     Args:
-      gives: how its results lie.
-      takes: its arrays, and how each of them lies; its other arguments are numbers and names.
+      gives: Sharding of its results.
+      takes: Its arrays and the sharding of each; its other arguments are numbers and names.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -83,5 +83,5 @@ def spreads[**P, R](gives: Any, **takes: Any) -> Callable[[Callable[P, R]], Call
 
 
 def is_spread() -> bool:
-    """Whether kernels that are traced here are spread over devices."""
+    """Return whether kernels that are traced here are distributed over devices."""
     return _mesh.get() is not None

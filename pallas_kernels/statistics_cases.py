@@ -1,4 +1,4 @@
-"""Cases of the statistics of attention, and their reference."""
+"""Cases of attention scores, and their reference."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,10 +27,10 @@ class StatisticsCase:
     scale: float | None = None
 
     def inputs(self, dtype: str = "float32", *, flaw: bool = False) -> tuple[jax.Array, ...]:
-        """Arguments of `attention_statistics`: pages in no order, NaN where no row sees a slot.
+        """Return the arguments of `attention_statistics`: pages in no order, NaN in slots that no row sees.
 
         Args:
-          flaw: NaN, too, in a key of the first head, in the middle of what some row sees.
+          flaw: Also put NaN into a key of the first head, in the middle of the slots that some row sees.
         """
         rng = np.random.default_rng((self.N, self.B, self.D))
         pages = self.B + 3
@@ -47,7 +47,7 @@ class StatisticsCase:
 
 
 def last_rows(rng: np.random.Generator, n: int, slots: int) -> np.ndarray:
-    """A prompt that ends within its last page, its last rows, and padding."""
+    """Return a prompt that ends within its last page, its last rows, and padding."""
     end = slots - PAGE // 3
     return np.pad(np.arange(end - n + n // 4, end), (0, n // 4), constant_values=-1)
 
@@ -57,12 +57,12 @@ def all_rows(rng: np.random.Generator, n: int, slots: int) -> np.ndarray:
 
 
 def scattered(rng: np.random.Generator, n: int, slots: int) -> np.ndarray:
-    """Rows in no order, some of which see nothing, over the first half of the pages."""
+    """Return rows in no order, some of which see nothing, over the first half of the pages."""
     return np.where(rng.random(n) < 0.2, -1, rng.integers(0, slots // 2, n))
 
 
 def edges(rng: np.random.Generator, n: int, slots: int) -> np.ndarray:
-    """The first and the last slots of pages."""
+    """Return the first and the last slots of pages."""
     return np.resize([0, PAGE - 1, PAGE, slots - 1], n)
 
 
@@ -82,8 +82,8 @@ CASES = (
 )
 
 
-class Want(NamedTuple):
-    """What a case gives: what slots receive, and how many weights are below the threshold: at least, and at most.
+class ExpectedScores(NamedTuple):
+    """Expected results: sums that slots receive, and the minimum and maximum number of weights below the threshold.
 
     Weights on the threshold, up to rounding, may be on either side, and so may NaN.
     """
@@ -95,8 +95,11 @@ class Want(NamedTuple):
 
 def reference(
     q: Any, k: Any, table: Any, place: Any, p: Any, *, scale: float | None = None, within: float = 1e-5
-) -> Want:
-    """Row by row in float64. `within`: how far from the threshold, relatively, a weight is surely on its side."""
+) -> ExpectedScores:
+    """Compute attention scores row by row in float64.
+
+    `within` is the relative distance from the threshold at which a weight is surely on its side.
+    """
     q, k = (np.asarray(x, np.float64) for x in (q, k))
     H, (_, K, D) = q.shape[1], k.shape
     keys = k[_slots(table)]
@@ -110,9 +113,9 @@ def reference(
         received[:, : last + 1] += (part / part.sum(-1, keepdims=True)).mean(1)
         least += (part < float(p) * (1 - within)).sum(-1).reshape(H)
         most += (~(part >= float(p) * (1 + within))).sum(-1).reshape(H)
-    return Want(received, least, most)
+    return ExpectedScores(received, least, most)
 
 
 def _slots(table: Any) -> np.ndarray:
-    """The pool's slots of a request, in their order."""
+    """Return the pool's slots of a request, in their order."""
     return np.add.outer(np.asarray(table) * PAGE, np.arange(PAGE)).ravel()

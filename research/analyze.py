@@ -1,4 +1,4 @@
-"""Figures about what reuse does inside a model: `python -m research.analyze`."""
+"""Figures about the effects of reuse inside a model: `python -m research.analyze`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from vlcache_jax.commands.schedule import open_model, profile_samples
 from vlcache_jax.common.files import PICTURES, check_writable, write_whole
 from vlcache_jax.common.progress import Progress, say_errors
 from vlcache_jax.reuse.schedule import FORMAT
+from vlcache_jax.study.accuracy import CACHED, CONTEXTS, Protocol, arrangement_of, donors_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,9 +31,9 @@ app = typer.Typer(
     help="Draw the effect of reuse inside a model.",
 )
 _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
-_ARRANGEMENT = typer.Option(help="text_first or question_first.")
-_DONORS = typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
-_OUT = typer.Option(help="Picture to write (png); the data go beside it (json).")
+_CONTEXT = typer.Option(help="Text before the images: new-text or new-question.")
+_CACHED = typer.Option(help="Way to cache the images of a question before: together in one prompt, or separately.")
+_OUT = typer.Option(help="Chart to write (png); its data are written next to it (json).")
 type _Curves = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]
 _LEVELS = (0, 50, 150)  # in 1/500: the paper's r = 0, 0.1, 0.3
 
@@ -44,22 +45,22 @@ def errors_command(
     same_model: opt.SameModel = None,
     data: opt.Data = None,
     samples: Annotated[int, _SAMPLES] = 20,
-    arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
-    donors: Annotated[str, _DONORS] = "together",
-    tokens: Annotated[int, typer.Option(min=1, help="Image tokens of each sample to reuse alone.")] = 16,
+    context: Annotated[str, _CONTEXT] = "new-text",
+    cached: Annotated[str, _CACHED] = "together",
+    tokens: Annotated[int, typer.Option(min=1, help="Image tokens of each sample to reuse separately.")] = 16,
     dtype: opt.Dtype = "auto",
 ) -> None:
-    """Errors of the attention outputs along the answer, and where they come from.
+    """Measure errors of the attention outputs along the answer, and their origin.
 
-    At r = 0, 0.1 and 0.3 (VLCache, figure 2), in the mean over layers and in each, with the first tokens of an image
-    recomputed against the last ones (figure 5); the error of the logits taken apart by token and by layer; and how far
-    K, V are from a cold run's, in each layer.
+    At r = 0, 0.1 and 0.3 (VLCache, figure 2), as the mean over layers and in each, with the first tokens of an image
+    recomputed compared with the last ones (figure 5); the error of the logits decomposed by token and by layer; and the
+    distance of the KV from a cold run's, in each layer.
 
     Example: python -m research.analyze errors --out errors.png
     """
     with (
         say_errors(),
-        _opened(opt.one_model(model, same_model), dtype, out, data, samples, arrangement, donors) as (llm, cases),
+        _opened(opt.one_model(model, same_model), dtype, out, data, samples, context, cached) as (llm, cases),
     ):
         import numpy as np
 
@@ -68,7 +69,7 @@ def errors_command(
         from vlcache_jax.study.sensitivity import prepare
 
         probe = Probe(llm)
-        # Each sample at all levels, taken apart by token and layer, and its K, V against a cold run's.
+        # Each sample at all levels, decomposed by token and layer, and its KV compared with a cold run's.
         curves: dict[str, list[np.ndarray]] = {}
         parts = []
         deviations = []
@@ -92,8 +93,8 @@ def errors_command(
         far = dict(zip(("K", "V", "of K shared", "of V shared"), np.mean(deviations, axis=0), strict=True))
         changed = {name: np.mean([effect.changed for effect in found], axis=0) for name, found in effects.items()}
         report = {
-            "arrangement": arrangement,
-            "donors": donors,
+            "arrangement": CONTEXTS[context],
+            "donors": CACHED[cached],
             "samples": samples,
             "error of attention outputs, by answer token": {name: mean.tolist() for name, mean in means.items()},
             "error of attention outputs, by layer and answer token": {k: one.tolist() for k, one in layered.items()},
@@ -119,7 +120,7 @@ def errors_command(
 
 
 def _draw_layers(axis: Any, layered: np.ndarray) -> None:
-    """Errors along the answer, a line for each layer."""
+    """Draw errors along the answer, a line for each layer."""
     for layer, errors in enumerate(layered):
         axis.plot(errors, "o-", markersize=3, label=f"layer {layer}")
     axis.set(xlabel="answer token", ylabel="error of attention outputs", title="By layer, r = 0")
@@ -133,7 +134,9 @@ def _draw_errors(
     far: dict[str, np.ndarray],
     parts: Sequence[Decomposition],
 ) -> None:
-    """The picture of `python -m research.analyze errors`: along the answer, by depth, of single tokens, and of K, V."""
+    """Draw the chart of `python -m research.analyze errors`: along the answer, by depth, of single tokens, and of
+    KV.
+    """
     import numpy as np
 
     left, middle, right, last_axis = axes[:4]
@@ -162,7 +165,7 @@ def sensitivity_command(
     scores: Annotated[pathlib.Path, typer.Argument(metavar="SCORES", help="File of `vlcache schedule profile`.")],
     out: Annotated[pathlib.Path, _OUT],
 ) -> None:
-    """What each layer gains from recomputing at r = 0.1, 0.2 and 0.3 (VLCache, figure 3).
+    """Draw the gain of each layer from recomputing at r = 0.1, 0.2 and 0.3 (VLCache, figure 3).
 
     Example: python -m research.analyze sensitivity scores.npz --out sensitivity.png
     """
@@ -190,17 +193,18 @@ def attention_command(
     same_model: opt.SameModel = None,
     data: opt.Data = None,
     samples: Annotated[int, _SAMPLES] = 20,
-    arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
-    donors: Annotated[str, _DONORS] = "together",
+    context: Annotated[str, _CONTEXT] = "new-text",
+    cached: Annotated[str, _CACHED] = "together",
     dtype: opt.Dtype = "auto",
 ) -> None:
-    """Where the first answer token looks, and which tokens' keys depend on context (MPIC, figures 4, 8, 11 and 12).
+    """Measure the attention of the first answer token, and which keys depend on context (MPIC, figures 4, 8, 11 and
+    12).
 
     Example: python -m research.analyze attention --out attention.png
     """
     with (
         say_errors(),
-        _opened(opt.one_model(model, same_model), dtype, out, data, samples, arrangement, donors) as (llm, cases),
+        _opened(opt.one_model(model, same_model), dtype, out, data, samples, context, cached) as (llm, cases),
     ):
         from research import reuse_effects
         from vlcache_jax.study.probe import Probe
@@ -209,7 +213,8 @@ def attention_command(
         probe = Probe(llm)
         looks = reuse_effects.look(probe, (prepare(probe, case) for case in cases))
         counts = [reuse_effects.distant_layers(found) for found in looks.distances]
-        report = {"arrangement": arrangement, "donors": donors, "samples": samples, "images": len(looks.distances)}
+        report: dict[str, Any] = {"arrangement": CONTEXTS[context], "donors": CACHED[cached]}
+        report |= {"samples": samples, "images": len(looks.distances)}
         curves = _curves(looks)
         report |= _attention_report(looks, curves, counts)
         figure, axes = _figure(6)
@@ -218,7 +223,7 @@ def attention_command(
 
 
 def _attention_report(looks: AttentionFindings, curves: _Curves, counts: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The data of `python -m research.analyze attention`; `counts` are of `distant_layers`."""
+    """Return the data of `python -m research.analyze attention`; `counts` are of `distant_layers`."""
     import numpy as np
 
     along, far, rank = curves
@@ -249,7 +254,7 @@ def _attention_report(looks: AttentionFindings, curves: _Curves, counts: Sequenc
 
 
 def _draw_attention(axes: Any, looks: AttentionFindings, curves: _Curves, counts: Sequence[np.ndarray]) -> None:
-    """The picture of `python -m research.analyze attention`."""
+    """Draw the chart of `python -m research.analyze attention`."""
     import numpy as np
 
     along, far, rank = curves
@@ -272,8 +277,11 @@ def _draw_attention(axes: Any, looks: AttentionFindings, curves: _Curves, counts
 
 
 def _curves(looks: AttentionFindings) -> _Curves:
-    """Attention and distances on the first tokens by layer, over the share of an image, as images differ in length; and
-    the rank of the first token, mean and deviation over heads."""
+    """Return attention and distances on the first tokens by layer, and the rank of the first token.
+
+    The x axis is the fraction of an image, because images differ in length. The rank is the mean and deviation over
+    heads.
+    """
     import numpy as np
 
     grid = np.linspace(0, 1, 101)
@@ -288,14 +296,14 @@ def _curves(looks: AttentionFindings) -> _Curves:
 
 
 def _share_up_to(weights: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-    """The distribution function of each layer's weights [L, T] at some thresholds."""
+    """Return the distribution function of each layer's weights `[L, T]` at some thresholds."""
     import numpy as np
 
     return np.stack([np.searchsorted(np.sort(layer), thresholds, "right") / len(layer) for layer in weights])
 
 
 def _name_panels(axes: Any) -> None:
-    """What the panels of `python -m research.analyze attention` show."""
+    """Set the titles of the panels of `python -m research.analyze attention`."""
     share = "first share of the image"
     axes[0].set(xscale="log", xlabel="attention", ylabel="share of image tokens", title="First answer token")
     axes[1].set(xlabel=share, ylabel="attention on it", title="In token order")
@@ -312,13 +320,11 @@ def _opened(
     out: pathlib.Path,
     data: list[pathlib.Path] | None,
     samples: int,
-    arrangement: str,
-    donors: str,
+    context: str,
+    cached: str,
 ) -> Iterator[tuple[LLM, Iterator[ProfileCase]]]:
-    """An engine and its cases, after a look at everything that may be wrong with the arguments."""
-    from vlcache_jax.study.accuracy import Protocol, behind
-
-    protocol = Protocol(behind(arrangement), "neutral", donors)
+    """Open an engine and yield it with its cases, after checking all arguments."""
+    protocol = Protocol(arrangement_of(context, new=True), "neutral", donors_of(cached))
     _check(out)
     chosen = profile_samples(data, samples)
     with open_model(model, dtype) as llm:
@@ -335,16 +341,16 @@ def _counted(cases: Sequence[ProfileCase]) -> Iterator[ProfileCase]:
 
 
 def _check(out: pathlib.Path) -> None:
-    """Raises a ValueError if the picture and its data cannot be written, or other data would be written over."""
+    """Raise ValueError if the chart and its data cannot be written, or would overwrite other data."""
     check_writable("out", out, PICTURES)
     data = out.with_suffix(".json")
     check_writable("out", data)
     if data.is_file() and FORMAT in data.read_text(encoding="utf-8", errors="replace"):
-        raise ValueError(f"out must have another name, as its data would replace the schedule {data}, got {out}")
+        raise ValueError(f"out must not overwrite the schedule {data}, got {out}; choose another file name")
 
 
 def _mean_along(curves: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean of curves [..., c] of different lengths, at each place over those that reach it."""
+    """Return the mean of curves `[..., c]` of different lengths, at each place over those that reach it."""
     import numpy as np
 
     longest = max(curve.shape[-1] for curve in curves)
@@ -353,7 +359,7 @@ def _mean_along(curves: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _growth(curves: Sequence[np.ndarray]) -> float:
-    """What the second half of curves is in the mean, over the first half; those of one place have no halves."""
+    """Return the mean of the second half of curves over that of the first half, without curves of one place."""
     import numpy as np
 
     halves = [(one[: len(one) // 2].mean(), one[len(one) // 2 :].mean()) for one in curves if len(one) > 1]
@@ -362,7 +368,7 @@ def _growth(curves: Sequence[np.ndarray]) -> float:
 
 
 def _cumulative(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of the tokens, from the first on, and of the sum that they hold."""
+    """Return the fraction of the tokens, from the first on, and the fraction of the sum that they have."""
     import numpy as np
 
     total = max(float(values.sum()), 1e-30)
@@ -370,7 +376,7 @@ def _cumulative(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _figure(panels: int) -> Any:
-    """A figure and its panels, at most four in a row."""
+    """Return a figure and its panels, at most four in a row."""
     from vlcache_jax.study.report import figures
 
     pyplot = figures()

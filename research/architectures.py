@@ -2,15 +2,20 @@
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.architectures --out architectures.json
 
-Each case compiles in a process of its own: a compiler that does not know an instruction of a GPU ends its process, and
-what became of it is part of the result. Of each kernel there is what the assembler says, and the longest turn of its
+Each case compiles in its own process: a compiler that does not know an instruction of a GPU ends its process, and this
+outcome is part of the result. For each kernel the result has the assembler's output and the longest iteration of its
 loop in machine code, with masks and without.
 
-What a turn takes at least is counted in cycles of a multiprocessor: products at the rate of the data sheet (with sums
-in float32; for B200, whose sheet gives only that of tcgen05, Ampere's), one instruction a cycle for each of four
-schedulers, 128 bytes a cycle of shared memory, and stalls that the assembler has written down, which the programs of a
-multiprocessor hide for each other. Waits for memory and at barriers come on top: shares are upper bounds. (The kernel
-for Hopper, measured, takes 1.8 times its bound.)
+The lower bound of an iteration is counted in cycles of a multiprocessor:
+
+- products at the rate of the data sheet (with sums in float32; for B200, whose sheet gives only that of tcgen05,
+  Ampere's);
+- one instruction per cycle for each of four schedulers;
+- 128 bytes per cycle of shared memory;
+- stalls that the assembler has encoded, which the programs of a multiprocessor hide for each other.
+
+Waits for memory and at barriers come on top, so the shares are upper bounds. (The kernel for Hopper, measured, takes
+1.8 times its bound.)
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ LIMIT = 300.0  # seconds for a case
 IMPLEMENTATION = "mosaic_gpu_mma"
 THREADS, SCHEDULERS = 128, 4  # of a program, of a multiprocessor
 PRODUCTS = 16 * 8 * 16  # of one instruction
-LOADED, BANDWIDTH = 512, 128  # bytes of shared memory: that one instruction of a warp loads, that there are in a cycle
+LOADED, BANDWIDTH = 512, 128  # bytes of shared memory: loaded by one instruction of a warp; available per cycle
 _PATH = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -70,12 +75,12 @@ class Target:
     """A GPU of an architecture, by its data sheet.
 
     Attributes:
-      name: of the GPU.
-      chip: as the kernels know it.
-      clock: GHz, boost.
-      bandwidth: of its memory, bytes a second.
-      products: bfloat16 with sums in float32, dense, of a multiprocessor in a cycle.
-      threads: of a multiprocessor.
+      name: Name of the GPU.
+      chip: Its resources as the kernels use them.
+      clock: Boost clock in GHz.
+      bandwidth: Bytes per second of its memory.
+      products: Dense bfloat16 products with float32 sums, of a multiprocessor in a cycle.
+      threads: Threads of a multiprocessor.
     """
 
     name: str
@@ -127,7 +132,7 @@ def _experts(rows: int, run: Callable[..., None]) -> None:
 
 
 def _float8(rows: int, run: Callable[..., None]) -> None:
-    x, matrix = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), (12288, 4096)  # of 8B's gate or up
+    x, matrix = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), (12288, 4096)  # gate or up of the 8B model
     weight = jax.ShapeDtypeStruct(matrix, jnp.float8_e4m3fn)
     scale = jax.ShapeDtypeStruct((matrix[0], matrix[1] // 128), jnp.float32)
     run(functools.partial(float8_matmul, implementation=IMPLEMENTATION), (x, weight, scale))
@@ -146,7 +151,7 @@ def _with_heads_of(width: int) -> AttentionShape:
     return AttentionShape(f"heads of {width}", 512, 4096, 16, 4, width, cold, (45, 150))
 
 
-# Of a case, what compiles it.
+# The function that compiles each case.
 CASES: dict[str, Callable[[Callable[..., None]], None]] = {
     "paged attention, cold 4096": functools.partial(_paged, _of_8b("cold 4096")),
     "paged attention, decode": functools.partial(_paged, _of_8b("decode 8 x 20480")),
@@ -168,11 +173,11 @@ CASES: dict[str, Callable[[Callable[..., None]], None]] = {
 
 
 def compile_case(target: Target, case: Callable[[Callable[..., Any]], None]) -> list[dict[str, Any]]:
-    """Compiles in this process, which may end here; what is known of each kernel."""
+    """Compile in this process, which may end here; return a row for each kernel."""
     from jax.experimental import topologies
     from jax.experimental.mosaic.gpu import utils
 
-    # Lowering asks the default device, which is none here, for its architecture.
+    # Lowering gets the architecture from the default device, which is no GPU here.
     architecture = tuple(map(int, target.chip.capability.split(".")))
     mock.patch.object(utils, "_infer_arch", return_value=architecture).start()
     [device] = topologies.get_topology_desc(platform="cuda", target_config=_config(target), topology="1x1x1").devices
@@ -187,7 +192,7 @@ def compile_case(target: Target, case: Callable[[Callable[..., Any]], None]) -> 
 
 
 def _config(target: Target) -> str:
-    """What the compiler is told of a GPU."""
+    """Return the compiler's description of a GPU."""
     major, minor = target.chip.capability.split(".")
     feature = "feature_extension: ACCELERATED_FEATURES" if target.chip.has_bulk_copies else ""
     return f"""gpu_device_info {{
@@ -205,8 +210,8 @@ runtime_version {{ major: 13 }}"""
 
 
 def describe(target: Target, kernel: sass.Kernel) -> dict[str, Any]:
-    """A kernel's row."""
-    registers = -(-kernel.registers // 8) * 8  # they are given out by eights
+    """Return a kernel's row."""
+    registers = -(-kernel.registers // 8) * 8  # they are allocated by eights
     room = target.chip.shared_memory // (kernel.shared_memory + RESERVED)
     programs = min(REGISTERS // (registers * THREADS), room, target.threads // THREADS)
     row: dict[str, Any] = {
@@ -227,26 +232,28 @@ def describe(target: Target, kernel: sass.Kernel) -> dict[str, Any]:
 
 
 def loads_of(kernel: str, turn: sass.LoopTurn) -> tuple[int, int, int]:
-    """How often a warp loads from shared memory what all warps load alike, and what is its own; and how much of what
-    lies there are keys and values, or matrices, that is read once from the device's memory, in loads."""
+    """Return how many loads a warp shares with all warps and how many are its own, and how many loads are read once.
+
+    The last number counts keys and values, or matrices, which are read once from device memory.
+    """
     loads = turn.names["LDSM"]
     if kernel.startswith("float8"):
-        # Weights are a warp's own, 16 a thread and load, of which each is widened. Of rows it loads those of 8, with
-        # all inputs of the turn, for as many products as there are of them with each 64 outputs.
+        # Weights are a warp's own, 16 per thread and load, each of which is widened. A warp loads 8 rows with all
+        # inputs of the iteration, for as many products as there are of them with each 64 outputs.
         own = turn.names["HADD2"] // 16
         return turn.names["HMMA"] // (2 * (own // 4)), own, SCHEDULERS * own
-    # The experts' rows, too, come from shared memory, of which a warp loads its own; attention's are in registers.
+    # The experts' rows also come from shared memory; a warp loads its own. Attention's are in registers.
     own = 4 if kernel.startswith("experts") else 0
     return loads - own, own, loads - own
 
 
 def bounds(target: Target, turn: sass.LoopTurn, programs: int, alike: int, own: int, read: int) -> dict[str, Any]:
-    """What a turn takes at least, in cycles of a multiprocessor that its programs share.
+    """Return the lower bound of an iteration, in cycles of a multiprocessor that its programs share.
 
     Args:
-      alike, own, read: see `loads_of`.
+      alike, own, read: See `loads_of`.
     """
-    products = turn.names["HMMA"] * PRODUCTS * SCHEDULERS  # of a program
+    products = turn.names["HMMA"] * PRODUCTS * SCHEDULERS  # products of a program
     loads = alike + own
     stored = alike + SCHEDULERS * own
     cycles = {
@@ -270,10 +277,10 @@ def bounds(target: Target, turn: sass.LoopTurn, programs: int, alike: int, own: 
 
 
 def in_child(architecture: str, case: str, limit: float = LIMIT) -> list[dict[str, Any]] | str:
-    """Compiles in a process of its own: the rows of the case's kernels, or what became of it.
+    """Compile in a child process; return the rows of the case's kernels, or the reason of a failure.
 
     Args:
-      case: of `CASES`, or "module:function" of one that is not there.
+      case: A name of `CASES`, or "module:function" for a case that is not there.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "rows.json")
@@ -304,13 +311,13 @@ def _found(name: str) -> Callable[[Callable[..., None]], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architecture", nargs="?", choices=TARGETS, help="compile a case for this one, in this process")
-    parser.add_argument("case", nargs="?")
     parser.add_argument(
-        "--only", default="", help="cases, by a regular expression; others stay as they are in the file"
+        "architecture", nargs="?", choices=TARGETS, help="architecture to compile a case for, in this process"
     )
-    parser.add_argument("--together", type=int, default=1, help="processes")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for a case")
+    parser.add_argument("case", nargs="?")
+    parser.add_argument("--only", default="", help="regular expression of cases; other results in the file are kept")
+    parser.add_argument("--together", type=int, default=1, help="number of concurrent processes")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="maximum seconds of a case")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file")
     arguments = parser.parse_args()
     if arguments.architecture:

@@ -1,9 +1,9 @@
-"""Answers that go on with a part of their prompt's K, V: every method at every budget, on the same questions.
+"""Outputs that decode with a part of their prompt's KV: every method at every budget, on the same questions.
 
-Answers and the memory that they go on with are the engine's, but for methods that it has not (`masked_answers`). Looked
-into is each question's run with the whole cache: from it follows what a method keeps, how much of what the first
-decoded row looks at most that is (CacheHitRate), and what the answer's logits become, given the answer with the whole
-cache. After VL-Cache's evaluation, arXiv:2410.23317.
+Outputs and their memory are the engine's, except for methods that the engine lacks (`masked_answers`). The run of each
+question with the full cache is analyzed. It gives the tokens that a method keeps, the fraction of the tokens with most
+attention of the first decoded row among them (CacheHitRate), and the logits of the answer given the answer with the
+full cache. The evaluation follows VL-Cache, arXiv:2410.23317.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 WHOLE = "whole"
 POLICIES = ("vl-cache", "postvision", "snapkv", "pyramidkv", "h2o", "zipcache", "streaming", "random")
 METHODS = (*POLICIES, "fastv", "h2o-stream")
-Way = Compressor | FastV | StreamingH2O  # of the engine, or computed through masks
+Way = Compressor | FastV | StreamingH2O  # a method of the engine, or computed through masks
 _LAYERS = "layers by heads"
 SPARSE = ("prefill", "after the last image", "decoding")
 """Rows whose attention's sparsity `Layers` has: all of the prompt, those after its last image, and decoded ones."""
-_P = 0.01  # below this part of a row's maximum nothing counts, for what layers tell
+_P = 0.01  # fraction of a row's maximum below which attention does not count, in `Layers`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Setting:
     """A method at a budget.
 
     Attributes:
-      method: its name, the same at all budgets.
-      budget: share of the prompt's K, V, above 0 and at most 1; of fastv, of the image tokens.
-      ways: what runs; of a method that draws one for each seed.
+      method: Name of the method, the same at all budgets.
+      budget: Fraction of the prompt's KV, above 0 and at most 1; for fastv, of the image tokens.
+      ways: Compressors to run; one for each seed of a random method.
     """
 
     method: str
@@ -77,16 +77,17 @@ class Setting:
 def settings_of(
     methods: Sequence[str], budgets: Sequence[float], *, ps: Sequence[float] = (), seeds: int = 1, every: int = 8
 ) -> list[Setting]:
-    """Every method at every budget.
+    """Return every method at every budget.
 
     Args:
-      methods: of `METHODS`.
-      ps: vl-cache runs with each of these thresholds, too.
-      seeds: of what is drawn.
-      every: tokens that h2o-stream decodes before it drops some.
+      methods: Some of `METHODS`.
+      budgets: Fractions of the KV.
+      ps: Thresholds with which vl-cache also runs.
+      seeds: Number of seeds of random methods.
+      every: Tokens that h2o-stream decodes before it drops some.
 
     Raises:
-      ValueError: there is no such method, or budget.
+      ValueError: There is no such method, or budget.
     """
     found: list[Setting] = []
     for method in dict.fromkeys(methods):
@@ -112,18 +113,18 @@ def _ways(method: str, budget: float, seeds: int, every: int) -> tuple[Way, ...]
 
 @dataclasses.dataclass(frozen=True)
 class BudgetResult:
-    """One question answered in one way.
+    """Result of one question answered in one way.
 
     Attributes:
-      sample: number of the sample.
-      text: the answer.
-      score: how right it is, from 0 to 1.
-      memory: bytes of K, V that the answer goes on with, over those of the prompt.
-      same: whether its tokens are those with the whole cache.
-      agree, tokens: positions behind the first token of the answer with the whole cache at which the most likely token
+      sample: Number of the sample.
+      text: The answer.
+      score: Score of the answer, from 0 to 1.
+      memory: Bytes of KV that the answer decodes with, divided by those of the prompt.
+      same: True if its tokens are those with the full cache.
+      agree, tokens: Positions after the first token of the answer with the full cache at which the most likely token
         is the same, and all of them.
-      squared_error: mean over these and the vocabulary of the squared difference of logits.
-      hit_rate: CacheHitRate, the mean of layers and heads; None: nothing was decoded, or the engine does not do this.
+      squared_error: Mean over these and the vocabulary of the squared difference of logits.
+      hit_rate: CacheHitRate, the mean of layers and heads; None: nothing was decoded, or the engine lacks the method.
     """
 
     sample: int
@@ -139,13 +140,13 @@ class BudgetResult:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What the rows of a decoded answer look at, layer by layer.
+    """Attention of the rows of a decoded answer, layer by layer.
 
     Attributes:
-      prompt_tokens, image_tokens: of the prompt.
-      sparsity: of each of `SPARSE` the least, the mean and the greatest of a layer's heads: [3, 3, L].
-      contribution: of the images to attention to the prompt [L].
-      coverage: share of the images in the tokens looked at most, by budget: [budgets, L].
+      prompt_tokens, image_tokens: Counts of the prompt.
+      sparsity: Minimum, mean and maximum over a layer's heads, for each of `SPARSE`: `[3, 3, L]`.
+      contribution: Fraction of the attention to the prompt that images get `[L]`.
+      coverage: Fraction of images among the tokens with most attention, by budget: `[budgets, L]`.
     """
 
     prompt_tokens: int
@@ -157,12 +158,12 @@ class Layers:
 
 @dataclasses.dataclass(frozen=True)
 class BudgetResults:
-    """All that was found.
+    """All results.
 
     Attributes:
-      whole: with the whole cache, one result a sample.
-      results: by setting, [ways][samples].
-      layers: of each sample of which something was decoded.
+      whole: Results with the full cache, one for each sample.
+      results: Results by setting, `[ways][samples]`.
+      layers: Attention of each sample with a decoded token.
     """
 
     whole: list[BudgetResult]
@@ -180,14 +181,19 @@ def run(
     batch: int = 16,
     work: pathlib.Path | None = None,
 ) -> BudgetResults:
-    """Answers all samples under every setting; what the file `work` has is not run again.
+    """Answer all samples under every setting; results in the file `work` are not computed again.
 
     Args:
-      llm: with a pool for what is kept of prompts.
-      batch: questions that are answered together.
+      llm: Engine with a compressed KV pool.
+      samples: The questions.
+      settings: Methods and budgets.
+      arrangement: Order of images, text and question.
+      max_tokens: Maximum tokens of an answer.
+      batch: Questions that are answered together.
+      work: File of finished results; None: none.
 
     Raises:
-      ValueError: there is no pool for what is kept, or `work` is another kind of file.
+      ValueError: There is no compressed KV pool, or `work` is another kind of file.
     """
     from vlcache_jax.sampling import SamplingParams
 
@@ -197,8 +203,8 @@ def run(
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     study = _Study(llm, MaskedAnswers(Probe(llm), max_tokens), params, budgets)
     protocol = Protocol(arrangement)
-    # What each question is asked for: all that is to be found, by the name under which the file has it.
-    asked = [_Asked(i, sample, protocol.formal(samples, i)) for i, sample in enumerate(samples)]
+    # All results of a question that are needed, by their names in the file.
+    asked = [_Question(i, sample, protocol.formal(samples, i)) for i, sample in enumerate(samples)]
     parts = {part: f"{part!r} {budgets}" if part == _LAYERS else repr(part) for part in (WHOLE, _LAYERS, *ways)}
     with Progress("questions", len(samples)) as bar:
         for some in itertools.batched(asked, batch):
@@ -206,7 +212,7 @@ def run(
             for case, row in study.evaluate([case for case, key in keys.items() if log.get(key) is None]):
                 log.add(keys[case], row)
             bar.update(len(some))
-    # From the file, so that a run that goes on gives what an unbroken one does.
+    # Read from the file, so that a resumed run gives the same results as an uninterrupted one.
     found = {part: [log.get(f"{one.digest} {name}") for one in asked] for part, name in parts.items()}
     by_way = {way: [BudgetResult(i, *row) for i, row in enumerate(found[way])] for way in (WHOLE, *ways)}
     results = {setting: [by_way[way] for way in setting.ways] for setting in settings}
@@ -214,8 +220,8 @@ def run(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Asked:
-    """A question as it is asked."""
+class _Question:
+    """A question and its prompt."""
 
     number: int
     sample: Sample
@@ -223,32 +229,32 @@ class _Asked:
 
     @functools.cached_property
     def digest(self) -> str:
-        told = repr((self.conversation, dataclasses.astuple(self.sample)))
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        content = repr((self.conversation, dataclasses.astuple(self.sample)))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-_Case = tuple[_Asked, Any]  # a question and what is to be found of it
+_Case = tuple[_Question, Any]  # a question and the setting or `Layers` to compute
 
 
 class _Study:
-    """Evaluates batches of questions.
+    """Evaluation of batches of questions.
 
     Args:
-      llm: answers.
-      masked: looks inside.
-      params: of answers.
-      budgets: that coverage is told for.
+      llm: Engine that answers.
+      masked: Computes attention and masked answers.
+      params: Sampling parameters of answers.
+      budgets: Budgets at which coverage is computed.
     """
 
     def __init__(self, llm: LLM, masked: MaskedAnswers, params: SamplingParams, budgets: Sequence[float]):
         self._llm, self._masked, self._params, self._budgets = llm, masked, params, budgets
 
     def evaluate(self, cases: Sequence[_Case]) -> Iterator[tuple[_Case, list[Any]]]:
-        """Findings, as they come: of ways `BudgetResult` without the sample, of layers `Layers` or none."""
+        """Yield results as they come: `BudgetResult` without the sample for ways, `Layers` or none for layers."""
         questions = list(dict.fromkeys(one for one, _ in cases))
         whole = self._answer(questions)
-        # Inside, question by question; there also the methods that the engine has not.
-        inside: dict[Compressor, dict[_Asked, tuple[Any, ...]]] = {}
+        # Attention, question by question, and the methods that the engine lacks.
+        inside: dict[Compressor, dict[_Question, tuple[Any, ...]]] = {}
         for one, before in whole.items():
             look = self._masked.look(one.conversation, before.outputs[0].token_ids)
             text, count = before.outputs[0].text, len(look.answer) - 1
@@ -262,22 +268,22 @@ class _Study:
                 else:
                     yield (one, part), self._beside(look, part, one.sample, text)
         # The engine's answers, way by way.
-        for way, told in inside.items():
-            for one, output in self._answer(list(told), way).items():
+        for way, found in inside.items():
+            for one, output in self._answer(list(found), way).items():
                 [answer], kept = output.outputs, output.compression
-                # Of an answer of one token nothing is kept.
+                # Nothing is kept for an answer of one token.
                 memory = way.alpha if kept is None else kept.bytes / kept.bytes_full
                 same = answer.token_ids == whole[one].outputs[0].token_ids
-                yield (one, way), [answer.text, one.sample.score(answer.text), memory, same, *told[one]]
+                yield (one, way), [answer.text, one.sample.score(answer.text), memory, same, *found[one]]
 
-    def _answer(self, questions: Sequence[_Asked], way: Compressor | None = None) -> dict[_Asked, RequestOutput]:
+    def _answer(self, questions: Sequence[_Question], way: Compressor | None = None) -> dict[_Question, RequestOutput]:
         if not questions:
             return {}
         outputs = self._llm.chat([one.conversation for one in questions], self._params, compress=way)
         return dict(zip(questions, outputs, strict=True))
 
     def _inside(self, look: Look, way: Compressor) -> tuple[int, int, float, float | None]:
-        """The rest of a result: from `agree` on."""
+        """Return the rest of a result, from `agree` on."""
         decoded = look.answer[:-1]
         if not decoded:
             return 0, 0, 0.0, None
@@ -293,7 +299,7 @@ class _Study:
         return *compared(logits, look.trace.logits[1:]), float(np.mean(rates))
 
     def _beside(self, look: Look, way: FastV | StreamingH2O, sample: Sample, text: str) -> list[Any]:
-        """A result but for its sample, of a method that the engine has not; `text` is the whole cache's answer."""
+        """Return a result without its sample, of a method that the engine lacks; `text` is the full cache's answer."""
         answer = list(look.answer)
         if len(answer) == 1:
             return [text, sample.score(text), way.alpha, True, 0, 0, 0.0, None]
@@ -303,8 +309,8 @@ class _Study:
         tokens = greedy(follow, forced, answer, tokenizer.eos_token_id, self._masked.most)
         if tokens != answer:
             text = tokenizer.decode(tokens, skip_special_tokens=True)
-        told = compared(forced[1:], look.trace.logits[1:])
-        return [text, sample.score(text), memory, tokens == answer, *told, None]
+        comparison = compared(forced[1:], look.trace.logits[1:])
+        return [text, sample.score(text), memory, tokens == answer, *comparison, None]
 
     def _layers(self, look: Look) -> Layers:
         n, is_image = len(look.prompt), look.placed.is_image[: len(look.prompt)]
@@ -322,12 +328,12 @@ class _Study:
 
 
 def layer_sparsity(masked: MaskedAnswers, look: Look, decoded: Sequence[np.ndarray]) -> list[list[list[float]]]:
-    """How sparse attention is, see `Layers.sparsity`: the share of small entries among those that rows see.
+    """Return the sparsity of attention, see `Layers.sparsity`: the fraction of small entries among those that rows see.
 
     Args:
-      masked: looks into the prompt.
-      look: the prompt and its answer.
-      decoded: attention of decoded rows, see `Look.attention`.
+      masked: Gives the prompt's attention.
+      look: The prompt and its answer.
+      decoded: Attention of decoded rows, see `Look.attention`.
     """
     n = len(look.prompt)
     rows = n, VLCache(0.5).observed(look.prompt)
@@ -338,20 +344,20 @@ def layer_sparsity(masked: MaskedAnswers, look: Look, decoded: Sequence[np.ndarr
 
 
 def compared(logits: np.ndarray, whole: np.ndarray) -> tuple[int, int, float]:
-    """(positions of the same most likely token, all positions, mean squared difference)."""
+    """Return (positions with the same most likely token, all positions, mean squared difference)."""
     same = int((logits.argmax(-1) == whole.argmax(-1)).sum())
     return same, len(whole), float(np.mean(np.square(logits.astype(np.float64) - whole)))
 
 
 def greedy(follow: Follow, forced: np.ndarray, whole: list[int], end: int, most: int) -> list[int]:
-    """A greedy answer, which begins as that with the whole cache as far as they agree.
+    """Return a greedy answer, which reuses the answer with the full cache as far as they agree.
 
     Args:
-      follow: gives logits behind its tokens.
-      forced: logits of the whole cache's answer, [c, V].
-      whole: its tokens.
-      end: the token that ends an answer.
-      most: tokens of an answer at most.
+      follow: Returns logits after its tokens.
+      forced: Logits of the full cache's answer, `[c, V]`.
+      whole: Tokens of that answer.
+      end: Token that ends an answer.
+      most: Maximum tokens of an answer.
     """
     differs = np.flatnonzero(forced.argmax(-1) != whole)
     if not len(differs):

@@ -1,11 +1,11 @@
-"""Answers that go on with a part of their prompt, by method and budget: `python -m research.budgets`.
+"""Outputs that decode with a part of their prompt's KV, by method and budget: `python -m research.budgets`.
 
     python -m research.budgets                              # the shipped model, on questions drawn for it
     python -m research.budgets Qwen/Qwen3-VL-2B-Instruct --data DocVQA_VAL.tsv --questions 100 --work budgets.work
 
-What is run stands in `research.budget_answers`. Methods are compared at the memory that they use: bounds on what a
-layer keeps may leave some of a budget. The one that all are compared with is taken between two of its budgets where
-theirs fall between.
+`research.budget_answers` runs the methods. They are compared at the memory that they use, because bounds on the tokens
+of a layer may leave a part of a budget unused. The reference method is interpolated between two of its budgets if the
+memory of another method falls between them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from vlcache_jax.commands import options as opt
 from vlcache_jax.common.files import PICTURES, check_all_readable, check_writable
 from vlcache_jax.common.progress import Progress, say, say_errors
 from vlcache_jax.study import pairs
-from vlcache_jax.study.questions import ARRANGEMENTS, Sample, rows_of_questions
+from vlcache_jax.study.accuracy import arrangement_of
+from vlcache_jax.study.questions import Sample, rows_of_questions
 from vlcache_jax.study.report import WorkLog, environment, figures, save_figure, show, write
 
 if TYPE_CHECKING:
@@ -33,38 +34,36 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
-QUESTIONS = 30  # of each task, where none are given
+QUESTIONS = 30  # of each task, by default
 
 Array = npt.NDArray[np.float64]
 Ways = Sequence[Sequence["BudgetResult"]]  # of a setting: [ways][samples]
 
 
-def _check(arrangement: str, **shares: Sequence[float]) -> None:
+def _check(**shares: Sequence[float]) -> None:
     for name, values in shares.items():
         if not all(0 < value <= 1 for value in values):
             raise ValueError(f"{name} must be above 0 and at most 1, got {', '.join(f'{one:g}' for one in values)}")
-    if arrangement not in ARRANGEMENTS:
-        raise ValueError(f"arrangement must be one of {', '.join(ARRANGEMENTS)}, got {arrangement!r}")
 
 
 def table(samples: Sequence[Sample], answers: BudgetResults, against: str) -> list[dict[str, Any]]:
-    """One row for the whole cache, and one for each setting.
+    """Return one row for the full cache, and one for each setting.
 
     Args:
-      against: the method that settings are compared with, at their memory.
+      against: Method that settings are compared with, at their memory.
     """
-    compared = _Compared(samples, answers, against)
+    compared = _Comparison(samples, answers, against)
     rows = [compared.row("whole", 1.0, [answers.whole])]
     return rows + [compared.row(one.method, one.budget, results) for one, results in answers.results.items()]
 
 
-class _Compared:
-    """Compares settings with the whole cache, and with a method at the same memory, task by task.
+class _Comparison:
+    """Comparison of settings with the full cache, and with a method at the same memory, task by task.
 
     Several rows of a file may be one question, which is right if all of them are.
 
     Args:
-      samples, answers, against: see `table`.
+      samples, answers, against: See `table`.
     """
 
     def __init__(self, samples: Sequence[Sample], answers: BudgetResults, against: str):
@@ -75,7 +74,7 @@ class _Compared:
         self._against, self._references = against, [[answers.whole], *own]
 
     def row(self, method: str, budget: float, results: Ways) -> dict[str, Any]:
-        """The row of a setting."""
+        """Return the row of a setting."""
         every = [one for way in results for one in way]
         rates = [one.hit_rate for one in every if one.hit_rate is not None]
         ahead = [pairs.paired(self._reference(task, results), self._scores(task, results)) for task in self._tasks]
@@ -90,7 +89,7 @@ class _Compared:
         }
 
     def _detail(self, task: str, results: Ways) -> dict[str, Any]:
-        """See `pairs.overall`."""
+        """Return the details of a task, see `pairs.overall`."""
         scores = self._scores(task, results)
         own = [way[i] for way in results for numbers in self._tasks[task] for i in numbers]
         decoded = [one for one in own if one.tokens]
@@ -104,26 +103,26 @@ class _Compared:
         }
 
     def _scores(self, task: str, results: Ways) -> Array:
-        """[ways, questions]."""
+        """Return the scores of a task, `[ways, questions]`."""
         return np.array([[min(way[i].score for i in numbers) for numbers in self._tasks[task]] for way in results])
 
     def _memory(self, task: str, results: Ways) -> Array:
-        """What of the prompt's K, V was kept, the mean of all ways, [questions]."""
+        """Return the kept fraction of the prompt's KV, as the mean of all ways, `[questions]`."""
         kept = [[np.mean([way[i].memory for i in numbers]) for numbers in self._tasks[task]] for way in results]
         return np.mean(kept, axis=0)
 
     def _reference(self, task: str, results: Ways) -> Array:
-        """Scores of the method that all are compared with, at the memory of these results, [questions]."""
+        """Return scores of the reference method, at the memory of these results, `[questions]`."""
         known = [(self._memory(task, one), self._scores(task, one).mean(0)) for one in self._references]
         return interpolated(known, self._memory(task, results))
 
 
 def interpolated(reference: Sequence[tuple[Array, Array]], memory: Array) -> Array:
-    """Scores of a method at other memory, question by question; below its least budget those of the least.
+    """Return scores of a method at other memory, question by question; below its lowest budget those of that budget.
 
     Args:
-      reference: memory and scores at each of its budgets, each [questions].
-      memory: where they are wanted, [questions].
+      reference: Memory and scores at each of its budgets, `[questions]` each.
+      memory: Memory at which scores are needed, `[questions]`.
     """
     at, right = (np.array(part).T for part in zip(*reference, strict=True))
     order = np.argsort(at, axis=1, kind="stable")
@@ -132,7 +131,7 @@ def interpolated(reference: Sequence[tuple[Array, Array]], memory: Array) -> Arr
 
 
 def layers_of(answers: BudgetResults, budgets: Sequence[float]) -> dict[str, Any]:
-    """What decoded rows look at, the mean of questions."""
+    """Return the attention of decoded rows, as the mean of questions."""
     from research.budget_answers import SPARSE
 
     if not answers.layers:
@@ -154,7 +153,7 @@ def layers_of(answers: BudgetResults, budgets: Sequence[float]) -> dict[str, Any
 
 
 def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """Draws right answers, and how often the most likely token agrees, against memory, a line for each method."""
+    """Draw accuracy, and the agreement of the most likely token, against memory, a line for each method."""
     from matplotlib.ticker import NullLocator
 
     pyplot = figures()
@@ -192,7 +191,7 @@ _Budgets = Annotated[
     list[float] | None,
     typer.Option(
         metavar="<float>",
-        help="Share of a prompt's K, V to be kept; may be repeated.",
+        help="Fraction of a prompt's KV to keep; may be repeated.",
         show_default="0.05, 0.1, 0.2, 0.3, 0.5, 1",
     ),
 ]
@@ -207,15 +206,15 @@ def main(
     budget: _Budgets = None,
     p: Annotated[
         list[float] | None,
-        typer.Option(metavar="<float>", help="Threshold that vl-cache runs with, beside its own 0.01; may be repeated.",
+        typer.Option(metavar="<float>", help="Threshold of a further run of vl-cache, besides 0.01; may be repeated.",
                      show_default=False),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Draws of random, whose mean counts.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of random; their mean counts.")] = 3,
     every: Annotated[int, typer.Option(min=1, help="Tokens that h2o-stream decodes before it drops some.")] = 8,
-    against: Annotated[str, typer.Option(help="The method that all are compared with, at the same memory.")] = "random",
-    arrangement: Annotated[str, typer.Option(help="image_first, text_first, question_first.")] = "image_first",
+    against: Annotated[str, typer.Option(help="Reference method, compared at the same memory.")] = "random",
+    context: Annotated[str, typer.Option(help="Text before the images: same (none), new-text, new-question.")] = "same",
     questions: Annotated[
-        int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all; drawn ones: 30")
+        int | None, typer.Option(min=1, help="Maximum questions of each file.", show_default="all; drawn ones: 30")
     ] = None,
     max_tokens: opt.MaxTokens = 32,
     dtype: opt.Dtype = "auto",
@@ -224,23 +223,24 @@ def main(
     compressed_kv_bytes: opt.CompressedKvBytes = "256MiB",
     work: opt.Work = None,
     out: opt.Out = None,
-    picture: opt.Picture = None,
+    chart: opt.Chart = None,
 ) -> None:  # fmt: skip
-    """Measures how right answers are that go on with a part of their prompt, by method and budget.
+    """Measure the accuracy of outputs that decode with a part of their prompt's KV, by method and budget.
 
-    Printed are the accuracy of each task and, in pairs with 95 % intervals, the differences to the whole cache and to
-    random at the same memory; how often the most likely token agrees with the whole cache's, and the error of the
-    logits, given its answer; and how many of the tokens that the first decoded row looks at most were kept. Prompt and
-    answer must fit one step (--max-rows).
+    The table has the accuracy of each task and, in pairs with 95 % intervals, the differences to the full cache and to
+    random at the same memory. It has the agreement of the most likely token with the full cache's, and the error of the
+    logits, given its answer. It has the fraction of the tokens with most attention of the first decoded row that were
+    kept. Prompt and answer must fit one step (--max-rows).
 
     Example: python -m research.budgets --budget 0.1 --budget 0.5 --work budgets.work --out budgets.json
     """
     with say_errors():
-        # Wrong arguments and files are told before JAX is imported and a model loaded.
+        # Wrong arguments and files are reported before JAX is imported and a model loaded.
         chosen, files, shares = opt.one_model(model, same_model), data or [], sorted(budget or BUDGETS)
-        _check(arrangement, budget=shares, p=p or ())
+        arrangement = arrangement_of(context)
+        _check(budget=shares, p=p or ())
         check_writable("out", out)
-        check_writable("picture", picture, PICTURES)
+        check_writable("chart", chart, PICTURES)
         check_all_readable("data", files)
         WorkLog(work, "")  # refuses another kind of file before the work
         pool = opt.pool_bytes(kv_cache_bytes)
@@ -273,9 +273,9 @@ def main(
                 **layers_of(answers, sorted(set(shares))),
             }
             write(title, rows, head, out)
-        if picture is not None:
-            draw(rows, picture)
-            print(f"written to {picture}")
+        if chart is not None:
+            draw(rows, chart)
+            print(f"written to {chart}")
 
 
 if __name__ == "__main__":

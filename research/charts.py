@@ -1,4 +1,4 @@
-"""Draw the charts of the documentation again from their results: `python -m research.charts [NAME ...]`."""
+"""Charts of the documentation, redrawn from their results: `python -m research.charts [NAME ...]`."""
 
 from __future__ import annotations
 

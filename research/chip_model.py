@@ -1,19 +1,18 @@
-"""How long attention takes on an H200's 132 multiprocessors, by a model, beside what was measured.
+"""Model of the time of attention on an H200's 132 multiprocessors, compared with measurements.
 
     python -m research.chip_model --out benchmarks/results/attention_model.json
 
 A multiprocessor runs one program at a time. A block of 128 slots takes 1.9 us for the packed rows of a program (64 or
-128), a masked one 0.5 us more per 377 instructions that it has more; a program takes 5 us besides. Programs take items
-from a list: each costs 1 us, and 0.5 us more if it gives a partial. What is to be combined, or brought from packed rows
-to their places, takes an operation of its own: 3 us, and its bytes at 4 TB/s, as does packing the queries. Nothing is
-faster than reading K and V once, at 4 TB/s. What is launched around the kernel takes 11 us, four kernels that wait for
-each other.
+128). A masked block takes 0.5 us more per 377 additional instructions. A program takes 5 us in addition. Programs take
+items from a list: each costs 1 us, and 0.5 us more if it gives a partial. Merging partials, or moving packed rows to
+their places, is a separate operation: 3 us, and its bytes at 4 TB/s, as is packing the queries. Nothing is faster than
+reading K and V once, at 4 TB/s. The launches around the kernel take 11 us: four kernels that wait for each other.
 
-Other kernels take 1.7 us, or as long as their bytes at 0.78 of the data sheet's 4.8 TB/s, or their products at what
-XLA's reached on the chip. The first two were fixed before anything of a step was measured.
+Other kernels take 1.7 us, or as long as their bytes at 0.78 of the data sheet's 4.8 TB/s, or their products at the rate
+that XLA's reached on the chip. The first two were fixed before any step was measured.
 
-The block, the item, the rate of reading and what is around are fitted to `gpu_h200.json`: 13 cases of Qwen3-VL-8B, from
-which the model differs by 11 % at most.
+The block, the item, the read rate and the launches are fitted to `gpu_h200.json`: 13 cases of Qwen3-VL-8B, from which
+the model differs by at most 11 %.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ from vlcache_jax.study import report
 
 MULTIPROCESSORS = 132
 MEASURED = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu_h200.json"
-OF_MODEL = "Qwen3-VL-8B"  # whose attention was measured
+OF_MODEL = "Qwen3-VL-8B"  # model whose attention was measured
 BLOCK, PROGRAM, ITEM, PARTIAL, AROUND = 1.9, 5.0, 1.0, 0.5, 11.0  # us
-INSTRUCTION = 0.5 / 377  # us, of each that a masked block has more than a whole one
-MASK = 130  # instructions more, for each side
+INSTRUCTION = 0.5 / 377  # us, for each additional instruction of a masked block
+MASK = 130  # additional instructions for each side
 COMBINE, RATE = 3.0, 4.0e6  # us, and bytes/us
-# Of other kernels: us, bytes/us, and operations/us, of products of 8192 (`gpu_h200.json`).
+# Other kernels: us, bytes/us, and operations/us, of products of 8192 (`gpu_h200.json`).
 SMALL, BANDWIDTH, PRODUCTS = 1.7, 0.78 * 4.8e6, 677e6
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What the model says of a kernel at a case; times in us.
+    """Predicted times of a kernel at a case, in us.
 
     Attributes:
-      programs: until the last program ends, the bytes aside.
-      mean: of the multiprocessors' busy times: with equal shares `programs` would be that.
-      read: of K and V, once each slot.
-      combine: of merging partials.
-      gather: of packing queries.
-      items: programs, or items of the list.
-      partials: results of programs or items that have to be merged.
-      slots: that all programs load, per head.
+      programs: Until the last program ends, without memory traffic.
+      mean: Mean of the multiprocessors' busy times; equal to `programs` if their shares are equal.
+      read: Reading K and V, once for each slot.
+      combine: Merging partials.
+      gather: Packing queries.
+      items: Number of programs, or of items of the list.
+      partials: Number of results of programs or items to merge.
+      slots: Slots that all programs load, per head.
     """
 
     programs: float
@@ -75,7 +74,7 @@ class Estimate:
 
 
 def work_list(shape: AttentionShape) -> Estimate:
-    """The kernel that does the items of a work list, page by page."""
+    """Estimate the kernel that does the items of a work list, page by page."""
     listed = shape.work("mosaic_gpu")
     config, parts = listed.config, listed.parts()
     items = parts.items[: parts.ctas[-1]].astype(np.int64)
@@ -83,7 +82,7 @@ def work_list(shape: AttentionShape) -> Estimate:
     front = np.clip(items[:, work.INNER_FROM] - items[:, work.FROM], 0, pages)
     back = np.clip(items[:, work.TO] - items[:, work.INNER_TO], 0, pages)
     partial = items[:, work.PARTIAL] >= 0
-    merged = np.diff(parts.merge_first)  # partials of each row and head, none where it has one result
+    merged = np.diff(parts.merge_first)  # partials of each row and head; none if it has one result
     cost = ITEM + BLOCK * pages + MASK * INSTRUCTION * (front + back) + PARTIAL * partial
     programs = PROGRAM + np.diff(np.append(0.0, np.cumsum(cost))[parts.ctas])
     packed = (parts.unpack >= 0) & (parts.unpack < config.octets * config.box)
@@ -101,13 +100,18 @@ def work_list(shape: AttentionShape) -> Estimate:
 
 
 def kernel_time(moved: float, operations: float) -> float:
-    """Of a kernel that is not attention, us; of its bytes and of the operations of its matrix products."""
+    """Return the time of a kernel other than attention in us, from its bytes and the operations of its matrix
+    products.
+    """
     return max(SMALL, moved / BANDWIDTH, operations / PRODUCTS)
 
 
 def _combine(shape: AttentionShape, partials: int, read: int, written: int, itemsize: int = 2) -> float:
-    """Of rows of a query head: reads float32 sums, largest scores and weights of partials, and results that are only to
-    be brought to their places; writes results, those aside that items write to their places."""
+    """Return the time of merging rows of a query head, in us.
+
+    It reads float32 sums, largest scores and weights of partials, and results that only move to their places. It writes
+    results, except those that items write to their places.
+    """
     values = itemsize * shape.D * (read + written)
     return COMBINE + (4 * int(partials) * (shape.D + 2) + int(values)) / RATE
 

@@ -1,8 +1,8 @@
-"""What codecs of stored keys and values cost in the answers of the shipped model.
+"""Effect of codecs of stored keys and values on the answers of the shipped model.
 
-Every question is answered under the same policies from records of the model's dtype and from coded ones, which the same
-donors filled behind another text, as `vlcache bench accuracy` has it. The tokens of the cold answer are forced, so that
-next-token distributions can be compared place by place.
+Every question is answered under the same policies from cache entries of the model's dtype and from coded ones, which
+the same donors filled after other text, as in `vlcache bench accuracy`. The tokens of the cold answer are forced, so
+that next-token distributions can be compared position by position.
 
     python -m research.codecs --out benchmarks/results/codecs_cpu.json
 """
@@ -28,27 +28,27 @@ from vlcache_jax.common.progress import Progress
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.pallas_kernels import CODECS
-from vlcache_jax.study.accuracy import Protocol, answer, answer_cold, batches, fill, name_settings
-from vlcache_jax.study.questions import ARRANGEMENTS, Sample
+from vlcache_jax.study.accuracy import CONTEXTS, Protocol, answer, answer_cold, batches, fill, name_settings
+from vlcache_jax.study.questions import Sample
 from vlcache_jax.study.report import environment, show, write
 
 AUTO = "auto"
 POLICIES = ("full", "0.1", "shift-0.03")
-QUESTIONS = 50  # of a task; three minutes on two cores
+QUESTIONS = 50  # questions of a task; they take three minutes on two cores
 MAX_TOKENS = 32
-MOST_KL, LEAST_AGREEMENT = 1e-3, 99.9  # in nats and percent; int8 has to stay within them
+MOST_KL, LEAST_AGREEMENT = 1e-3, 99.9  # in nats and percent; limits for int8
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
-    """A question answered from coded records.
+class CodecComparison:
+    """A question answered from coded cache entries.
 
     Attributes:
-      task: of the question.
-      kl: of the distributions of each token, in nats, from those with records of the model's dtype [n].
-      cold_kl: from those of the cold run [n].
-      agrees: whether the most likely token is the one with records of the model's dtype [n].
-      score: how right the answer is, from 0 to 1.
+      task: Task of the question.
+      kl: KL divergence of each token, in nats, from the answer with cache entries of the model's dtype `[n]`.
+      cold_kl: KL divergence from the cold run `[n]`.
+      agrees: True if the most likely token is the one with cache entries of the model's dtype `[n]`.
+      score: Score of the answer, from 0 to 1.
     """
 
     task: str
@@ -59,21 +59,21 @@ class Compared:
 
 
 def divergence(reference: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """KL divergence, in nats, of the distributions of logits [n, V] from those of a reference [n].
+    """Return the KL divergence, in nats, of the distributions of logits `[n, V]` from those of a reference `[n]`.
 
     Raises:
-      ValueError: logits are empty, not finite or constant.
+      ValueError: Logits are empty, not finite or constant.
     """
     p, q = check_logits(reference), check_logits(other)
-    # A divergence is not negative; rounding may be.
+    # A divergence is not negative, but rounding may make it so.
     return np.maximum(0, (np.exp(p) * (p - q)).sum(-1))
 
 
 def check_logits(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Logarithms of the probabilities [n, V].
+    """Return logarithms of the probabilities `[n, V]`.
 
     Raises:
-      ValueError: logits are empty, not finite or constant.
+      ValueError: Logits are empty, not finite or constant.
     """
     if not logits.size or not np.isfinite(logits).all() or (np.ptp(logits, -1) == 0).any():
         raise ValueError(f"logits must be finite and differ from each other, got {logits}")
@@ -84,17 +84,17 @@ def check_logits(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 def compare(
     samples: Sequence[Sample], protocol: Protocol, *, dtype: str, batch: int = 50
-) -> tuple[dict[tuple[str, str], list[Compared]], dict[str, int]]:
-    """Answers all samples cold, and with every policy and codec.
+) -> tuple[dict[tuple[str, str], list[CodecComparison]], dict[str, int]]:
+    """Answer all samples without reuse, and with every policy and codec.
 
     Returns:
-      For each policy and codec one comparison a sample, in no order, and for each codec the bytes of K, V of a token.
+      For each policy and codec one comparison per sample, in no order, and for each codec the bytes of a token's KV.
 
     Raises:
-      ValueError: an output is empty, not finite or constant, or an image was not linked from a record as it should be.
+      ValueError: An output is empty, not finite or constant, or an image was not linked from a cache entry as expected.
     """
     policies, codecs = name_settings(POLICIES), (AUTO, *CODECS)
-    found: dict[tuple[str, str], list[Compared]] = {(name, codec): [] for name in policies for codec in codecs}
+    found: dict[tuple[str, str], list[CodecComparison]] = {(name, codec): [] for name in policies for codec in codecs}
     sizes: dict[str, int] = {}
     with contextlib.ExitStack() as stack, Progress("questions", len(samples)) as bar:
         # An engine for each codec; all answer the same questions, batch by batch, from a cache filled alike.
@@ -103,7 +103,7 @@ def compare(
                 LLM(
                     TINY_VQA,
                     dtype=dtype,
-                    cache=CacheConfig(codec=codec, load="link"),
+                    cache=CacheConfig(codec=codec, load="kv"),
                     enable_prefix_caching=False,
                 )
             )
@@ -121,7 +121,7 @@ def compare(
                     logits = [score.logits for score in scores]
                     reference = references.setdefault(name, logits)  # that of `AUTO`, which comes first
                     found[name, codec] += [
-                        Compared(
+                        CodecComparison(
                             task=samples[i].task,
                             kl=divergence(base, own),
                             cold_kl=divergence(true, own),
@@ -131,15 +131,17 @@ def compare(
                         for i, base, true, own, text in zip(chosen, reference, cold.logits, logits, texts, strict=True)
                     ]
             bar.update(len(chosen))
-    # Codes are never exact, so equal logits would mean that nothing was linked from them.
+    # Codes are never exact, so equal logits would mean that no coded KV was linked.
     for (name, codec), rows in found.items():
         if codec != AUTO and not any(row.kl.any() for row in rows):
-            raise ValueError(f"codec {codec} must change something under {name}, changed nothing")
+            raise ValueError(f"codec {codec} must change the logits under {name}, but they are equal")
     return found, sizes
 
 
-def tabulate(found: dict[tuple[str, str], list[Compared]]) -> list[dict[str, Any]]:
-    """A row for each policy, codec and task, and one for all tasks, whose tokens and questions all count alike."""
+def tabulate(found: dict[tuple[str, str], list[CodecComparison]]) -> list[dict[str, Any]]:
+    """Return a row for each policy, codec and task, and one for all tasks, with equal weights of tokens and
+    questions.
+    """
     rows = []
     for (name, codec), compared in found.items():
         for task in (*dict.fromkeys(one.task for one in compared), "all"):
@@ -163,7 +165,9 @@ def tabulate(found: dict[tuple[str, str], list[Compared]]) -> list[dict[str, Any
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each policy and codec: over all tasks, the task with the largest mean KL, and whether it is within limits."""
+    """Return for each policy and codec the mean over all tasks, the worst task by mean KL, and whether limits are
+    met.
+    """
     coded = [row for row in rows if row["codec"] != AUTO]
     return [
         {
@@ -184,14 +188,14 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--questions", type=int, default=QUESTIONS, help="of each task")
-    parser.add_argument("--arrangement", choices=ARRANGEMENTS[1:], default="text_first")
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="questions of each task")
+    parser.add_argument("--context", choices=[*CONTEXTS][1:], default="new-text")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args()
     check_writable("out", args.out)
     samples = load_samples([], questions=args.questions)
-    found, sizes = compare(samples, Protocol(args.arrangement), dtype=args.dtype)
+    found, sizes = compare(samples, Protocol(CONTEXTS[args.context]), dtype=args.dtype)
     rows = tabulate(found)
     show(
         f"Codecs against records of {args.dtype} under the same policy",
@@ -212,7 +216,7 @@ def main() -> None:
         head = environment("jax") | {
             "model": "tiny_vqa, shipped with the package",
             "dtype": args.dtype,
-            "arrangement": args.arrangement,
+            "arrangement": CONTEXTS[args.context],
             "max_tokens": MAX_TOKENS,
             "bfloat16 bytes a token": plain,
             "records": stored,

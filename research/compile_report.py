@@ -1,10 +1,10 @@
-"""Compiles the programs of real models for an H200, on a machine without one: what they cost and what they need.
+"""Programs of real models, compiled for an H200 on a machine without one: their costs and memory.
 
     uv run --extra cuda13 python -m research.compile_report --full --out benchmarks/results/compile.json
 
-Kernels report registers, and bytes spilled to memory (there should be none); programs their memory plan: bytes of the
-KV pool updated in place, temporaries, and how many operations they launch. `tests/gates` asserts on a smaller list.
-Needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no driver.
+Kernels report registers, and bytes spilled to memory (there should be none). Programs report their memory plan (bytes
+of the KV pool updated in place, temporaries), and how many operations they launch. `tests/gates` checks a smaller list.
+It needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` if there is no driver.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHRINKING = (2048, 1024, 512, 256, 128)
 
 
 def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
-    """Compiles a whole prefill as one program; `bounds` are the rows of each layer, and those that leave the last."""
+    """Compile a full prefill as one program; `bounds` are the rows of each layer, and those that leave the last."""
     layer = jax.jit(functools.partial(layer_step, runner.shapes), static_argnames="keep")  # traced once for each shape
 
     def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: jax.Array, works: dict[int, Any]) -> Any:
@@ -54,14 +54,14 @@ def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
 
 
 def prefill_bounds(num_layers: int, *, shrinking: bool) -> tuple[int, ...]:
-    """Rows of each layer of a cold prefill of 4096 rows, or of a schedule; one row's logits are wanted."""
+    """Return the rows of each layer of a cold prefill of 4096 rows, or of a schedule, for the logits of one row."""
     if not shrinking:
         return (4096,) * num_layers + (1,)
     return (*(SHRINKING[i * len(SHRINKING) // num_layers] for i in range(num_layers)), 1)
 
 
 def kernels(model: str) -> Iterator[tuple[str, Compiled]]:
-    """Every real shape of the model's kernels."""
+    """Yield every real shape of the model's kernels, compiled."""
     for shape in ATTENTION[model]:
         attend = functools.partial(attention, implementation="mosaic_gpu")
         if shape.has_pages:
@@ -79,11 +79,11 @@ def kernels(model: str) -> Iterator[tuple[str, Compiled]]:
 
 
 def programs(model: str) -> Iterator[tuple[str, Compiled]]:
-    """Layer steps, decoding, the encoder, linking, and whole prefills of a model."""
+    """Yield layer steps, decoding, the encoder, linking, and full prefills of a model, compiled."""
     runner = abstract_runner(MODELS[model])
     for size, keep in ((8192, 8192), (2048, 512), (512, 512), (64, 64), (64, 1)):
         yield f"layer {size} -> {keep}", compile_for(runner, Layer(size, keep, False))
-    window = runner.ladder.window
+    window = runner.buckets.window
     for size in (1, 64):
         for one in (Window(size, "greedy", window), Window(size, "drawn", window), Window(size, "any", 1)):
             yield f"window {size}, {one.choice}", compile_for(runner, one)

@@ -1,6 +1,6 @@
-"""Compiles for an H200 on a machine without one.
+"""Compilation for an H200 on a machine without one.
 
-Needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no driver.
+It needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` if there is no driver.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from vlcache_jax.device.buckets import Ladder
+from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.device.mesh import Devices, copies_of, repeats, spec_of, widened
 from vlcache_jax.device.programs.base import Program, Shapes
 from vlcache_jax.device.runner import Runner
@@ -33,26 +33,26 @@ from vlcache_jax.pallas_kernels import PAGE
 TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 SLOTS = 20480
 
-_printed: list[str] = []  # by the assembler, in this process
+_printed: list[str] = []  # output of the assembler, in this process
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What compiling a program told.
+    """Result of compiling a program.
 
     Attributes:
-      seconds: of lowering and compiling.
-      alias, temp: bytes updated in place, and of temporaries.
-      operations: that the program launches: fusions, library calls, kernels, copies; a loop is one.
-      looped: operations of one pass of its loops.
-      predicates: branches, and loops of which the compiler does not know how often they turn: a GPU's host reads a
-        predicate for each, and waits for the device.
-      spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
-        Where the assembler says nothing, as it had them all, the worst of all kernels so far.
-      registers: of a thread, likewise.
-      products: matrix products, outside of Mosaic GPU kernels.
-      written: the shapes of arrays that its operations write.
-      text: of the compiled program.
+      seconds: Seconds of lowering and compiling.
+      alias, temp: Bytes updated in place, and of temporaries.
+      operations: Operations that the program launches: fusions, library calls, kernels, copies; a loop is one.
+      looped: Operations of one iteration of its loops.
+      predicates: Branches, and loops with an unknown number of iterations. A GPU's host reads a predicate for each, and
+        waits for the device.
+      spills: Bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
+        If the assembler prints nothing because it has them already, the worst of all kernels so far.
+      registers: Registers of a thread, with the same rule.
+      products: Matrix products, outside of Mosaic GPU kernels.
+      written: Shapes of arrays that its operations write.
+      text: Text of the compiled program.
     """
 
     seconds: float
@@ -70,7 +70,7 @@ class Compiled:
 
 @functools.cache
 def h200s(count: int) -> list[Any]:
-    """H200s of one process, to compile for."""
+    """Return `count` H200s of one process, to compile for."""
     from jax.experimental import topologies
 
     topology = f"1x1x{count}"
@@ -79,14 +79,14 @@ def h200s(count: int) -> list[Any]:
 
 
 def h200() -> Any:
-    """An H200 to compile for."""
+    """Return an H200 to compile for."""
     return h200s(1)[0]
 
 
 def compile_h200(
     function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """The program itself, of arguments as in `compile_program`."""
+    """Compile a program and return it; arguments are as in `compile_program`."""
     sharding = jax.sharding.SingleDeviceSharding(h200())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     return jax.jit(function, donate_argnums=donated).lower(*specs).compile(options)
@@ -95,17 +95,17 @@ def compile_h200(
 def compile_program(
     function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
 ) -> Compiled:
-    """Compiles for an H200; arguments are trees of anything with shape and dtype, options the compiler's."""
+    """Compile for an H200; arguments are trees of objects with shape and dtype, options are the compiler's."""
     start = time.perf_counter()
     with _ptxas_output() as output:
         compiled = compile_h200(function, arguments, donated, options)
     seconds = time.perf_counter() - start
     plan, text = compiled.memory_analysis(), compiled.as_text()
     if plan is None or text is None:
-        raise RuntimeError("the compiler gives no memory plan")
+        raise RuntimeError("the compiler returned no memory plan")
     entry = text[text.index("ENTRY") :]
     loops = [computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
-    # jax 0.12 assembles a kernel once in a process: of those that it has, all that was printed counts.
+    # jax 0.12 assembles a kernel once in a process: all earlier output counts for kernels that it has already.
     _printed.append(output[0])
     printed = output[0] if "registers" in output[0] or "mosaic_gpu" not in text else "".join(_printed)
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", printed)
@@ -126,43 +126,43 @@ def compile_program(
 
 
 def _predicates(text: str) -> int:
-    """Branches, and loops of an unknown number of turns."""
+    """Return the number of branches, and of loops with an unknown number of iterations."""
     loops = re.findall(r"^.* while\(.*$", text, re.MULTILINE)
     return len(re.findall(r" conditional\(", text)) + sum("known_trip_count" not in loop for loop in loops)
 
 
 def count_operations(text: str) -> int:
-    """How many instructions of a computation are launched."""
+    """Return how many instructions of a computation are launched."""
     return len(_launched(text))
 
 
 def _written(text: str) -> set[tuple[int, ...]]:
-    """The shapes of arrays that instructions of a computation write."""
+    """Return the shapes of arrays that instructions of a computation write."""
     return {tuple(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]", " ".join(_launched(text)))}
 
 
 def _launched(text: str) -> list[str]:
-    """The types of what is launched of a computation."""
+    """Return the types of the launched instructions of a computation."""
     found = re.findall(r"^\s*(?:ROOT )?%\S+ = (\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
     unlaunched = "parameter", "bitcast", "get-tuple-element", "tuple", "constant"
     return [kind for kind, name in found if name not in unlaunched]
 
 
 def exchanged(text: str) -> dict[str, int]:
-    """How often each kind of exchange between devices stands in a compiled program."""
+    """Return how often a compiled program has each kind of exchange between devices."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     return dict(collections.Counter(re.findall(rf"= (?:\([^=]*?\)|\S+) ({kinds})(?:-start)?\(", text)))
 
 
 def computation(text: str, name: str) -> str:
-    """The instructions of a computation of a compiled program."""
+    """Return the instructions of a computation of a compiled program."""
     begin = text.index(f"\n%{name} (")
     return text[begin : text.index("\n}", begin)]
 
 
 @contextmanager
 def _ptxas_output() -> Iterator[list[str]]:
-    """What the assembler prints, from below Python, while Mosaic GPU kernels compile."""
+    """Capture the assembler's output, below Python, while Mosaic GPU kernels compile."""
     output: list[str] = []
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     sys.stdout.flush()
@@ -182,23 +182,25 @@ def _ptxas_output() -> Iterator[list[str]]:
 
 
 def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu", **stored: Any) -> Runner:
-    """A runner without weights, whose programs can be compiled but not run. `stored`: `codec` and `kept_tokens`."""
+    """Return a runner without weights, whose programs compile but do not run. `stored` has `codec` and
+    `kept_tokens`.
+    """
     params = nnx.to_pure_dict(nnx.state(abstract_model(config, jnp.bfloat16)))
     normalization = np.zeros((3, 256), np.float32)
     return Runner(
         config, params, normalization,
-        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation, **stored,
+        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, buckets=BucketSizes(), implementation=implementation, **stored,
     )  # fmt: skip
 
 
 def compile_for(runner: Runner, program: Program[Any], options: dict[str, Any] | None = None) -> Compiled:
-    """Compiles one of the runner's programs."""
+    """Compile one of the runner's programs."""
     shapes = runner.shapes
     return compile_program(program.function(shapes), program.arguments(shapes), program.donates, options)
 
 
 def spread_shapes(config: ModelConfig, count: int, implementation: str | None = "mosaic_gpu", **stored: Any) -> Shapes:
-    """The shapes of an engine that is spread over some H200s; `stored` as in `abstract_runner`."""
+    """Return the shapes of an engine that is distributed over some H200s; `stored` is as in `abstract_runner`."""
     devices = Devices.over(h200s(count), copies_of(config.text, count))
     computed = widened(config, count)
     whole = nnx.to_pure_dict(nnx.state(abstract_model(computed, jnp.bfloat16)))
@@ -211,6 +213,6 @@ def spread_shapes(config: ModelConfig, count: int, implementation: str | None = 
 
     return Shapes(
         computed, jax.tree_util.tree_map_with_path(placed, whole), devices.abstract(np.zeros((3, 256), np.float32)),
-        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation, is_host=False,
-        devices=devices, **stored,
+        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, buckets=BucketSizes(), implementation=implementation,
+        is_host=False, devices=devices, **stored,
     )  # fmt: skip

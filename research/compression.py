@@ -1,11 +1,11 @@
-"""What compressed K, V save Qwen3-VL-8B on an H200 and on 80 GB, counted: nothing of it was measured on a GPU.
+"""Savings of compressed KV for Qwen3-VL-8B on an H200 and on 80 GB. All figures are counted, none measured on a GPU.
 
     python -m research.compression --out benchmarks/results/compression_h200_counted.json
 
-A decode step of all K, V beside one of a tenth: least times of its operators at the rates of an H200 (`floor`), and
-attention by the model of its multiprocessors (`research.chip_model`), with equal budgets and with budgets of a sparsity
-that falls evenly over the layers, where layers share work lists. Then how many requests of 20480 image tokens the
-memory plan has room for.
+It compares a decode step with the full KV and one with a tenth. Times are the lower bounds of its operators at the
+rates of an H200 (`floor`), with attention by the model of its multiprocessors (`research.chip_model`). Budgets are
+equal, or those of a sparsity that falls evenly over the layers, where layers share work lists. It also counts how many
+requests of 20480 image tokens fit in the memory plan.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ from vlcache_jax.study import report
 
 MODEL = "Qwen3-VL-8B"
 BUDGET = 0.1
-CASES = ((1, 131072), (16, 8192))  # answers, and tokens of each one's prompt
-PAPER = 7.08  # times, of attention alone: VL-Cache's kernels, at batch 1 and 128 thousand tokens
-GPU, ANSWER = 80 * 10**9, 256  # bytes; tokens of an answer
-WHOLE = 2  # prompts that are computed and observed meanwhile, in the pool of whole ones
+CASES = ((1, 131072), (16, 8192))  # outputs, and tokens of each one's prompt
+PAPER = 7.08  # speedup of attention only: VL-Cache's kernels, at batch 1 and 128 thousand tokens
+GPU, ANSWER = 80 * 10**9, 256  # bytes; tokens of an output
+WHOLE = 2  # prompts that are computed and observed meanwhile, in the pool of full prompts
 TOGETHER = 256  # `max_num_seqs`: more than fit
 TITLE = f"A tenth of the K, V of {MODEL}, counted, nothing of it measured on a GPU"
 
 
 def milliseconds(config: ModelConfig, answers: int, tokens: int) -> tuple[float, float]:
-    """What a decode step takes at least on an H200, and of it attention; each answer sees so many tokens."""
+    """Return the lower bound of a decode step on an H200, and of its attention, in ms; each output sees `tokens`
+    tokens.
+    """
     took = {"attention": 0.0, "rest": 0.0}
     for one in decode(config, answers, answers * tokens):
         part = one.part if one.part in took else "rest"
@@ -56,10 +58,10 @@ def milliseconds(config: ModelConfig, answers: int, tokens: int) -> tuple[float,
 
 
 def attention_us(config: ModelConfig, answers: int, counts: Sequence[int]) -> float:
-    """Microseconds of the attention of all layers by the model of the chip, where layers share work lists.
+    """Return the microseconds of the attention of all layers by the model of the chip, with shared work lists.
 
     Args:
-      counts: tokens that each layer keeps of every prompt [L].
+      counts: Tokens that each layer keeps of every prompt `[L]`.
     """
     kept = np.repeat(np.array(counts, np.int32)[:, None], answers, 1)
     return sum(len(layers) * _layer_us(config, answers, counts[layers[0]]) for layers in alike_layers(kept))
@@ -77,7 +79,7 @@ def _layer_us(config: ModelConfig, answers: int, tokens: int) -> float:
 
 
 def decoding(config: ModelConfig) -> Iterator[dict[str, Any]]:
-    """A row for each case."""
+    """Yield a row for each case."""
     layers = config.text.num_layers
     uneven = parse_compressor(f"vl-cache-{BUDGET}")
     for answers, length in CASES:
@@ -100,7 +102,7 @@ def decoding(config: ModelConfig) -> Iterator[dict[str, Any]]:
 
 
 class _Gpu:
-    """A device of so many bytes, of which nothing is taken."""
+    """A device with `GPU` bytes, all of them free."""
 
     platform = "gpu"
 
@@ -115,10 +117,10 @@ class _Gpu:
 
 
 def plan(config: ModelConfig, length: int, **pools: int) -> MemoryPlan:
-    """The plan of an engine on `GPU` bytes for requests of so many tokens.
+    """Return the plan of an engine on `GPU` bytes for requests of `length` tokens.
 
     Args:
-      pools: bytes of each; none: that of whole prompts takes what it takes by itself.
+      pools: Bytes of each pool; none: the default of the pool of full prompts.
     """
     device: Any = _Gpu(GPU)
     kv = KVShape.of(config, "bfloat16")
@@ -131,17 +133,17 @@ def plan(config: ModelConfig, length: int, **pools: int) -> MemoryPlan:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """In bfloat16."""
+    """Return the bytes of the weights in bfloat16."""
     return 2 * sum(math.prod(parameter.shape) for parameter in parameters(config))
 
 
 def requests(config: ModelConfig) -> dict[str, Any]:
-    """How many requests fit at once with all of their K, V, and with a tenth."""
+    """Return how many requests fit at once with their full KV, and with a tenth."""
     kv, prompt = KVShape.of(config, "bfloat16"), BEFORE + IMAGES * (IMAGE + MARKS) + AFTER
     length = prompt + ANSWER
     page, own = PAGE * kv.slot_bytes, -(-length // PAGE)
     whole = plan(config, length)
-    # The same bytes, but that some whole prompts have their pool, and the rest is for what is kept.
+    # The same bytes, but some full prompts have their pool, and the compressed pool gets the rest.
     prompts = round_pages(WHOLE * own, up=True) * page
     counts = make_counts(parse_compressor(f"postvision-{BUDGET}"), prompt, None, kv.layers)
     each = CompressedPages(0).needed(counts, ANSWER - 1)

@@ -29,20 +29,20 @@ from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.questions import Sample, picture_problem, spread
 
 _ROLES = ("user", "human"), ("assistant", "gpt")
-_MARK = re.compile(r"(?:<Img>)?<ImageHere>(?:</Img>)?")  # where an image stands in a text
+_MARK = re.compile(r"(?:<Img>)?<ImageHere>(?:</Img>)?")  # place of an image in a text
 
 
 @dataclass(frozen=True)
 class DialogueTurn:
-    """A request: the last turn of a dialogue, behind what was said before it.
+    """A request: the last turn of a dialogue, after its earlier turns.
 
     Attributes:
-      name: of dialogue and turn; no two have one.
-      messages: the conversation, answers before the last turn as the data have them; images are files.
-      images: of all messages, in their order.
-      question: text of the last turn, the marks of images in it.
-      reference: the answer that the data have.
-      sample: what scores an answer; None: only a judge can.
+      name: Unique name of dialogue and turn.
+      messages: The conversation, with the answers of the data before the last turn; images are files.
+      images: Images of all messages, in their order.
+      question: Text of the last turn, with the marks of images.
+      reference: Answer of the data.
+      sample: Scores an answer; None: only a judge can.
     """
 
     name: str
@@ -54,13 +54,13 @@ class DialogueTurn:
 
 
 def draw_turns(counts: Sequence[int], questions: int, *, size: str, side: int | None = None) -> list[DialogueTurn]:
-    """Questions drawn for the shipped model, text before their pictures.
+    """Return questions drawn for the shipped model, with text before their images.
 
     Args:
-      counts: pictures of a question.
-      questions: of each count, of all tasks alike.
-      size: of the pictures, a name of `tiny_vqa.splits.SIZES`.
-      side: pixels that they are scaled to; None: as they were drawn.
+      counts: Numbers of images of a question.
+      questions: Number of questions of each count, equally of all tasks.
+      size: Size of the images, a name of `tiny_vqa.splits.SIZES`.
+      side: Pixels that they are scaled to; None: as drawn.
     """
     turns = []
     for count in counts:
@@ -78,30 +78,30 @@ def draw_turns(counts: Sequence[int], questions: int, *, size: str, side: int | 
 def read_turns(
     paths: Sequence[pathlib.Path], counts: Sequence[int], questions: int | None, *, turns: int
 ) -> list[DialogueTurn]:
-    """The turns of MMDU's `benchmark.json`, or of the annotations of SparklesEval.
+    """Return the turns of MMDU's `benchmark.json`, or of the annotations of SparklesEval.
 
-    Images are looked for under their path, beside the file, in folders beside it, and in `images` beside its folder.
+    Images are searched under their path: next to the file, in folders next to it, and in `images` next to its folder.
 
     Args:
-      paths: of the files.
-      counts: images of a request; those of other numbers are left out.
-      questions: of each count at most; None: all.
-      turns: of each dialogue at most.
+      paths: Paths of the files.
+      counts: Numbers of images of a request; other requests are left out.
+      questions: Maximum number of each count; None: all.
+      turns: Maximum turns of each dialogue.
 
     Raises:
-      ValueError: a file is no such file, an image is missing or cannot be read, or no request has as many images.
+      ValueError: A file has another format, an image is missing or cannot be read, or no request has as many images.
     """
     check_all_readable("data", paths)
-    numbers = [f"{i} " for i in range(len(paths))] if len(paths) > 1 else [""]  # files may have one name
+    numbers = [f"{i} " for i in range(len(paths))] if len(paths) > 1 else [""]  # files may have the same name
     found = [turn for path, number in zip(paths, numbers, strict=True) for turn in _read(path, number, counts, turns)]
     by_count = {count: [turn for turn in found if len(turn.images) == count] for count in counts}
     if not any(by_count.values()):
-        raise ValueError(f"data must have requests of {', '.join(map(str, counts))} images, have none")
+        raise ValueError(f"data must have requests of {', '.join(map(str, counts))} images, got none")
     return [turn for chosen in by_count.values() for turn in chosen[:questions]]
 
 
 def as_urls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as it is sent to a server: images as data URLs."""
+    """Return a conversation for a server: images as data URLs."""
 
     def part(one: dict[str, Any]) -> dict[str, Any]:
         return image_part(one["image"]) if one["type"] == "image" else one
@@ -113,7 +113,7 @@ def as_urls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def image_part(image: bytes) -> dict[str, Any]:
-    """A file as part of a message that is sent to a server."""
+    """Return a file as part of a message for a server."""
     with Image.open(io.BytesIO(image)) as opened:
         kind = Image.MIME[str(opened.format)]
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(image).decode()}"}}
@@ -128,7 +128,7 @@ def _scaled(image: bytes, side: int | None) -> bytes:
 
 
 def _read(path: pathlib.Path, prefix: str, counts: Sequence[int], turns: int) -> Iterator[DialogueTurn]:
-    """The turns of a file's dialogues that have as many images."""
+    """Yield the turns of a file's dialogues with one of the numbers of images."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
         entries = list(entries.values()) if isinstance(entries, dict) else entries
@@ -142,8 +142,8 @@ def _read(path: pathlib.Path, prefix: str, counts: Sequence[int], turns: int) ->
     for number, said in enumerate(dialogues):
         messages: list[dict[str, Any]] = []
         shown: list[str] = []
-        for turn, (asked, told) in enumerate(zip(said[0::2], said[1::2], strict=False)):
-            text, names = asked
+        for turn, (question, answer) in enumerate(zip(said[0::2], said[1::2], strict=False)):
+            text, names = question
             shown += names
             if len(shown) > max(counts) or turn >= turns:
                 break
@@ -152,15 +152,15 @@ def _read(path: pathlib.Path, prefix: str, counts: Sequence[int], turns: int) ->
             messages = [*messages, {"role": "user", "content": _parts(text, [files[name] for name in names])}]
             if len(shown) in counts:
                 images = tuple(files[name] for name in shown)
-                yield DialogueTurn(f"{prefix}{path.name} {number} {turn}", messages, images, text, told[0])
-            messages = [*messages, {"role": "assistant", "content": told[0]}]
+                yield DialogueTurn(f"{prefix}{path.name} {number} {turn}", messages, images, text, answer[0])
+            messages = [*messages, {"role": "assistant", "content": answer[0]}]
 
 
 def _said(entry: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """What user and assistant say in turn, and the images that stand in it.
+    """Yield the alternating texts of user and assistant, and the images in each.
 
     Raises:
-      ValueError, LookupError, TypeError, AttributeError: it is no dialogue.
+      ValueError, LookupError, TypeError, AttributeError: It is no dialogue.
     """
     is_sparkles = "dialogue" in entry
     images = [] if is_sparkles else entry["image"]
@@ -172,7 +172,7 @@ def _said(entry: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
         if role == "system":
             continue
         if role not in _ROLES[turns % 2] or not isinstance(text, str):
-            raise ValueError(f"a dialogue must be texts of {_ROLES[turns % 2][0]} in its turn, got {short(message)}")
+            raise ValueError(f"a dialogue must have a text of {_ROLES[turns % 2][0]} next, got {short(message)}")
         count = len(_MARK.findall(text)) if turns % 2 == 0 else 0
         if is_sparkles:
             own = [f"{image['image_id']}.jpg" for image in message.get("images") or ()]
@@ -185,7 +185,7 @@ def _said(entry: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _parts(text: str, images: Sequence[bytes]) -> list[dict[str, Any]]:
-    """A text with images at its marks; those that have none come first."""
+    """Return the parts of a text with images at its marks; images without marks come first."""
     texts = _MARK.split(text)
     ahead = len(images) - (len(texts) - 1)
     parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images[:ahead]]
@@ -196,7 +196,7 @@ def _parts(text: str, images: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def _image(path: pathlib.Path, name: str, dialogue: int) -> bytes:
-    """The file of an image of a dialogue."""
+    """Return the file of an image of a dialogue."""
     base = pathlib.PurePosixPath(name.replace("\\", "/")).name
     folder = path.resolve().parent
     beside = (folder, *sorted(one for one in folder.iterdir() if one.is_dir()), folder.parent / "images")
@@ -204,9 +204,9 @@ def _image(path: pathlib.Path, name: str, dialogue: int) -> bytes:
         if len(base) < 256 and place.is_file():
             content = place.read_bytes()
             if (problem := picture_problem(content)) is not None:
-                raise ValueError(f"images of dialogue {dialogue} of {path} must be pictures, got {place}: {problem}")
+                raise ValueError(f"images of dialogue {dialogue} of {path} must be images, got {place}: {problem}")
             return content
-    raise ValueError(f"images of dialogue {dialogue} of {path} must lie beside it, {short(name)} does not")
+    raise ValueError(f"images of dialogue {dialogue} of {path} must be next to it, got {short(name)}")
 
 
 CRITERIA = (
@@ -248,12 +248,12 @@ _DICTIONARY = re.compile(r"\{[^{}]*\}")
 
 @dataclass(frozen=True)
 class Judge:
-    """A model behind OpenAI's chat route.
+    """A judge: a model that is reached by OpenAI's chat route.
 
     Attributes:
-      client: of its server.
-      model: as requests name it; None: the server's first, once it is `found`.
-      at_once: judgements at a time.
+      client: Client of its server.
+      model: Model name in requests; None: the server's first, set by `found`.
+      at_once: Concurrent judgements.
     """
 
     client: Client
@@ -261,51 +261,51 @@ class Judge:
     at_once: int = 4
 
     def found(self) -> Judge:
-        """The judge with its model's name, as its server is there.
+        """Return the judge with its model's name, after reaching its server.
 
         Raises:
-          ValueError: it is not, or names no model.
+          ValueError: The server cannot be reached, or names no model.
         """
         try:
             first = asyncio.run(self.client.model())
         except OSError as error:
-            raise ValueError(f"judge must be the address of a server that can be reached: {error}") from error
+            raise ValueError(f"judge must be the address of a reachable server: {error}") from error
         except ValueError:
             if self.model is None:
                 raise
             first = self.model
         return dataclasses.replace(self, model=self.model or first)
 
-    def scores(self, asked: Sequence[tuple[DialogueTurn, str]]) -> list[dict[str, float] | None]:
-        """The marks of each answer; None: the judge gave none that can be read.
+    def scores(self, pairs: Sequence[tuple[DialogueTurn, str]]) -> list[dict[str, float] | None]:
+        """Return the marks of each answer; None: the judge gave none that can be parsed.
 
         Raises:
-          OSError, ValueError: the judge cannot be reached, or its server refuses.
+          OSError, ValueError: The judge cannot be reached, or its server refuses.
         """
-        return asyncio.run(self._scores(asked))
+        return asyncio.run(self._scores(pairs))
 
-    async def _scores(self, asked: Sequence[tuple[DialogueTurn, str]]) -> list[dict[str, float] | None]:
+    async def _scores(self, pairs: Sequence[tuple[DialogueTurn, str]]) -> list[dict[str, float] | None]:
         room = asyncio.Semaphore(self.at_once)
 
         async def score(turn: DialogueTurn, answer: str) -> dict[str, float] | None:
             async with room:
-                told = await self.client.ask("judge", _body(self.model, turn, answer), time.perf_counter())
-            if told.status != 200:
-                raise ValueError(f"the judge must answer, its server said: {told.error}")
-            return parse_scores(told.text)
+                response = await self.client.ask("judge", _body(self.model, turn, answer), time.perf_counter())
+            if response.status != 200:
+                raise ValueError(f"the judge must answer, its server returned: {response.error}")
+            return parse_scores(response.text)
 
-        return list(await asyncio.gather(*(score(turn, answer) for turn, answer in asked)))
+        return list(await asyncio.gather(*(score(turn, answer) for turn, answer in pairs)))
 
 
 def parse_scores(text: str) -> dict[str, float] | None:
-    """The marks that stand in the last dictionary of a judgement; None: there is none with all of them."""
+    """Return the marks in the last dictionary of a judgement; None: no dictionary has all of them."""
     for found in reversed(_DICTIONARY.findall(text)):
         try:
-            told = ast.literal_eval(found)
+            marks = ast.literal_eval(found)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
-        if isinstance(told, dict) and all(_is_mark(told.get(name)) for name in (*CRITERIA, OVERALL)):
-            return {name: float(told[name]) for name in (*CRITERIA, OVERALL)}
+        if isinstance(marks, dict) and all(_is_mark(marks.get(name)) for name in (*CRITERIA, OVERALL)):
+            return {name: float(marks[name]) for name in (*CRITERIA, OVERALL)}
     return None
 
 
@@ -314,9 +314,9 @@ def _is_mark(value: object) -> bool:
 
 
 def _body(model: str | None, turn: DialogueTurn, answer: str) -> bytes:
-    """The request for a judgement: the rubric, the question, both answers, and the images."""
+    """Return the request for a judgement: the rubric, the question, both answers, and the images."""
     example = str(dict.fromkeys((*CRITERIA, OVERALL), 5))
     text = _RUBRIC.format(example=example, question=turn.question, reference=turn.reference, answer=answer)
     content = [{"type": "text", "text": text}, *map(image_part, turn.images)]
-    asked = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0}
-    return json.dumps({**asked, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    fields = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0}
+    return json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}}).encode()

@@ -1,9 +1,9 @@
-"""What a layer's experts launch when they decode and prefill, counted in programs that are compiled for an H200.
+"""Launches of a layer's experts in decoding and prefill, counted in programs that are compiled for an H200.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.experts --out experts.json
 
-XLA's way is a loop over the experts that have rows, and in it a loop over tiles of their rows: as often as they turn
-where all experts are as likely, their operations count. A sort counts once, however many kernels it takes.
+XLA's version is a loop over the experts that have rows, with an inner loop over tiles of their rows. Their operations
+count once per iteration, if all experts are equally likely. A sort counts once, however many kernels it takes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LOOP = re.compile(r" while\(.*?condition=%([^,\s]+), body=%([^,\s]+)")
 
 
 def launches(program: str, text: str, turns: Sequence[float]) -> float:
-    """Operations that part of a compiled program launches.
+    """Return the number of operations that a part of a compiled program launches.
 
     Args:
-      program: the whole.
-      text: the part.
-      turns: of its loops, and of those within them, and so on; more are an error.
+      program: The full program.
+      text: The part.
+      turns: Iterations of its loops, of the loops within them, and so on; deeper loops are an error.
     """
     loops = _LOOP.findall(text)
     within = [computation(program, part) for of_loop in loops for part in of_loop]
@@ -42,7 +42,7 @@ def launches(program: str, text: str, turns: Sequence[float]) -> float:
 
 
 def turns_of(shape: ExpertsShape) -> tuple[float, float]:
-    """Of XLA's loops: over experts, and over tiles of one of them."""
+    """Return the iterations of XLA's loops: over experts, and over tiles of one of them."""
     sizes = shape.sizes()
     tiles = -(-sizes // tile_of(shape.N * shape.k, shape.E))
     experts = int(np.count_nonzero(sizes))
@@ -50,16 +50,16 @@ def turns_of(shape: ExpertsShape) -> tuple[float, float]:
 
 
 def of_experts(shape: ExpertsShape, implementation: str) -> tuple[float, int]:
-    """(operations of the experts' products of a layer, from the router's choice on; bytes of temporaries)"""
+    """Return (operations of the experts' products of a layer, from the router's choice on; bytes of temporaries)."""
     compiled = compile_h200(functools.partial(mix_experts, implementation=implementation), shape.specs())
     text, plan = compiled.as_text(), compiled.memory_analysis()
     if text is None or plan is None:
-        raise RuntimeError("the compiler gives no memory plan")
+        raise RuntimeError("the compiler returned no memory plan")
     return launches(text, text[text.index("ENTRY") :], turns_of(shape)), plan.temp_size_in_bytes
 
 
 def of_layer(model: str, rows: int) -> float:
-    """Operations of a layer of `rows` rows, with the kernels."""
+    """Return the operations of a layer of `rows` rows, with the kernels."""
     runner = abstract_runner(published_config(model))
     program = Layer(rows, rows, False)
     arguments = program.arguments(runner.shapes)
@@ -69,7 +69,7 @@ def of_layer(model: str, rows: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="*", help="of a step; all of `shapes.EXPERTS` unless given")
+    parser.add_argument("--rows", type=int, nargs="*", help="rows of a step; by default all of `shapes.EXPERTS`")
     parser.add_argument("--model", default="Qwen3-VL-30B-A3B", choices=EXPERTS)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     arguments = parser.parse_args()

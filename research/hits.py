@@ -1,9 +1,10 @@
-"""What a hit costs Qwen3-VL-8B on an H200, counted: 20 known images of 1024 tokens, 20 text tokens before and 6 after.
+"""Cost of a cache hit for Qwen3-VL-8B on an H200, counted.
 
-A falling schedule of mean 0.025 says what is computed. Bytes and operations are those of the model's shapes, seconds
-those that the rates of an H200 leave them (`floor`), so nothing here was measured on a GPU. Launches are the programs
-that the engine hands to its device: a narrow model with as many layers makes them here, with the same prompt, the same
-rows and a GPU's ladder.
+The prompt has 20 cached images of 1024 tokens, 20 text tokens before and 6 after. A falling schedule of mean 0.025
+selects the computed tokens. Bytes and operations are those of the model's shapes, seconds their lower bounds at the
+rates of an H200 (`floor`), so nothing here was measured on a GPU. Launches are the programs that the engine submits to
+its device. A narrow model with the same number of layers makes them here, with the same prompt, the same rows and a
+GPU's bucket sizes.
 
     python -m research.hits --out benchmarks/results/hits_h200_counted.json
 """
@@ -33,7 +34,7 @@ from vlcache_jax.testing import make_checkpoint
 MODEL = "Qwen3-VL-8B"
 PLACES: dict[str, int | str] = {"host": 0, "device": "1GB"}  # device memory for copies
 TITLE = f"A hit of {MODEL} on an H200, counted, nothing of it measured on a GPU"
-# Of the narrow model, whose layers and DeepStack features are as many as the model's.
+# The narrow model, with as many layers and DeepStack features as the real one.
 TEXT = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 32768,
@@ -48,10 +49,10 @@ class Hit:
     """A hit of the narrow model.
 
     Attributes:
-      place, codec: of the stored K, V.
-      launches: programs handed to the device.
-      moved: tokens whose K, V went to the device, and tokens whose encoder rows did.
-      plan: what was computed.
+      place, codec: Tier and codec of the stored KV.
+      launches: Programs submitted to the device.
+      moved: Tokens whose KV was transferred to the device, and tokens whose encoder rows were.
+      plan: The computed tokens.
     """
 
     place: str
@@ -62,17 +63,17 @@ class Hit:
 
 
 def count_hit(directory: pathlib.Path, place: str, codec: str, *, images: int = IMAGES, tokens: int = IMAGE) -> Hit:
-    """Runs a hit of the model in `directory` and counts.
+    """Run a hit of the model in `directory` and count.
 
     Raises:
-      ValueError: an image was not found as it should be, or other bytes were moved than `moved_bytes` says.
+      ValueError: An image was not found as expected, or the moved bytes differ from `moved_bytes`.
     """
-    from vlcache_jax import LLM, Ladder, SamplingParams
+    from vlcache_jax import LLM, BucketSizes, SamplingParams
 
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     length = BEFORE + images * (tokens + 2) + 16
     with LLM(
-        directory, dtype="float32", ladder=Ladder(), max_model_len=length, enable_prefix_caching=False,
+        directory, dtype="float32", buckets=BucketSizes(), max_model_len=length, enable_prefix_caching=False,
         cache=make_cache(codec, "16GiB", device_bytes=PLACES[place]), use_tqdm=False,
     ) as llm:  # fmt: skip
         llm.service.ahead.stop()
@@ -86,25 +87,27 @@ def count_hit(directory: pathlib.Path, place: str, codec: str, *, images: int = 
         launches = llm.stats().launches - before
     check_found("the hit", place, output)
     report = output.cache
-    # What lies in the device's memory moves nothing.
+    # Entries in device memory are not transferred.
     linked = sum(image.tokens for image in report.images if image.kv == "host")
     staged = sum(image.recomputed[0] for image in report.images if image.encoder == "host")
     hit = Hit(place, codec, launches, (linked, staged), known.plan(report))
     reported, counted = sum(image.bytes_moved for image in report.images), moved_bytes(config, hit, "float32")
     if reported != counted:
-        raise ValueError(f"bytes counted must be those that the engine moved, {reported}, got {counted}")
+        raise ValueError(f"counted bytes must equal those that the engine moved, {reported}, got {counted}")
     return hit
 
 
 def moved_bytes(config: ModelConfig, hit: Hit, dtype: str = "bfloat16") -> int:
-    """Bytes of records that a hit moves to the device: K, V of all layers, and encoder rows of what is computed."""
+    """Return the bytes of cache entries that a hit moves to the device: KV of all layers, and encoder rows of computed
+    tokens.
+    """
     (linked, staged), kv = hit.moved, KVShape.of(config, dtype, CODECS.get(hit.codec))
     rows = (1 + config.vision.num_deepstack) * config.text.hidden_size * kv.dtype.itemsize
     return linked * kv.stored_bytes + staged * rows
 
 
 def make_row(config: ModelConfig, hit: Hit) -> dict[str, Any]:
-    """Of the table: the same hit of a model as wide as `config`, in bfloat16, on an H200."""
+    """Return the table's row of the same hit for a model as wide as `config`, in bfloat16, on an H200."""
     loaded, kv = moved_bytes(config, hit), KVShape.of(config, "bfloat16", CODECS.get(hit.codec))
     least = floor(config, hit.plan, H200, loaded=loaded, kept=kv.stored_bytes // kv.layers)
     return {
@@ -119,10 +122,10 @@ def make_row(config: ModelConfig, hit: Hit) -> dict[str, Any]:
 
 
 def measure(config: ModelConfig, codecs: Sequence[str] = ("auto", *CODECS), **prompt: int) -> list[dict[str, Any]]:
-    """The rows of the table: every place and codec.
+    """Return the rows of the table: every tier and codec.
 
     Args:
-      config: of the model.
+      config: Configuration of the model.
       prompt: `images` and `tokens` of each, see `count_hit`.
     """
     vision = {**VISION, "deepstack_visual_indexes": list(range(config.vision.num_deepstack))}

@@ -1,8 +1,8 @@
-"""What a compiled program launches, how often, and what its kernels read, write and multiply: read from XLA's text.
+"""Parser of XLA's text of a compiled program: launches, their counts, and traffic and products of kernels.
 
-A launch is a fusion, a library's or our own kernel, or a copy. Loops multiply what is in them by their trip count,
-which the text tells where the compiler knows it; of a conditional the branch with the fewest launches counts. Where a
-trip count is not known, or a branch is chosen, the host reads a predicate.
+A launch is a fusion, a kernel of a library or of ours, or a copy. Loops multiply their content by their trip count, if
+the compiler knows it and so the text has it. The branch with the fewest launches counts for a conditional. If a trip
+count is not known, or a branch is chosen, the host reads a predicate.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-Trips = Callable[[int], float]  # times that a loop turns whose text does not say it, of the number of loops around it
-Shares = Mapping[int, float]  # of arrays by their bytes: the part that kernels of ours read, which have no text here
+Trips = Callable[[int], float]  # iterations of a loop whose text does not have them, by the number of loops around it
+Shares = Mapping[int, float]  # by bytes of an array: the fraction that our kernels read, which have no text here
 
 # Instructions that launch nothing.
 FREE = (
@@ -23,8 +23,8 @@ FREE = (
 )  # fmt: skip
 PREDICATES = ("while", "conditional")
 _CALLS = {"call": "to_apply", "async-start": "calls"}
-_SLICES = ("slice", "dynamic-slice", "gather")  # read as much of their first operand as they give
-_UPDATES = ("dynamic-update-slice", "scatter")  # of which the first operand is changed in place
+_SLICES = ("slice", "dynamic-slice", "gather")  # they read as much of their first operand as they return
+_UPDATES = ("dynamic-update-slice", "scatter")  # they change their first operand in place
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _KNOWN = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
 _BEGIN = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{\s*$")
@@ -36,9 +36,9 @@ class Instruction:
     """One instruction.
 
     Attributes:
-      type: of the result, as it is written.
-      arguments: what stands between the parentheses.
-      attributes: what stands behind them.
+      type: Type of the result, as text.
+      arguments: Text between the parentheses.
+      attributes: Text after them.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Of the result, several where it is a tuple."""
+        """Arrays of the result, several for a tuple."""
         return tuple(Array.of(*found) for found in _ARRAY.findall(self.type))
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Instruction:
         return frozenset(int(number or 0) for number in re.findall(r"\{(\d*)\}: \(", found[1] if found else ""))
 
     def called(self, attribute: str) -> list[str]:
-        """Names of the computations that an attribute names."""
+        """Return the names of the computations in an attribute."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%\S+)", self.attributes)
         return re.findall(r"%([\w.\-]+)", found[1]) if found else []
 
@@ -92,11 +92,11 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """An instruction that is launched, or whose predicate the host reads, and how often.
+    """An instruction that is launched, or whose predicate the host reads, and its count.
 
     Attributes:
-      block: the computation that it stands in.
-      loops: around it.
+      block: Its computation.
+      loops: Number of loops around it.
     """
 
     instruction: Instruction
@@ -111,7 +111,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that a kernel moves: what it reads of the program's arguments, what it reads and writes else."""
+    """Bytes that a kernel moves: reads of the program's arguments, other reads, and writes."""
 
     arguments: float
     temporaries: float
@@ -125,8 +125,8 @@ class Module:
     """A compiled program.
 
     Attributes:
-      computations: their instructions by name, in their order.
-      entry: name of the computation that begins.
+      computations: Their instructions by name, in their order.
+      entry: Name of the first computation.
     """
 
     def __init__(self, text: str):
@@ -150,7 +150,7 @@ class Module:
             raise ValueError(f"text must be of a compiled program, got {text[:100]!r}")
 
     def launches(self, trips: Trips) -> list[Launch]:
-        """All that is launched, and all predicates."""
+        """Return all launches and all predicates."""
         return list(self._launches(self.entry, 1.0, 0, trips))
 
     def _launches(self, name: str, times: float, loops: int, trips: Trips) -> Iterator[Launch]:
@@ -178,7 +178,9 @@ class Module:
                 yield launch
 
     def traffic(self, launch: Launch, shares: Shares) -> Traffic:
-        """What a kernel moves: operands as far as it reads them, results as far as they are not changed in place."""
+        """Return the traffic of a kernel: operands as far as it reads them, results as far as they are not changed in
+        place.
+        """
         arguments = 0.0
         temporaries = float(sum(self._written(launch.instruction, launch.block)))
         for at, name in enumerate(launch.instruction.operands):
@@ -191,7 +193,7 @@ class Module:
         return Traffic(arguments, temporaries)
 
     def operations(self, launch: Launch) -> int:
-        """Multiplications and additions of a kernel's matrix products, as far as they stand in the text."""
+        """Return the multiplications and additions of a kernel's matrix products that the text has."""
         return self._operations(launch.instruction, launch.block)
 
     def _operations(self, instruction: Instruction, block: dict[str, Instruction]) -> int:
@@ -205,13 +207,13 @@ class Module:
         else:
             return 0
         if axes is None:
-            raise ValueError(f"a product must say which axes it sums over, got {instruction}")
+            raise ValueError(f"a product must name the axes it sums over, got {instruction}")
         [left, *_] = block[instruction.operands[0]].arrays
         summed = math.prod(left.shape[int(axis)] for axis in re.findall(r"\d+", axes[1]))
         return 2 * math.prod(instruction.arrays[0].shape) * summed
 
     def _written(self, instruction: Instruction, block: dict[str, Instruction]) -> list[int]:
-        """Bytes that each part of a result is written with."""
+        """Return the bytes that each part of a result is written with."""
         if instruction.opcode == "fusion":
             name = instruction.called("calls")[0]
             return self._written(self._roots[name], self.computations[name])
@@ -226,7 +228,7 @@ class Module:
         return [array.bytes for i, array in enumerate(instruction.arrays) if i not in instruction.aliased]
 
     def _read(self, instruction: Instruction, at: int, size: int, shares: Shares) -> float:
-        """Bytes that an instruction reads of its operand number `at`, which has `size`."""
+        """Return the bytes that an instruction reads of its operand number `at`, which has `size`."""
         if instruction.opcode in _SLICES and at == 0:
             return min(size, instruction.bytes)
         if instruction.opcode in _UPDATES and at == 0:
@@ -250,13 +252,13 @@ class Module:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often a loop turns, if the compiler knows it."""
+    """Return the number of iterations of a loop, if the compiler knows it."""
     known = _KNOWN.search(loop.attributes)
     return int(known[1]) if known else None
 
 
 def _instruction(name: str, text: str) -> Instruction:
-    """Of what stands behind its name."""
+    """Parse an instruction from the text after its name."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     written, rest = text[:end], text[end:].lstrip()
     opcode, begin = rest[: rest.index("(")], rest.index("(")
@@ -265,7 +267,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _closing(text: str, begin: int) -> int:
-    """Behind the parenthesis that closes the one at `begin`."""
+    """Return the position after the parenthesis that closes the one at `begin`."""
     depth = 0
     for at in range(begin, len(text)):
         depth += (text[at] == "(") - (text[at] == ")")
@@ -275,7 +277,7 @@ def _closing(text: str, begin: int) -> int:
 
 
 def source(block: dict[str, Instruction], name: str) -> Instruction:
-    """What made an array, or the argument that it is."""
+    """Return the instruction that made an array, or the argument that it is."""
     instruction = block[name]
     while instruction.opcode in ("bitcast", "get-tuple-element") and instruction.operands:
         instruction = block[instruction.operands[0]]

@@ -1,8 +1,9 @@
-"""What the host does for a step: rows, their work lists, and handing both over; and how much before the first layer.
+"""Host time of a step: rows, their work lists, and submitting both; and the part of it before the first layer.
 
     uv run python -m research.host --out benchmarks/results/host.json
 
-For Qwen3-VL-8B without its weights: shapes alone decide. Every part is timed alone, medians, on one thread.
+The case is Qwen3-VL-8B without its weights, because only shapes matter. Every part is timed separately, as medians, on
+one thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from research.compiled import abstract_runner
 from vlcache_jax.benchmarks.compression import drawn_counts
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.compress.parse import parse_compressor
-from vlcache_jax.device.programs.base import PAGE_RUNGS, pack
+from vlcache_jax.device.programs.base import PAGE_BUCKETS, pack
 from vlcache_jax.device.runner import alike_layers, compressed_work
 from vlcache_jax.engine.batching import Prefill, prefill_steps
 from vlcache_jax.engine.completions import RequestMetrics
@@ -39,13 +40,13 @@ from vlcache_jax.study import report
 
 MODEL = "Qwen3-VL-8B"
 COMPRESSED = 8192  # tokens of prompts of which a tenth is kept
-_NO_PROMPT: Any = None  # nothing tells of it
-SIDE = 32  # merged patches of an image
+_NO_PROMPT: Any = None  # no prompt report
+SIDE = 32  # merged patches per side of an image
 TEXT = 5
 
 
 def sequence(images: int, text: int, layers: int, policy: Policy | None = None) -> Sequence:
-    """A prompt of images, known from elsewhere under `policy`, and of text behind them."""
+    """Return a prompt of images, cached under `policy`, and of text after them."""
     size = SIDE * SIDE
     refs = [ImageRef(str(i), (1, 2 * SIDE, 2 * SIDE), size, _no_pixels) for i in range(images)]
     starts = [TEXT + i * (size + 2) for i in range(images)]
@@ -62,25 +63,25 @@ def _no_pixels() -> Any:
 
 
 def prefills(sequences: list[Sequence], runner: Any) -> list[Prefill]:
-    """What they compute together."""
+    """Return the prefill chunks that they compute together."""
     layers = runner.config.text.num_layers
     pages = Pages(runner.num_slots // PAGE - 1)
-    scheduler = Scheduler(pages, runner.ladder.max_sequences, runner.ladder.max_rows, layers)
+    scheduler = Scheduler(pages, runner.buckets.max_sequences, runner.buckets.max_rows, layers)
     for one in sequences:
         scheduler.add(one)
     scheduler.admit()
-    return scheduler.next_turn(scheduler.prefilling)
+    return scheduler.next_group(scheduler.prefilling)
 
 
 def work_lists(step: Any, config: Callable[[int], Any], count: int | None = None) -> list[Any]:
-    """The work lists of a step's layers, of the first `count` kinds of layers."""
+    """Return the work lists of a step's layers, of the first `count` kinds of layers."""
     kinds = dict.fromkeys((bound, is_chosen) for bound, _, is_chosen in step.leaving)
     return [step.work(*kind, config(kind[0])) for kind in [*kinds][:count]]
 
 
 def milliseconds(work: Callable[[], Any], repeats: int) -> float:
     times = []
-    for _ in range(repeats + 1):  # the first fills caches
+    for _ in range(repeats + 1):  # the first repeat fills caches
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
@@ -88,7 +89,7 @@ def milliseconds(work: Callable[[], Any], repeats: int) -> float:
 
 
 def measure(repeats: int) -> list[dict[str, Any]]:
-    """One row for each case."""
+    """Return one row for each case."""
     runner = abstract_runner(MODELS[MODEL])
     layers = runner.config.text.num_layers
     falling = Schedule(tuple(int(120 * 0.9**layer) for layer in range(layers)), "any", "any", allow_other_model=True)
@@ -98,15 +99,15 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         f"19 known images, a schedule of {layers} layers": [sequence(19, 40, layers, Scheduled(falling))],
     }
     rows = []
-    # Prefills: the rows of a step, its work lists, and what goes to the device.
+    # Prefills: the rows of a step, its work lists, and the transfer to the device.
     for name, sequences in cases.items():
-        turn = prefills(sequences, runner)
-        step = prefill_steps(turn, runner.ladder, runner.num_slots, layers)[0]
+        group = prefills(sequences, runner)
+        step = prefill_steps(group, runner.buckets, runner.num_slots, layers)[0]
         works = functools.partial(work_lists, step, runner.shapes.work_config)
         made = works()
-        packed = pack(step.rows, runner.ladder.max_rows)
+        packed = pack(step.rows, runner.buckets.max_rows)
         parts: dict[str, Callable[[], Any]] = {
-            "rows ms": functools.partial(prefill_steps, turn, runner.ladder, runner.num_slots, layers),
+            "rows ms": functools.partial(prefill_steps, group, runner.buckets, runner.num_slots, layers),
             "work lists ms": works,
             "handing over ms": functools.partial(jax.device_put, (packed, made)),
         }
@@ -116,7 +117,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         first += milliseconds(functools.partial(jax.device_put, (packed, made[:1])), repeats)
         took |= {"together ms": sum(took.values()), "until the first layer ms": took["rows ms"] + first}
         rows.append({"case": name, "arrays": 1 + len(made), **took})
-    # A window of decoding: one work list for all of its steps.
+    # A multi-step decode: one work list for all of its steps.
     count, config = 64, runner.shapes.work_config(64, decode=True)
     pages = np.arange(1, 1 + count * 8, dtype=np.int32).reshape(count, 8)
     tables, last = list(pages), np.full(count, 7 * PAGE + 70)
@@ -132,13 +133,13 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         "handing over ms": milliseconds(lambda: jax.device_put((state, work)), repeats),
     }
     rows.append(_window_row("a window of 8 tokens, 64 answers", 2, took))
-    # The same of compressed prompts, each layer with as much or as it needs: one work list, or four for all layers.
-    config = runner.shapes.work_config(count, True, PAGE_RUNGS[0])
+    # The same for compressed prompts, with equal or adaptive budgets of layers: one work list, or four for all layers.
+    config = runner.shapes.work_config(count, True, PAGE_BUCKETS[0])
     for policy in ("postvision", "vl-cache"):
         counts = drawn_counts(parse_compressor(f"{policy}-0.1"), COMPRESSED, layers)
         kept = np.repeat(np.array(counts, np.int32)[:, None], count, 1)
         lists = functools.partial(compressed_work, kept, np.stack([0 * last + 1, 0 * last + 8]), config)
-        given = state, *lists(), np.zeros((layers, count, PAGE_RUNGS[0]), np.int32), kept
+        given = state, *lists(), np.zeros((layers, count, PAGE_BUCKETS[0]), np.int32), kept
         took = {
             "rows ms": milliseconds(lambda: np.stack([state[0]] * count), repeats),
             "work lists ms": milliseconds(lists, repeats),
@@ -151,7 +152,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
 
 
 def _window_row(case: str, arrays: int, took: dict[str, float]) -> dict[str, Any]:
-    """Of a window no layer comes before all is made."""
+    """Return the row of a multi-step decode, which no layer starts before everything is made."""
     together = sum(took.values())
     return {"case": case, "arrays": arrays, **took, "together ms": together, "until the first layer ms": together}
 

@@ -1,4 +1,4 @@
-"""What it brings that moved keys keep their length: `shift` with and without, on the same questions about two images.
+"""Effect of keeping the length of shifted keys: `shift` with and without, on the same questions about two images.
 
     python -m research.key_lengths MODEL --questions 100 --out benchmarks/results/key_lengths.json
 
@@ -33,30 +33,32 @@ CASES = tuple(
 
 @contextlib.contextmanager
 def free_lengths() -> Iterator[None]:
-    """Engines that are opened within leave moved keys as long as they become."""
+    """Open engines within that do not rescale shifted keys."""
     kept = shift.length_kept
     shift.length_kept = lambda before, after, weight: jnp.ones((), jnp.float32)
     try:
         yield
     finally:
         shift.length_kept = kept
-        jax.clear_caches()  # of what was traced within
+        jax.clear_caches()  # of programs that were traced within
 
 
 def answer(
     model: str, samples: Sequence[Sample], protocols: Sequence[accuracy.Protocol], dtype: str
 ) -> dict[accuracy.Protocol, dict[str, list[accuracy.AccuracyResult]]]:
-    """Answers of an engine that is opened for it."""
+    """Answer with an engine that is opened for it."""
     from vlcache_jax import LLM, CacheConfig
 
-    with LLM(model, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
+    with LLM(model, dtype=dtype, cache=CacheConfig(load="kv"), enable_prefix_caching=False) as llm:
         return accuracy.run(llm, samples, accuracy.name_settings(SETTINGS), protocols)
 
 
 def compare(
     model: str, samples: Sequence[Sample], protocols: Sequence[accuracy.Protocol] = CASES, dtype: str = "auto"
 ) -> list[dict[str, Any]]:
-    """A row for each case and setting: what is lost with lengths kept and left free, and the difference of the two."""
+    """Return a row for each case and setting: the loss with lengths kept and left free, and the difference of the
+    two.
+    """
     kept = answer(model, samples, protocols, dtype)
     with free_lengths():
         free = answer(model, samples, protocols, dtype)
@@ -83,9 +85,9 @@ def main() -> None:
     from vlcache_jax.assets import TINY_VQA
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=str(TINY_VQA), help="by default the one that ships")
-    parser.add_argument("--questions", type=int, default=100, help="of each task")
-    parser.add_argument("--size", choices=list(SIZES), default="small", help="of the pictures")
+    parser.add_argument("model", nargs="?", default=str(TINY_VQA), help="checkpoint; by default the shipped model")
+    parser.add_argument("--questions", type=int, default=100, help="questions of each task")
+    parser.add_argument("--size", choices=list(SIZES), default="small", help="size of the images")
     parser.add_argument("--split", choices=("profile", "test"), default="profile")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")

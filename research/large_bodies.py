@@ -1,7 +1,7 @@
-"""What one large body does to everybody else: the worst `/health` beside it, and the CPU seconds that the server takes.
+"""Effect of one large body on other requests: the worst `/health` meanwhile, and the CPU seconds of the server.
 
-Each row is one request to a real server, in a process of its own, with the limits that it has by default. Beside it
-`/health` is asked for fifty times a second, each time by a connection of its own. The first row is `/health` alone.
+Each row is one request to a real server, in its own process, with default limits. Meanwhile `/health` is requested
+fifty times a second, each time on a new connection. The first row is `/health` only.
 
     python -m research.large_bodies --out benchmarks/results/large_bodies_cpu.json
 """
@@ -25,19 +25,19 @@ from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, publish
 
 HELLO = [{"role": "user", "content": "Hello"}]
-_PAUSE = 0.02  # seconds from one look at `/health` to the next
-_SECONDS = 1.0  # that `/health` is watched before the first body
+_PAUSE = 0.02  # seconds from one request of `/health` to the next
+_SECONDS = 1.0  # seconds that `/health` is requested before the first body
 _PATIENCE = 600.0  # seconds for an answer
 
 
 def _filled(begin: str, unit: str, end: str, size: int) -> bytes:
-    """A body of about `size` bytes: units one after the other, without the comma of the last one."""
+    """Return a body of about `size` bytes: units one after the other, without the comma of the last one."""
     units = unit * ((size - len(begin) - len(end)) // len(unit.encode()))
     return (begin + units.removesuffix(",") + end).encode()
 
 
 def bodies(size: int) -> Iterator[tuple[str, str, Callable[[], bytes]]]:
-    """Of each kind what it is, its path, and what makes it."""
+    """Yield the name, the path and the generator of each kind of body."""
     chat = '{"max_tokens": 1, "messages": [{"role": "user", "content": "Hello"}], '
 
     def of(path: str, begin: str, unit: str, end: str) -> tuple[str, Callable[[], bytes]]:
@@ -79,11 +79,11 @@ def bodies(size: int) -> Iterator[tuple[str, str, Callable[[], bytes]]]:
 
 
 class Health:
-    """Asks for `/health` again and again, in a thread; a context.
+    """A thread that requests `/health` repeatedly; a context manager.
 
     Attributes:
-      worst: seconds that an answer took.
-      answers: how many came.
+      worst: Maximum seconds of an answer.
+      answers: Number of answers.
     """
 
     def __init__(self, port: int):
@@ -111,32 +111,32 @@ class Health:
 
 
 def cpu_seconds(pid: int) -> float:
-    """That a process has taken."""
+    """Return the CPU seconds of a process."""
     taken = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(taken[11]) + int(taken[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process holds."""
+    """Return the resident memory of a process in bytes."""
     return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure(port: int, pid: int, size: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Sends a body of each kind.
+    """Send a body of each kind.
 
     Args:
-      only: kinds; none: all.
+      only: Kinds; empty: all.
     """
     rows: list[dict[str, Any]] = []
-    post(port, Row("", "", {"messages": HELLO, "max_tokens": 1}), _PATIENCE)  # what it compiles is no row's
+    post(port, Row("", "", {"messages": HELLO, "max_tokens": 1}), _PATIENCE)  # its compilation counts for no row
 
     def note(what: str, work: Callable[[], tuple[int, str]], sent: int) -> None:
         before, begin = cpu_seconds(pid), time.perf_counter()
         with Health(port) as health:
             status, why = work()
-        told = {"what": what, "MiB": sent / 2**20, "status": status, "s": time.perf_counter() - begin}
-        told |= {"CPU s": cpu_seconds(pid) - before, "worst /health, s": health.worst}
-        rows.append(told | {"RSS MiB": resident_bytes(pid) / 2**20, "why": why})
+        row = {"what": what, "MiB": sent / 2**20, "status": status, "s": time.perf_counter() - begin}
+        row |= {"CPU s": cpu_seconds(pid) - before, "worst /health, s": health.worst}
+        rows.append(row | {"RSS MiB": resident_bytes(pid) / 2**20, "why": why})
 
     def alone() -> tuple[int, str]:
         time.sleep(_SECONDS)
@@ -163,7 +163,7 @@ def measure(port: int, pid: int, size: int, only: Sequence[str] = ()) -> list[di
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-vqa")
-    parser.add_argument("--mib", type=float, default=63.0, help="MiB of each body; the server takes 64")
+    parser.add_argument("--mib", type=float, default=63.0, help="MiB of each body; the server accepts 64")
     parser.add_argument("--only", nargs="*", default=(), help="kinds of bodies")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args(arguments)

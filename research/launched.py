@@ -1,10 +1,10 @@
-"""From the arrival of a request whose images are all known to its first launch: what the host costs of a hit.
+"""Host time of a cache hit, from the arrival of a request whose images are all cached to its first launch.
 
     uv run --group test python -m research.launched --out benchmarks/results/launched_cpu.json
 
-Twenty photo-like JPEGs of 1024 x 1024, about 20 thousand tokens, come in fresh copies of their bytes, or as PIL images.
-Beside that: hashing the same bytes, and the same pixels, on all threads, which is the least that these take, and what
-the image processor of transformers takes for them. The model is narrow, as it plays no part.
+Twenty photo-like JPEGs of 1024 x 1024, about 20 thousand tokens, arrive in fresh copies of their bytes, or as PIL
+images. For comparison it measures hashing the same bytes, and the same pixels, on all threads, which is the minimum,
+and the image processor of transformers. The model is narrow, because it does not matter here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PARTS = (
 
 
 def photo(seed: int) -> bytes:
-    """A JPEG of about 250 KB: smooth, with the noise of a camera."""
+    """Return a JPEG of about 250 KB: smooth, with the noise of a camera."""
     rng = np.random.default_rng(seed)
     smooth = Image.fromarray(rng.integers(0, 256, (128, 128, 3), dtype=np.uint8)).resize(
         (SIDE, SIDE), Image.Resampling.BICUBIC
@@ -66,7 +66,7 @@ def photo(seed: int) -> bytes:
 
 @contextlib.contextmanager
 def timed(took: dict[str, list[float]]) -> Iterator[None]:
-    """Within, notes the milliseconds of each of `PARTS`."""
+    """Record the milliseconds of each of `PARTS` within."""
     with contextlib.ExitStack() as stack:
         for name, owner, method in PARTS:
             stack.enter_context(mock.patch.object(owner, method, _timed(getattr(owner, method), took[name])))
@@ -85,10 +85,10 @@ def _timed(method: Callable[..., Any], took: list[float]) -> Callable[..., Any]:
 
 
 def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the table, and how many programs a hit launches.
+    """Return the rows of the table, and how many programs a hit launches.
 
     Raises:
-      ValueError: an image was not found, or an answer is empty.
+      ValueError: An image was not found, or an answer is empty.
     """
     from transformers import AutoImageProcessor
 
@@ -102,7 +102,7 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
         "bytes": lambda: [bytes(bytearray(file)) for file in files],
         "PIL images": lambda: [picture.copy() for picture in pictures],
     }
-    # Milliseconds: of whole calls, of their parts, and of what a hit cannot do without.
+    # Milliseconds: of full calls, of their parts, and of the minimum of a hit.
     launched: dict[str, list[float]] = {kind: [] for kind in fresh}
     parts: dict[str, list[float]] = defaultdict(list)
     hashing: dict[str, list[float]] = {kind: [] for kind in fresh}
@@ -114,7 +114,7 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
         processor = AutoImageProcessor.from_pretrained(directory, use_fast=True)
         with LLM(
             directory, dtype="float32", max_model_len=(count + 1) * SIDE, mm_processor_kwargs=limits,
-            cache=CacheConfig(load="link"), enable_prefix_caching=False, use_tqdm=False,
+            cache=CacheConfig(load="kv"), enable_prefix_caching=False, use_tqdm=False,
         ) as llm:  # fmt: skip
 
             def ask(images: list[Any]) -> Any:
@@ -128,13 +128,13 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
                 ask(fresh["bytes"]())
                 llm.cache.flush()
                 bar.update()
-                # What a hit calls for is compiled, and has run once, before anything is timed.
+                # Programs of a hit are compiled, and have run once, before anything is timed.
                 llm.service.ahead.wait()
                 llm.service.ahead.stop()
                 for kind in fresh:
                     ask(fresh[kind]())
                 bar.update()
-                # Programs of a hit, and then the seconds of each kind in turns.
+                # Programs of a hit, and then the seconds of each kind, interleaved.
                 before = llm.stats().launches
                 ask(fresh["bytes"]())
                 launches = llm.stats().launches - before
@@ -144,7 +144,7 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
                         with timed(parts) if kind == "bytes" else contextlib.nullcontext():
                             output = ask(images)
                         if [image.match for image in output.cache.images] != ["exact"] * count:
-                            raise ValueError(f"all images must be found, got {output.cache.images}")
+                            raise ValueError(f"all images must be cached, got {output.cache.images}")
                         launched[kind].append(1e3 * output.metrics.launched)
                         bar.update()
                     for kind, copies in (
@@ -154,7 +154,7 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
                         start = time.perf_counter()
                         list(threads.map(lambda copy: blake3(copy).digest(), copies))
                         hashing[kind].append(1e3 * (time.perf_counter() - start))
-                # What a hit saves: decoding and the library's processor.
+                # The savings of a hit: decoding and the image processor of transformers.
                 for _ in range(3):
                     start = time.perf_counter()
                     images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
@@ -175,7 +175,7 @@ def _row(name: str, took: list[float]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=20, help="of the request")
+    parser.add_argument("--images", type=int, default=20, help="images of the request")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     arguments = parser.parse_args()

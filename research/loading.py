@@ -1,7 +1,7 @@
-"""Host memory that loading takes beside the weights, when a checkpoint of 2 GB is spread over four devices of a CPU.
+"""Host memory of loading, in addition to the weights: a checkpoint of 2 GB is distributed over four devices of a CPU.
 
-Those devices hold their weights in the same memory, so that these are taken off: of each moment the process's own
-pages (`RssAnon`, without the mapped files), less what it had before and less the bytes of weights that are in place.
+These devices hold their weights in the same memory, so the weights are subtracted. At each moment the figure is the
+process's own pages (`RssAnon`, without mapped files), minus those before loading, minus the bytes of placed weights.
 
     JAX_NUM_CPU_DEVICES=4 python -m research.loading --out benchmarks/results/loading_cpu.json
 """
@@ -36,19 +36,19 @@ TEXT = {
 
 
 def own_pages() -> int:
-    """Bytes of the process's memory that no file is mapped to."""
+    """Return the bytes of the process's memory that no file is mapped to."""
     return 1024 * int(re.findall(r"RssAnon:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())[0])
 
 
-class Watch:
-    """The most memory beside the weights in place, and the most in all, looked at every millisecond."""
+class MemoryWatch:
+    """Maximum memory in addition to the placed weights, and maximum in all, sampled every millisecond."""
 
     def __init__(self) -> None:
         self.begin, self.placed, self.beside, self.peak = own_pages(), 0, 0, 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemoryWatch:
         self._thread.start()
         return self
 
@@ -58,17 +58,17 @@ class Watch:
 
     def _look(self) -> None:
         while not self._done.wait(0.001):
-            placed = self.placed  # before: a weight that is being placed counts as memory beside
+            placed = self.placed  # read first: a weight that is being placed counts as additional memory
             used = own_pages() - self.begin
             self.peak, self.beside = max(self.peak, used), max(self.beside, used - placed)
 
 
 def measure(directory: pathlib.Path, count: int) -> dict[str, Any]:
-    """A row: what loading a checkpoint onto so many devices takes."""
+    """Return a row: the cost of loading a checkpoint onto `count` devices."""
     checkpoint = open_checkpoint(directory)
     devices = Devices.of(jax.devices()[:count], checkpoint.config)
     sizes = [math.prod(one.shape) * checkpoint.dtype.itemsize for one in parameters(checkpoint.config)]
-    with Watch() as watch:
+    with MemoryWatch() as watch:
 
         def place(parameter: Any, array: np.ndarray) -> jax.Array:
             made = devices.place(parameter, array).block_until_ready()
@@ -94,7 +94,7 @@ def main() -> None:
     check_writable("out", out)
     with tempfile.TemporaryDirectory() as folder:
         directory = pathlib.Path(folder) / "model"
-        # In a process of its own, which leaves no pages that are free for what is measured.
+        # In its own process, which has no free pages left from other work.
         with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             process.submit(make_checkpoint, directory, dtype="bfloat16", shards=4, text=TEXT).result()
         rows = [measure(directory, 4)]

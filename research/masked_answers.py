@@ -1,13 +1,13 @@
-"""Answers that see a part of their prompt through masks, and measures of what that part holds.
+"""Outputs that see a part of their prompt through masks, and measures of that part.
 
-A prompt and its answer run once with the whole cache; then rows of answers alone are computed anew, each over the keys
-that a mask lets it see: densely, one prompt at a time. That serves what the engine does not tell, and methods that it
-has not: FastV (arXiv:2403.06764) drops image tokens while the prompt is computed, and H2O as its authors run it
-(arXiv:2306.14048) goes on dropping tokens while it decodes.
+A prompt and its answer run once with the full cache. Then only the rows of answers are recomputed, each over the keys
+that a mask allows: densely, one prompt at a time. This gives figures that the engine does not report, and methods that
+it lacks: FastV (arXiv:2403.06764) drops image tokens during prefill, and H2O as its authors run it (arXiv:2306.14048)
+continues to drop tokens while it decodes.
 
-Measures tell how well kept tokens stand for all (VL-Cache, section 3). Rows of attention are softmax weights [..., T]
-of decoded tokens over the prompt and what was decoded before them; results are means over all rows, be they of heads,
-layers or tokens.
+The measures show how well kept tokens represent all (VL-Cache, section 3). Rows of attention are softmax weights `[...,
+T]` of decoded tokens over the prompt and the tokens decoded before them. Results are means over all rows: heads, layers
+or tokens.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Mask = npt.NDArray[np.bool_]
 
 
 def filtered(attention: Array, p: float) -> Array:
-    """The rows without entries below p x their maximum (ThresholdFilter)."""
+    """Return the rows without entries below p x their maximum (ThresholdFilter)."""
     return np.where(attention >= p * attention.max(-1, keepdims=True), attention, 0)
 
 
 def zeros(attention: Array, p: float) -> npt.NDArray[np.int64]:
-    """How many entries of each row are below p x its maximum."""
+    """Return how many entries of each row are below p x its maximum."""
     return np.asarray((attention < p * attention.max(-1, keepdims=True)).sum(-1))
 
 
 def of_heads(sparsity: Array) -> list[list[float]]:
-    """Of a measure of each head [L, H] the least, the mean and the greatest of a layer's heads: [3, L]."""
+    """Return the minimum, mean and maximum over a layer's heads of a measure of each head `[L, H]`: `[3, L]`."""
     return [sparsity.min(1).tolist(), sparsity.mean(1).tolist(), sparsity.max(1).tolist()]
 
 
 def top(values: Array, k: int) -> Mask:
-    """Which are the k highest of each row; of equal ones the earlier is higher."""
+    """Return a mask of the k highest values of each row; of equal ones the earlier counts as higher."""
     order = np.argsort(-values, axis=-1, kind="stable")
     mask = np.zeros(values.shape, bool)
     np.put_along_axis(mask, order[..., :k], True, axis=-1)
@@ -60,37 +60,39 @@ def top(values: Array, k: int) -> Mask:
 
 
 def cache_hit_rate(scores: Array, attention: Array, k: int) -> float:
-    """The share of the k prompt tokens that an answer looks at most that are among the k of highest score.
+    """Return the fraction of the k prompt tokens with most attention that are among the k with the highest scores.
 
     Args:
-      scores, attention: each [..., m]; the attention is that of the first decoded row.
+      scores, attention: `[..., m]` each; the attention is that of the first decoded row.
     """
     return float((top(scores, k) & top(attention, k)).sum(-1).mean() / k)
 
 
 def contribution(attention: Array, modality: Mask, p: float) -> float:
-    """The part that one modality has of the attention to the prompt, after the filter.
+    """Return the fraction of the attention to the prompt that one modality has, after the filter.
 
     Args:
-      attention: [..., T].
-      modality: the prompt's tokens that are of it, [m], m <= T.
+      attention: `[..., T]`.
+      modality: Mask of the prompt's tokens of the modality, `[m]`, m <= T.
     """
     return _share(filtered(attention, p), modality)
 
 
 def coverage(attention: Array, modality: Mask, alpha: float) -> float:
-    """The part that one modality has of the prompt's tokens among the floor(alpha T) that each row looks at most.
+    """Return the fraction of one modality among the floor(alpha T) prompt tokens with most attention, for each row.
 
     Args:
-      attention: [..., T].
-      modality: the prompt's tokens that are of it, [m], m <= T.
+      attention: `[..., T]`.
+      modality: Mask of the prompt's tokens of the modality, `[m]`, m <= T.
     """
     T = attention.shape[-1]
     return _share(top(attention, *whole([alpha * T], T)).astype(np.float64), modality)
 
 
 def _share(weights: Array, modality: Mask) -> float:
-    """What a modality has of the weights in the prompt; rows in which the prompt has none do not count, NaN: all."""
+    """Return a modality's fraction of the weights in the prompt, without rows that have none there; NaN if all have
+    none.
+    """
     prompt = weights[..., : len(modality)]
     total = prompt.sum(-1)
     shares = prompt[..., modality].sum(-1)[total > 0] / total[total > 0]
@@ -98,26 +100,26 @@ def _share(weights: Array, modality: Mask) -> float:
 
 
 def mean_of_rows(rows: Sequence[Any]) -> Any:
-    """The mean of the first axis, of what is not NaN, as lists."""
+    """Return the mean of the first axis without NaN, as lists."""
     return np.ma.masked_invalid(rows).mean(0).filled(np.nan).tolist()
 
 
 def stream(
     kept: npt.NDArray[np.integer], sums: Array, row: Array, heavy: int, recent: int, every: int = 1
 ) -> tuple[npt.NDArray[np.integer], Array]:
-    """One decoded token of H2O's original method, which goes on dropping tokens while it decodes.
+    """Decode one token by H2O's original method, which continues to drop tokens while it decodes.
 
     Args:
-      kept: tokens that are kept, rising [c].
-      sums: what each has received so far, [c].
-      row: the attention of the new token to them and to itself, [c + 1].
-      heavy: tokens that are kept for their sums.
-      recent: the last tokens, which are kept whatever they received.
-      every: tokens that are decoded before some are dropped again; 1: each drops one.
+      kept: Tokens that are kept, rising `[c]`.
+      sums: Attention that each has received so far, `[c]`.
+      row: Attention of the new token to them and to itself, `[c + 1]`.
+      heavy: Number of tokens that are kept for their sums.
+      recent: Number of last tokens, which are always kept.
+      every: Tokens that are decoded before some are dropped again; 1: each drops one.
 
     Returns:
-      `kept` and `sums` with the new token; where there are `every` too many, of those that are not recent the `heavy`
-      ones of the highest sums alone.
+      `kept` and `sums` with the new token. If there are `every` too many, only the `heavy` ones with the highest sums
+      remain of those that are not recent.
     """
     kept, sums = np.append(kept, kept[-1] + 1), np.append(sums, 0) + row
     if len(kept) < heavy + recent + every:
@@ -128,15 +130,15 @@ def stream(
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """A prompt of n tokens and an answer of c, with the whole cache.
+    """A prompt of n tokens and an answer of c, with the full cache.
 
     Attributes:
-      placed, trace: of both.
-      prompt: the prompt alone.
-      answer: its tokens.
-      q: queries of all rows, [L, N, H, D].
-      k, v: keys with their rotation, and values; [L, S, K, D], S whole pages.
-      statistics: what has been asked for, see `MaskedAnswers.received`.
+      placed, trace: Placement and trace of both.
+      prompt: The prompt without the answer.
+      answer: Tokens of the answer.
+      q: Queries of all rows, `[L, N, H, D]`.
+      k, v: Rotated keys, and values; `[L, S, K, D]`, S a multiple of the page.
+      statistics: Attention scores computed so far, see `MaskedAnswers.received`.
     """
 
     placed: Placed
@@ -149,7 +151,7 @@ class Look:
     statistics: dict[tuple[int, float], Any] = field(default_factory=dict)
 
     def attention(self, row: int) -> npt.NDArray[np.float64]:
-        """What a row looks at in each layer, itself included, [L, H, row + 1]."""
+        """Return the attention of a row in each layer, including to itself, `[L, H, row + 1]`."""
         query = np.asarray(self.q[:, row], np.float64)
         keys = np.asarray(self.k[:, : row + 1], np.float64)
         grouped = query.reshape(len(query), keys.shape[2], -1, query.shape[-1])
@@ -159,19 +161,19 @@ class Look:
 
     @functools.cached_property
     def first_decoded(self) -> npt.NDArray[np.float64]:
-        """What the first token of the answer looks at of the prompt, [L, H, n]."""
+        """Attention of the first token of the answer to the prompt, `[L, H, n]`."""
         n = len(self.prompt)
         return self.attention(n)[:, :, :n]
 
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """What a policy keeps of a prompt.
+    """Tokens that a policy keeps of a prompt.
 
     Attributes:
-      scores: what tokens are ranked by, infinite in the window, [L, K, n].
-      counts: how many each layer keeps [L].
-      sparsity: of each layer [L]; None: the policy does not ask for it.
+      scores: Scores by which tokens are ranked, infinite in the window, `[L, K, n]`.
+      counts: Number of tokens that each layer keeps `[L]`.
+      sparsity: Sparsity of each layer `[L]`; None: the policy does not need it.
     """
 
     scores: npt.NDArray[np.float32]
@@ -180,16 +182,16 @@ class KeptTokens:
 
     @property
     def mask(self) -> Mask:
-        """Bool [L, K, n]."""
+        """Mask of the kept tokens, bool `[L, K, n]`."""
         return np.stack([top(scores, count) for scores, count in zip(self.scores, self.counts, strict=True)])
 
 
 class MaskedAnswers:
-    """Looks into prompts, and computes answers to them.
+    """Analysis of prompts, and masked answers to them.
 
     Args:
-      probe: runs prompts.
-      most: tokens of an answer at most.
+      probe: Runs prompts.
+      most: Maximum tokens of an answer.
     """
 
     def __init__(self, probe: Probe, most: int):
@@ -200,7 +202,7 @@ class MaskedAnswers:
         self._scores = jax.jit(lambda scores, seen: scores(seen), static_argnums=0)
 
     def look(self, conversation: Any, answer: Sequence[int]) -> Look:
-        """Runs a conversation and its answer with the whole cache."""
+        """Run a conversation and its answer with the full cache."""
         probe = self.probe
         placed = probe.place(conversation, answer)
         trace, n = probe.run(placed), placed.prompt_length
@@ -212,11 +214,14 @@ class MaskedAnswers:
         return Look(placed, trace, prompt, tuple(answer), q, k, v)
 
     def received(self, look: Look, rows: int, p: float) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-        """What keys receive from the prompt's last rows, [L, K, S], and how often that is below p x the maximum of its
-        row, [L, H]; see `attention_statistics`."""
+        """Return the attention that keys receive from the prompt's last rows, and counts of small weights.
+
+        The shapes are `[L, K, S]` and `[L, H]`; a weight is small if it is below p x the maximum of its row. See
+        `attention_statistics`.
+        """
         if (rows, p) not in look.statistics:
             n = len(look.prompt)
-            place = np.full(round_up(rows, self.probe.runner.ladder.rows), -1, np.int32)
+            place = np.full(round_up(rows, self.probe.runner.buckets.rows), -1, np.int32)
             place[:rows] = np.arange(n - rows, n)
             found = self._observed(look.q, look.k, place, np.float32(p))
             look.statistics[rows, p] = tuple(map(np.asarray, found))
@@ -224,7 +229,7 @@ class MaskedAnswers:
         return received, zeros
 
     def kept(self, look: Look, compressor: Compressor) -> KeptTokens:
-        """What a policy keeps of a prompt."""
+        """Return the tokens that a policy keeps of a prompt."""
         n, layers = len(look.prompt), self.probe.num_layers
         rows = 0 if compressor.alpha == 1 else compressor.observed(look.prompt)
         received, zeros = self.received(look, rows, compressor.p or 0)
@@ -248,17 +253,18 @@ class MaskedAnswers:
         own: Mask | None = None,
         halves: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Rows of an answer.
+        """Compute rows of an answer.
 
         Args:
-          look: its prompt.
-          tokens: of the answer so far, c.
-          prompt: what each sees of the prompt, [L, K, c, S], or what becomes that by broadcasting.
-          own: what each sees of the answer, [c, c] or [L, K, c, c]; itself in any case. None: all before it.
-          halves: keys with their rotation and values of the prompt, [L, S, K, D]; None: the look's.
+          look: Its prompt.
+          tokens: Tokens of the answer so far, c.
+          prompt: Mask of the prompt for each row, `[L, K, c, S]`, or broadcastable to it.
+          own: Mask of the answer for each row, `[c, c]` or `[L, K, c, c]`; a row always sees itself. None: all before
+            it.
+          halves: Rotated keys and values of the prompt, `[L, S, K, D]`; None: the look's.
 
         Returns:
-          (logits behind each [c, V], what each looks at in the mean over a group of heads, [L, K, c, S + c]).
+          (logits after each token `[c, V]`, attention of each row averaged over a group of heads, `[L, K, c, S + c]`).
         """
         k, v = halves or (look.k, look.v)
         (layers, slots, heads), count, n = k.shape[:3], len(tokens), len(look.prompt)
@@ -272,20 +278,20 @@ class MaskedAnswers:
         hidden, weights = self._rows(self.probe.runner.text, ids, position, k, v, seen)
         return self.probe.logits(hidden)[:count], np.asarray(weights)[:, :, :count, : slots + count]
 
-    def behind(
+    def after(
         self, look: Look, layer: int, rows: npt.NDArray[np.integer]
     ) -> tuple[jax.Array, jax.Array, npt.NDArray[np.float32]]:
-        """Takes some of a prompt's rows through the layers behind one; the others are absent there.
+        """Run some of a prompt's rows through the layers after `layer`; the other rows are absent there.
 
         Args:
-          rows: rising; the last one is the prompt's.
+          rows: Rising; the last one is the prompt's.
 
         Returns:
-          (keys and values as a look has them, the rows' one after the other behind that layer; logits of the first
-          token, [1, V]).
+          (keys and values as in a look, with the rows one after the other after that layer; logits of the first token,
+          `[1, V]`).
         """
         probe, count = self.probe, len(rows)
-        index = np.zeros(round_up(count, probe.runner.ladder.rows), np.int32)
+        index = np.zeros(round_up(count, probe.runner.buckets.rows), np.int32)
         index[:count] = rows
         text, first = probe.runner.text, layer + 1
         layers = [text["layers"][i] for i in range(first, probe.num_layers)]
@@ -311,7 +317,7 @@ class MaskedAnswers:
     def _layers(
         self, layers: Any, x: jax.Array, deepstack: jax.Array, position: jax.Array, k: jax.Array, v: jax.Array, n: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The first n of N rows through layers, into the first slots of their K and V, [L, S, K, D]."""
+        """Run the first n of N rows through layers, and write the first slots of their K and V, `[L, S, K, D]`."""
         index = jnp.arange(len(x), dtype=jnp.int32)
         end = jnp.where(index < n, index + 1, 0)
         rows = Rows(jnp.where(end > 0, index, k.shape[1] + index), position, jnp.zeros_like(index), end, index)
@@ -327,7 +333,7 @@ class MaskedAnswers:
     def _compute(
         self, text: Any, token: jax.Array, position: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Hidden states of C rows behind all layers, and what they look at, float32 [L, K, C, S + C]."""
+        """Return hidden states of C rows after all layers, and their attention, float32 `[L, K, C, S + C]`."""
         shapes, size, heads = self.probe.runner.shapes, len(token), k.shape[2]
         rows, looked = Rows(None, position, None, None, None), []
         x = bind(shapes.table_graph, text["embed_tokens"])(token)
@@ -346,36 +352,36 @@ class MaskedAnswers:
         return x, jnp.stack(looked)
 
 
-# Tokens of an answer so far [c] -> logits of the first one and of what comes behind each, [1 + c, V].
+# Tokens of an answer so far [c] -> logits of the first one and after each, [1 + c, V].
 Follow = Callable[[Sequence[int]], npt.NDArray[np.float32]]
-# Tokens that a head keeps, rising, and what each has received.
+# Tokens that a head keeps, rising, and the attention that each has received.
 _State = tuple[npt.NDArray[np.integer], npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
 class FastV:
-    """Behind a layer the prompt goes on without the image tokens that its last token looks at least.
+    """FastV: after a layer the prompt continues without the image tokens that get least attention of its last token.
 
     Attributes:
-      alpha: share of the image tokens that go on.
-      layer: the last one that all go through.
+      alpha: Fraction of the image tokens that continue.
+      layer: Last layer that all tokens pass.
     """
 
     alpha: float
     layer: int = 2
 
     def begin(self, masked: MaskedAnswers, look: Look) -> tuple[Follow, float]:
-        """(logits of answers, share of the prompt's K, V that they see).
+        """Return (logits of answers, fraction of the prompt's KV that they see).
 
         Raises:
-          ValueError: there is no layer behind that one.
+          ValueError: There is no layer after `layer`.
         """
         n, layers = len(look.prompt), len(look.k)
         if self.layer >= layers - 1:
             raise ValueError(f"layer of fastv must be below {layers - 1}, got {self.layer}")
         attention = look.attention(n - 1)[self.layer].mean(0)
         rows = goes_on(attention, look.placed.is_image[:n], self.alpha)
-        k, v, first = masked.behind(look, self.layer, rows)
+        k, v, first = masked.after(look, self.layer, rows)
         lengths = np.where(np.arange(layers) <= self.layer, n, len(rows))
         seen = np.arange(k.shape[1]) < lengths[:, None, None, None]
 
@@ -386,12 +392,12 @@ class FastV:
 
 
 def goes_on(attention: npt.NDArray[np.float64], is_image: Mask, alpha: float) -> npt.NDArray[np.int64]:
-    """The prompt's tokens that FastV takes on, rising: those of text, and of the images a share.
+    """Return the prompt's tokens with which FastV continues, rising: those of text, and a fraction of those of images.
 
     Args:
-      attention: what the last token looks at, [n].
-      is_image: [n].
-      alpha: share of the image tokens that stay, at least one; of equal ones the earlier.
+      attention: Attention of the last token, `[n]`.
+      is_image: `[n]`.
+      alpha: Fraction of the image tokens that stay, at least one; of equal ones the earlier.
     """
     image = np.flatnonzero(is_image)
     stays = ~is_image
@@ -402,18 +408,18 @@ def goes_on(attention: npt.NDArray[np.float64], is_image: Mask, alpha: float) ->
 
 @dataclass(frozen=True)
 class StreamingH2O:
-    """The last tokens and those that received most attention, also of the answer: a budget that never grows.
+    """H2O while decoding: keeps the last tokens and those that received most attention, with a constant budget.
 
     Attributes:
-      alpha: tokens that are kept, those of the answer among them, over the prompt's; a tenth of them are the last ones.
-      every: tokens that are decoded before some are dropped again.
+      alpha: Kept tokens, including those of the answer, divided by the prompt's; a tenth of them are the last ones.
+      every: Tokens that are decoded before some are dropped again.
     """
 
     alpha: float
     every: int = 8
 
     def begin(self, masked: MaskedAnswers, look: Look) -> tuple[Follow, float]:
-        """See `FastV`. The share does without what waits to be dropped."""
+        """Start an answer, see `FastV`. The fraction does not include tokens that wait to be dropped."""
         run = _H2OStream(self, masked, look)
         return run.follow, run.budget / len(look.prompt)
 
@@ -422,10 +428,10 @@ class _H2OStream:
     """An answer under streaming H2O.
 
     Args:
-      method, masked, look: of what.
+      method, masked, look: Method, analysis and prompt.
 
     Attributes:
-      budget: tokens that each head keeps.
+      budget: Tokens that each head keeps.
     """
 
     def __init__(self, method: StreamingH2O, masked: MaskedAnswers, look: Look):
@@ -445,7 +451,7 @@ class _H2OStream:
         self._own = np.zeros((layers, heads, masked.most, masked.most), bool)
 
     def follow(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Goes on behind what the tokens, one or more, have in common with those before."""
+        """Continue after the common beginning of the tokens, one or more, and those before."""
         pairs = zip(tokens, self._tokens, strict=False)
         same = min(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)), len(tokens) - 1)
         self._tokens = list(tokens)
@@ -460,7 +466,7 @@ class _H2OStream:
         return np.concatenate([self._look.trace.logits[:1], logits])
 
     def _see(self, step: int) -> None:
-        """What a token sees."""
+        """Compute the attention of a token."""
         n, heads = len(self._look.prompt), self._prompt.shape[1]
         for number, (kept, _) in enumerate(self._states[step]):
             head = (*divmod(number, heads), step)
@@ -469,7 +475,7 @@ class _H2OStream:
             self._own[head][kept[kept >= n] - n] = True
 
     def _next(self, step: int, looked: npt.NDArray[np.float32]) -> list[_State]:
-        """What is kept behind a token that looks so at prompt and answer, [L, K, S + c]."""
+        """Return the kept tokens after a token with this attention to prompt and answer, `[L, K, S + c]`."""
         n, slots = len(self._look.prompt), self._prompt.shape[-1]
         states = []
         for (kept, sums), row in zip(self._states[step], looked.reshape(-1, looked.shape[-1]), strict=True):

@@ -1,8 +1,9 @@
 """The evaluation of MPIC: requests of one to ten images that were uploaded before (`python -m research.mpic`).
 
-Each request is answered alone, under every policy, from what uploading its images has left: their records behind the
-system message alone. Its first token is timed, and its answer scored: by a judge, by the question's own answer where it
-was drawn, and always by how like the cold answer it is. Online, the same requests come to a server at given rates.
+Each request is answered separately under every policy, from the cache entries that uploading its images has made; they
+were computed after the system message only. Its first token is timed. Its answer is scored by a judge, by the
+question's own answer if it was drawn, and always by its similarity to the cold answer. Online, the same requests come
+to a server at given rates.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DialogueLoad:
-    """Requests drawn of some dialogues, each as often as any other; see `ServingLoad`.
+    """Requests drawn from some dialogues with equal probabilities; see `ServingLoad`.
 
     Attributes:
-      turns: of the dialogues.
-      requests: of a run.
-      max_tokens: of an answer at most.
+      turns: Turns of the dialogues.
+      requests: Requests of a run.
+      max_tokens: Maximum tokens of an answer.
     """
 
     turns: Sequence[DialogueTurn]
@@ -59,11 +60,13 @@ class DialogueLoad:
     max_tokens: int = 32
 
     def times(self, rate: float, run: int) -> np.ndarray:
-        """When requests come, in seconds from the beginning [requests]."""
+        """Return the arrival times of requests, in seconds from the beginning `[requests]`."""
         return arrival_times(self.requests, rate, "poisson", [run, 0])
 
     def chats(self, run: int, count: int | None = None) -> list[Chat]:
-        """The requests of a run, or so many. Each begins with words of its own, so that no prompt begins as another."""
+        """Return the requests of a run, or the first `count`. Each begins with its own words, so no two prompts begin
+        alike.
+        """
         count = self.requests if count is None else count
         rng = np.random.default_rng([run, 1])
         order = [int(i) for _ in range(-(-count // len(self.turns))) for i in rng.permutation(len(self.turns))]
@@ -77,20 +80,20 @@ class DialogueLoad:
         return Chat(f"{len(turn.images)} images", [opened, *others])
 
     def shown(self) -> list[Chat]:
-        """What makes all images known: each once, as an upload, behind the system message alone."""
+        """Return requests that cache all images: each once, as an upload, after the system message only."""
         images = dict.fromkeys(image for turn in self.turns for image in turn.images)
         look = {"type": "text", "text": "Look."}
         return [Chat("known", [{"role": "user", "content": [image_part(image), look]}]) for image in images]
 
-    def told(self) -> dict[str, Any]:
-        """What a table says of it."""
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the load for a table."""
         counts = sorted({len(turn.images) for turn in self.turns})
-        told = {"requests": self.requests, "dialogues' turns": len(self.turns), "images": counts}
-        return told | {"max_tokens": self.max_tokens}
+        settings = {"requests": self.requests, "dialogues' turns": len(self.turns), "images": counts}
+        return settings | {"max_tokens": self.max_tokens}
 
 
 def longest_prompt(setup: TtftSetup, turns: Sequence[DialogueTurn], max_tokens: int) -> int:
-    """Tokens of a prompt and its answer at most: images as large as they are, and a token for each byte of text."""
+    """Return the maximum tokens of a prompt and its answer: images at their size, and a token for each byte of text."""
     with setup.opened() as (model, _):
         vision = load_config(model).vision
     side = vision.patch_size * vision.merge_size
@@ -99,7 +102,8 @@ def longest_prompt(setup: TtftSetup, turns: Sequence[DialogueTurn], max_tokens: 
 
 def _tokens(image: bytes, side: int) -> int:
     with Image.open(io.BytesIO(image)) as opened:
-        return math.prod(math.ceil(length / side) for length in opened.size) + 8  # marks, and what rounding adds
+        # Markers, and an allowance for rounding.
+        return math.prod(math.ceil(length / side) for length in opened.size) + 8
 
 
 def _letters(turn: DialogueTurn) -> int:
@@ -113,7 +117,7 @@ def _letters(turn: DialogueTurn) -> int:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 PREFIX = "exact"
 POLICIES = (PREFIX, "full-two-pass", "full", "cacheblend-0.15", "mpic-32", "approximate")
-_TRIES = 5  # of a request, until nothing was compiled
+_TRIES = 5  # maximum runs of a request, until nothing was compiled
 _SPELLING = [*LETTERS, ord(" ")]  # tokens of random weights' answers: most others spell nothing
 
 
@@ -122,13 +126,13 @@ class MpicResult:
     """A request answered under a policy.
 
     Attributes:
-      text: the answer.
-      ttft: seconds to its first token.
-      tokens: of the prompt.
-      rows: of them computed, in the mean over layers.
-      reused: image tokens that were not computed in every layer.
-      score: from 0 to 1; None: only a judge can tell.
-      marks: of the judge; None: there is none, or it gave none that can be read.
+      text: The answer.
+      ttft: Seconds to its first token.
+      tokens: Tokens of the prompt.
+      rows: Computed tokens, as the mean over layers.
+      reused: Image tokens that were not computed in every layer.
+      score: Score from 0 to 1; None: only a judge can score it.
+      marks: Marks of the judge; None: there is none, or it gave none that can be parsed.
     """
 
     text: str
@@ -152,19 +156,20 @@ def measure(
     picture: pathlib.Path | None = None,
     **settings: Any,
 ) -> None:
-    """Answers every request cold and under every policy, prints the table by number of images, and writes it.
+    """Answer every request without reuse and under every policy, print the table by number of images, and write it.
 
     Args:
-      setup: model and dtype.
-      turns: the requests.
-      policies: `reuse` of the engine; `PREFIX`, that times are compared with, is added.
-      judge: scores answers.
-      work: file of finished requests; a second run goes on from it.
-      out, picture: JSON and picture to write.
-      settings: of the engine.
+      setup: Model and dtype.
+      turns: The requests.
+      policies: Values of `reuse` of the engine; the baseline `PREFIX` is added.
+      max_tokens: Maximum tokens of an answer.
+      judge: Scores answers; None: no judge.
+      work: File of finished requests, from which a second run resumes.
+      out, picture: JSON file and chart to write.
+      settings: Settings of the engine.
 
     Raises:
-      ValueError: an image was not found as it should be, or an answer is empty.
+      ValueError: An image was not found as expected, or an answer is empty.
     """
     from vlcache_jax import LLM, SamplingParams
 
@@ -172,9 +177,9 @@ def measure(
     judge = None if judge is None else judge.found()
     with (
         setup.opened() as (model, name),
-        LLM(model, dtype=setup.dtype, cache=CacheConfig(load="link"), **settings) as llm,
+        LLM(model, dtype=setup.dtype, cache=CacheConfig(load="kv"), **settings) as llm,
     ):
-        llm.service.ahead.stop()  # requests compile what they call for
+        llm.service.ahead.stop()  # requests compile the programs that they need
         for policy in names:
             llm.service.policy_of(policy)
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
@@ -205,7 +210,7 @@ def measure(
 def _answer(
     llm: LLM, turns: Sequence[DialogueTurn], policies: Sequence[str], log: WorkLog, params: SamplingParams
 ) -> dict[str, list[MpicResult]]:
-    """Of each policy one result a request, in their order; what is in the log is not answered again."""
+    """Return for each policy one result per request, in their order; requests in the log are not answered again."""
     results: dict[str, list[MpicResult]] = {name: [] for name in policies}
     with Progress("requests", len(turns) * len(policies)) as bar:
         for turn in turns:
@@ -219,7 +224,7 @@ def _answer(
 
 
 def _ask(llm: LLM, turn: DialogueTurn, policy: str, params: SamplingParams) -> MpicResult:
-    """A request alone, behind the upload of its images; where programs were compiled, once more."""
+    """Answer a single request after the upload of its images; repeat it if programs were compiled."""
     programs = llm.service.device.runner.programs
     for _ in range(_TRIES):
         llm.reset_mm_cache()
@@ -232,9 +237,9 @@ def _ask(llm: LLM, turn: DialogueTurn, policy: str, params: SamplingParams) -> M
             break
     report, answer = output.cache, output.outputs[0]
     if not answer.token_ids:
-        raise ValueError(f"every answer must have tokens, that to {turn.name} under {policy} has none")
+        raise ValueError(f"every answer must have tokens, got none for {turn.name} under {policy}")
     if policy not in (COLD, PREFIX) and any(image.match == "miss" for image in report.images):
-        raise ValueError(f"images of {turn.name} must be found under {policy}, got {report.images}")
+        raise ValueError(f"images of {turn.name} must be cached under {policy}, got {report.images}")
     return MpicResult(
         text=answer.text,
         ttft=output.metrics.ttft,
@@ -248,7 +253,7 @@ def _ask(llm: LLM, turn: DialogueTurn, policy: str, params: SamplingParams) -> M
 def _judged(
     judge: Judge, turns: Sequence[DialogueTurn], results: Mapping[str, list[MpicResult]], log: WorkLog
 ) -> dict[str, list[MpicResult]]:
-    """With the judge's marks; what is in the log is not judged again."""
+    """Add the judge's marks; answers in the log are not judged again."""
     judged = {}
     for policy, found in results.items():
         keys = [json.dumps(["marks", judge.model, turn.name, policy]) for turn in turns]
@@ -259,12 +264,12 @@ def _judged(
                 log.add(keys[i], [marks])
         judged[policy] = [dataclasses.replace(one, marks=log.get(key)[0]) for one, key in zip(found, keys, strict=True)]
     if not any(one.marks for found in judged.values() for one in found):
-        raise ValueError("the judge must give marks that can be read, gave none")
+        raise ValueError("the judge must give marks that can be parsed, got none")
     return judged
 
 
 def table(turns: Sequence[DialogueTurn], results: Mapping[str, Sequence[MpicResult]]) -> list[dict[str, Any]]:
-    """A row for each number of images and policy, in the mean over its requests; times are medians."""
+    """Return a row for each number of images and policy, as the mean over its requests; times are medians."""
     rows = []
     is_judged = any(one.marks for found in results.values() for one in found)
     for count in dict.fromkeys(len(turn.images) for turn in turns):
@@ -295,7 +300,7 @@ def table(turns: Sequence[DialogueTurn], results: Mapping[str, Sequence[MpicResu
 
 
 def draw(rows: Sequence[Mapping[str, Any]], picture: pathlib.Path) -> None:
-    """Draws times and scores by number of images, a line for each policy (MPIC, figure 3)."""
+    """Draw times and scores by number of images, a line for each policy (MPIC, figure 3)."""
     pyplot = figures()
     score = next(name for name in ("judge", "accuracy %", "ROUGE-L to cold") if name in rows[0])
     figure, (times, scores) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -318,15 +323,15 @@ _Dialogues = Annotated[
     list[pathlib.Path] | None,
     typer.Option(
         metavar="<path>",
-        help="MMDU's benchmark.json or the annotations of SparklesEval, images beside them; may be repeated.",
+        help="MMDU's benchmark.json or the annotations of SparklesEval, with images next to them; may be repeated.",
         show_default="questions drawn for the shipped model",
     ),
 ]
-_Side = Annotated[int | None, typer.Option(min=1, help="Pixels that drawn pictures are scaled to.", show_default=False)]
+_Side = Annotated[int | None, typer.Option(min=1, help="Pixels to which drawn images are scaled.", show_default=False)]
 _Policies = Annotated[
     str,
     typer.Option(
-        help="Policies to compare, beside off and exact: mpic-32,cacheblend-0.15.",
+        help="Policies to compare, in addition to off and exact: mpic-32,cacheblend-0.15.",
         show_default="full-two-pass,full,cacheblend-0.15,mpic-32,approximate",
     ),
 ]
@@ -338,15 +343,15 @@ _JudgeKey = Annotated[
 ]
 _Rates = Annotated[
     str | None,
-    typer.Option(help="Online: a server is asked at so many requests a second: 0.5,1,2.", show_default=False),
+    typer.Option(help="Online: request rates of a server per second: 0.5,1,2.", show_default=False),
 ]
 
 
 def _check(policies: str, unused: Mapping[str, Any], work: pathlib.Path | None) -> None:
-    """Raises a ValueError for what is wrong before the work."""
+    """Raise ValueError for wrong arguments, before the work starts."""
     for name, value in unused.items():
         if value is not None:
-            raise ValueError(f"{name} must be left out beside rates, got {value}")
+            raise ValueError(f"{name} cannot be combined with rates, got {value}")
     for policy in (name.strip() for name in policies.split(",") if policies):
         parse_policy(policy)
     WorkLog(work, "")  # refuses another kind of file
@@ -360,35 +365,35 @@ def main(
         bool, typer.Option("--preset", help="Random weights, 12 layers x 768, for times, instead of the shipped model.")
     ] = False,
     data: _Dialogues = None,
-    images: Annotated[str, typer.Option(help="Images of a request, one number after the other.")] = "1,2,4,6,8,10",
+    images: Annotated[str, typer.Option(help="Numbers of images of a request.")] = "1,2,4,6,8,10",
     questions: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests of each number of images at most.", show_default="10; of files all"),
+        typer.Option(min=1, help="Maximum requests of each number of images.", show_default="10; of files all"),
     ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="Of each dialogue in files at most.")] = 1,
-    size: Annotated[str, typer.Option(help="Drawn pictures: small (64 to 144 tokens) or large (400).")] = "small",
+    turns: Annotated[int, typer.Option(min=1, help="Maximum turns of each dialogue in files.")] = 1,
+    size: Annotated[str, typer.Option(help="Size of drawn images: small (64 to 144 tokens) or large (400).")] = "small",
     side: _Side = None,
     policies: _Policies = "",
     judge: _Judge = None,
-    judge_model: Annotated[str | None, typer.Option(help="Its name.", show_default="the server's first")] = None,
+    judge_model: Annotated[str | None, typer.Option(help="Judge model.", show_default="the server's first")] = None,
     judge_key: _JudgeKey = None,
     rates: _Rates = None,
-    requests: Annotated[int, typer.Option(min=1, help="Online: requests of each rate.")] = 50,
+    requests: Annotated[int, typer.Option(min=1, help="Online: requests at each rate.")] = 50,
     max_tokens: opt.MaxTokens = 32,
     dtype: opt.Dtype = "auto",
     max_rows: opt.MaxRows = None,
     work: opt.Work = None,
     out: opt.Out = None,
-    picture: opt.Picture = None,
+    chart: opt.Chart = None,
 ) -> None:  # fmt: skip
-    """Measures requests about many images that were uploaded before, as the MPIC paper does.
+    """Measure requests about many images that were uploaded before, as the MPIC paper does.
 
-    Offline each request is answered alone under every policy: printed are, by number of images, the time to the first
-    token and how good answers are. A judge gives marks from 1 to 10; without one there are the accuracy of drawn
-    questions, and how like cold answers the others are. With --rates, the requests come to a server at these rates, as
+    Offline each request is answered separately under every policy. The table has, by number of images, the time to the
+    first token and the quality of answers. A judge gives marks from 1 to 10. Without one the quality is the accuracy of
+    drawn questions, and the similarity to cold answers. With --rates, the requests come to a server at these rates, as
     in bench serve. "exact" is prefix caching.
 
-    Example: python -m research.mpic --images 1,2,4 --questions 5 --out mpic.json --picture mpic.png
+    Example: python -m research.mpic --images 1,2,4 --questions 5 --out mpic.json --chart mpic.png
 
     Example: python -m research.mpic MODEL --data mmdu/benchmark.json --judge https://api.openai.com --judge-model NAME
 
@@ -396,12 +401,12 @@ def main(
     """
     with say_errors():
         check_writable("out", out)
-        check_writable("picture", picture, PICTURES)
+        check_writable("chart", chart, PICTURES)
         counts = tuple(dict.fromkeys(parse_counts(images, "images")))
         at = () if rates is None else parse_rates(rates, "rates")
         chosen = opt.one_model(model, same_model)
         if preset and chosen is not None:
-            raise ValueError(f"preset must be left out beside a model, got {chosen}")
+            raise ValueError(f"preset cannot be combined with a model, got {chosen}")
         offline = {"judge": judge, "work": work, "max_rows": max_rows, "dtype": None if dtype == "auto" else dtype}
         _check(policies, offline if at else {}, work)
         asked = (
@@ -421,7 +426,7 @@ def main(
                 judge=None if judge is None else Judge(Client(judge, judge_key), judge_model),
                 work=work,
                 out=out,
-                picture=picture,
+                picture=chart,
                 max_rows=max_rows or 8192,
             )
             return
@@ -433,7 +438,7 @@ def main(
         with own_server(setup.model, names, longest_prompt(setup, asked, max_tokens)) as (url, reuses):
             serving.measure(
                 Client(url), None, load, rates=at, repeats=1, concurrency=None, warmup=0,
-                goal=serving.Goal(), more=more, policies=reuses, out=out, picture=picture,
+                goal=serving.Goal(), more=more, policies=reuses, out=out, picture=chart,
             )  # fmt: skip
 
 

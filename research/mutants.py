@@ -6,7 +6,7 @@
 
 `cover` runs tests and writes the lines of engine, cache, server and protocol that each one executes, and what it
 takes. `run` draws mutants of these lines by a seed. It selects the tests that execute a mutant's line, runs the cheap
-ones first, and stops at the first failure. Arguments after `--` go to pytest, so that `-- -m ladder` runs other tests.
+ones first, and stops at the first failure. Arguments after `--` go to pytest, so that `-- -m slow` runs other tests.
 
 Nothing is written to the sources. One process collects the tests. For each mutant it forks a child, which gives the
 changed function its new code and runs the selected tests. Tests and the package are imported only once, and neither a
@@ -51,9 +51,10 @@ import pytest
 
 PACKAGES = tuple(f"vlcache_jax.{name}" for name in ("engine", "cache", "server", "protocol"))
 _LOGS = {"debug", "info", "warning", "error", "exception", "log"}
-_TOOL = 4  # of sys.monitoring; debuggers, coverage and profilers have the others
+_TOOL = 4  # tool id of sys.monitoring; debuggers, coverage and profilers have the others
 _IMPORTED_FIRST = "jax", "transformers", "numpy", "torch", "scipy"
-_NOT_ITS_OWN = "annotation", "body", "orelse", "finalbody", "handlers", "cases"  # of a statement: other lines
+# Fields of a statement that are other lines.
+_NOT_ITS_OWN = "annotation", "body", "orelse", "finalbody", "handlers", "cases"
 _SHOWN = 160  # characters of code in results
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -72,10 +73,10 @@ class Mutant:
     """One change of one line.
 
     Attributes:
-      file: path of the module from the root of the clone.
-      line: first line of what changes; of a default argument, that of the function's body.
-      operator: kind of change, such as `comparison`.
-      index: number among the places of this operator in the file.
+      file: Path of the module from the root of the clone.
+      line: First line of the change; for a default argument, that of the function's body.
+      operator: Kind of change, such as `comparison`.
+      index: Number among the places of this operator in the file.
     """
 
     file: str
@@ -86,13 +87,13 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a mutant changes a tree.
+    """Place at which a mutant changes a tree.
 
     Attributes:
-      operator: kind of change.
-      node: what changes.
-      change: changes the tree in place, and returns the node that stands there now.
-      line: what a test that may notice it executes.
+      operator: Kind of change.
+      node: The node that changes.
+      change: Changes the tree in place, and returns the node that stands there now.
+      line: Line that a test must execute to notice the change.
     """
 
     operator: str
@@ -102,7 +103,7 @@ class Place:
 
 
 def places(tree: ast.Module) -> Iterator[Place]:
-    """Every place of a module that a mutant changes, in the order of the source."""
+    """Yield every place of a module that a mutant changes, in the order of the source."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             first = next((one for one in function.body if not _is_idle(one)), function).lineno
@@ -118,7 +119,7 @@ def places(tree: ast.Module) -> Iterator[Place]:
 def _of_body(body: list[ast.stmt]) -> Iterator[Place]:
     for position, statement in enumerate(body):
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or _is_idle(statement):
-            continue  # `places` comes to inner functions by itself
+            continue  # `places` visits inner functions itself
         match statement:
             case ast.Assign() | ast.AugAssign() | ast.Expr() | ast.Raise() | ast.Delete():
                 yield _replacing("statement removed", body, position, ast.Pass())
@@ -138,7 +139,7 @@ def _of_body(body: list[ast.stmt]) -> Iterator[Place]:
 
 
 def _of_expressions(statement: ast.stmt) -> Iterator[Place]:
-    """Changes of what a statement evaluates itself, without annotations, texts and the statements inside it."""
+    """Yield changes of expressions in a statement, without annotations, texts and the statements inside it."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         node = waiting.pop(0)
@@ -191,7 +192,7 @@ def _replacing(operator: str, body: list[ast.stmt], position: int, other: ast.st
 
 
 def _is_idle(statement: ast.stmt) -> bool:
-    """Whether nothing is lost without it: a docstring, a log line, what a type checker alone reads."""
+    """Return whether a statement has no effect: a docstring, a log line, code only for a type checker."""
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Constant) or _is_log(statement.value)
     return isinstance(statement, ast.Assert | ast.Pass | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal)
@@ -202,7 +203,7 @@ def _is_log(node: ast.AST) -> bool:
 
 
 def _is_symmetric(node: ast.Call) -> bool:
-    """Whether the order of two arguments decides nothing, or cannot be changed."""
+    """Return whether the order of two arguments does not matter, or cannot be changed."""
     is_chosen = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
     return is_chosen or any(isinstance(one, ast.Starred) for one in node.args)
 
@@ -219,7 +220,7 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """Each mutant of a file."""
+    """Return each mutant of a file."""
     counts: dict[str, int] = defaultdict(int)
     found = []
     for place in places(ast.parse(source)):
@@ -229,20 +230,20 @@ def mutants(file: str, source: str) -> list[Mutant]:
 
 
 def find(tree: ast.Module, mutant: Mutant) -> Place:
-    """Where a mutant changes its module's tree."""
+    """Return the place at which a mutant changes its module's tree."""
     of_kind = (place for place in places(tree) if place.operator == mutant.operator)
     return next(itertools.islice(of_kind, mutant.index, None))
 
 
 def shown(source: str, mutant: Mutant) -> dict[str, str]:
-    """The code of a mutant's place as it was and as it is now."""
+    """Return the code of a mutant's place before and after the change."""
     place = find(ast.parse(source), mutant)
     was = ast.unparse(place.node)
     return {"was": was[:_SHOWN], "now": ast.unparse(ast.fix_missing_locations(place.change()))[:_SHOWN]}
 
 
 def draw(root: pathlib.Path, covered: dict[str, set[int]], number: int, seed: int) -> list[Mutant]:
-    """Mutants of covered lines by a seed, in random order. A longer draw begins with a shorter one."""
+    """Return mutants of covered lines by a seed, in random order. A longer draw begins with a shorter one."""
     found = [
         mutant
         for file in sorted(covered)
@@ -302,7 +303,7 @@ def _apply_default(path: pathlib.Path, tree: ast.Module, default: ast.AST) -> in
 
 
 def _functions(path: pathlib.Path) -> list[types.FunctionType]:
-    """The functions of this process that a file defines."""
+    """Return the functions of this process that a file defines."""
     resolved: dict[str, bool] = {}
     found = []
     for function in _all_functions():
@@ -315,13 +316,15 @@ def _functions(path: pathlib.Path) -> list[types.FunctionType]:
 
 
 def _all_functions() -> list[types.FunctionType]:
-    gc.unfreeze()  # conftest.py freezes what was imported, which nobody would find
+    gc.unfreeze()  # conftest.py freezes imported objects, which are then not found
     # Not isinstance: some objects compute their `__class__`.
     return [one for one in gc.get_objects() if type(one) is types.FunctionType]
 
 
 def _codes(code: types.CodeType) -> dict[tuple[str, int], types.CodeType]:
-    """Code objects inside one by qualified name and first line, without those that share both, such as lambdas."""
+    """Return code objects inside one by qualified name and first line, without those that share both, such as
+    lambdas.
+    """
     found: dict[tuple[str, int], list[types.CodeType]] = defaultdict(list)
     waiting = [code]
     while waiting:
@@ -340,9 +343,9 @@ def import_all(packages: Sequence[str] = PACKAGES) -> None:
 
 
 class Coverage:
-    """A plugin of pytest that notes the lines that each test executes, what it takes, and whether it passed.
+    """Plugin of pytest that records the lines of each test, its time, and whether it passed.
 
-    A line event is disabled once it came, until the next test: what a line costs, it costs once a test.
+    A line event is disabled once it came, until the next test, so a line costs time once per test.
     """
 
     def __init__(self, root: pathlib.Path, out: pathlib.Path, packages: Sequence[str] = PACKAGES):
@@ -383,7 +386,7 @@ class Coverage:
             "passed": not self.failed,
             "lines": {
                 str(pathlib.Path(name).resolve().relative_to(self.root)): sorted(lines)
-                for name, lines in list(self.lines.items())  # other threads may still add some
+                for name, lines in list(self.lines.items())  # other threads may still add lines
             },
         }
         with self.out.open("a", encoding="utf-8") as file:
@@ -405,12 +408,12 @@ def _cpu_seconds() -> float:
 
 @dataclasses.dataclass
 class Lines:
-    """What `Coverage` wrote.
+    """Content of a file that `Coverage` wrote.
 
     Attributes:
-      tests: those that execute a line of a file, cheapest first.
-      covered: lines of a file that any test executes.
-      seconds: of each test that passed.
+      tests: Tests that execute a line of a file, cheapest first.
+      covered: Lines of a file that any test executes.
+      seconds: Seconds of each test that passed.
     """
 
     tests: dict[tuple[str, int], list[str]]
@@ -437,19 +440,19 @@ class Lines:
 
 
 class Runner:
-    """A plugin of pytest that runs selected tests for each mutant instead of all tests.
+    """Plugin of pytest that runs selected tests for each mutant instead of all tests.
 
     Args:
-      root: of the clone.
-      lines: what tests execute.
-      chosen: mutants.
-      out: file of results; mutants in it are not run again.
-      before: results of a run of more tests.
-      limit: seconds of one mutant.
-      budget: seconds of tests of one mutant, as `cover` measured them.
-      until: seconds after which no further mutant begins.
-      imported: modules that children find imported.
-      packages: likewise, with all their modules.
+      root: Root of the clone.
+      lines: Lines that tests execute.
+      chosen: The mutants.
+      out: File of results; mutants in it are not run again.
+      before: Results of a run of more tests.
+      limit: Seconds of one mutant.
+      budget: Seconds of tests of one mutant, as `cover` measured them.
+      until: Seconds after which no further mutant begins.
+      imported: Modules that children find imported.
+      packages: Packages that children find imported, with all their modules.
     """
 
     def __init__(
@@ -500,7 +503,7 @@ class Runner:
 
     def _row(self, mutant: Mutant, items: dict[str, pytest.Item]) -> dict[str, Any]:
         covering = [name for name in self.lines.tests[mutant.file, mutant.line] if name in items]
-        told = shown((self.root / mutant.file).read_text(encoding="utf-8"), mutant)
+        code = shown((self.root / mutant.file).read_text(encoding="utf-8"), mutant)
         began = time.monotonic()
         while True:
             selected = self._selected([name for name in covering if self.sound.get(name, True)])
@@ -511,10 +514,10 @@ class Runner:
             if self.sound.get(killer, True):
                 break
         seconds = round(time.monotonic() - began, 1)
-        return {**dataclasses.asdict(mutant), **told, **result, "covering": len(covering), "seconds": seconds}
+        return {**dataclasses.asdict(mutant), **code, **result, "covering": len(covering), "seconds": seconds}
 
     def _selected(self, names: list[str]) -> list[str]:
-        """The cheapest tests within the budget, at least one; file by file, cheap files first."""
+        """Return the cheapest tests within the budget, at least one; file by file, cheap files first."""
         sums = list(itertools.accumulate(self.lines.seconds[name] for name in names))
         within = sum(one <= self.budget for one in sums)
         of_files: dict[str, list[str]] = defaultdict(list)
@@ -528,23 +531,24 @@ class Runner:
             raise RuntimeError("a test module starts a backend of jax at import, which no child could use")
         reading, writing = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of forks beside threads: those of imports wait for work
+            warnings.simplefilter("ignore")  # of forks next to threads: those of imports wait for work
             child = os.fork()
         if child == 0:
             os.setsid()
             os.close(reading)
             try:
                 result = self._try(mutant, items)
-            except BaseException as error:  # of `apply`, or what stops pytest
+            except BaseException as error:  # an error of `apply`, or the end of pytest
                 result = {"status": "invalid", "error": repr(error)[:_SHOWN]}
             os.write(writing, json.dumps(result).encode())
             os._exit(0)
         os.close(writing)
-        is_told = bool(select.select([reading], [], [], self.limit)[0])
-        text = os.read(reading, 2**16) if is_told else b""  # not to its end: processes of tests may hold it open
+        has_result = bool(select.select([reading], [], [], self.limit)[0])
+        # Not to its end: child processes of tests may hold it open.
+        text = os.read(reading, 2**16) if has_result else b""
         os.close(reading)
         _end_group(child)
-        if not is_told:
+        if not has_result:
             return {"status": "time-out"}
         return json.loads(text) if text else {"status": "killed", "killer": "the process ended"}
 
@@ -566,7 +570,7 @@ def _end_group(child: int) -> None:
     """End a child and all processes that its tests started."""
     try:
         os.killpg(child, signal.SIGKILL)
-    except ProcessLookupError:  # it has ended, or is not yet a group of its own
+    except ProcessLookupError:  # it has ended, or has no process group yet
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
@@ -576,12 +580,12 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The results of a run so far."""
+    """Return the results of a run so far."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Counts, and each survivor with its place and its change."""
+    """Return counts, and each survivor with its place and its change."""
     counts: dict[str, int] = defaultdict(int)
     for row in rows:
         counts[row["status"]] += 1
@@ -596,18 +600,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plant faults and see which test finds them.")
     commands = parser.add_subparsers(dest="command", required=True)
-    cover = commands.add_parser("cover", help="which test executes which lines")
+    cover = commands.add_parser("cover", help="record the lines that each test executes")
     cover.add_argument("lines", type=pathlib.Path)
-    run = commands.add_parser("run", help="the tests that execute a mutant's line")
+    run = commands.add_parser("run", help="run the tests that execute a mutant's line")
     run.add_argument("lines", type=pathlib.Path)
     run.add_argument("--out", type=pathlib.Path, required=True)
     run.add_argument("--before", type=pathlib.Path, help="results of a run of more tests")
     run.add_argument("--number", type=int, default=400)
     run.add_argument("--seed", type=int, default=65)
-    run.add_argument("--limit", type=float, default=180, help="seconds of a mutant")
-    run.add_argument("--budget", type=float, default=60, help="seconds of tests of a mutant")
-    run.add_argument("--until", type=float, default=float("inf"), help="seconds after which no further one begins")
-    survivors = commands.add_parser("survivors", help="counts and survivors of a run")
+    run.add_argument("--limit", type=float, default=180, help="maximum seconds of a mutant")
+    run.add_argument("--budget", type=float, default=60, help="maximum seconds of tests of a mutant")
+    run.add_argument("--until", type=float, default=float("inf"), help="seconds after which no further mutant begins")
+    survivors = commands.add_parser("survivors", help="print counts and survivors of a run")
     survivors.add_argument("out", type=pathlib.Path)
     own = sys.argv[1:]
     split = own.index("--") if "--" in own else len(own)
@@ -627,7 +631,7 @@ def main() -> None:
         chosen = draw(root, lines.covered, args.number, args.seed)
         before = read(args.before) if args.before else []
         plugin = Runner(root, lines, chosen, args.out, before, args.limit, args.budget, args.until)
-        settings.append("--capture=no")  # a child writes to nowhere
+        settings.append("--capture=no")  # a child discards its output
     sys.exit(pytest.main([*settings, *others], plugins=[plugin]))
 
 

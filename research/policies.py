@@ -1,9 +1,10 @@
-"""The study of reuse: all policies side by side, at equal ratios and at equal rows (`python -m research.policies`).
+"""The study of reuse: all policies compared, at equal ratios and at equal rows (`python -m research.policies`).
 
-A ratio says what goes on behind the layers that a policy computes whole, so policies of one ratio compute different
-numbers of rows. The tables have both comparisons. Without data the questions are drawn for the trained models: small
-and large pictures, one and two in a question, each arrangement, images cached together and apart. Schedules are
-profiled for each of these on questions of their own, and shown beside one that was profiled behind other text.
+A ratio selects the tokens that continue after the layers that a policy computes fully, so policies of one ratio compute
+different numbers of rows. The tables have both comparisons. Without data the questions are drawn for the trained
+models: small and large images, one and two in a question, each arrangement, images cached together and separately.
+Schedules are profiled for each of these cases on separate questions, and compared with one that was profiled after
+other text.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import typer
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import PLAIN, load_samples
 from vlcache_jax.commands import options as opt
+from vlcache_jax.commands.bench import Cached
 from vlcache_jax.common.files import check_all_readable, check_writable
 from vlcache_jax.common.progress import Progress, say, say_errors
 from vlcache_jax.reuse.schedule import UNITS, Schedule
 from vlcache_jax.study import accuracy, pairs
-from vlcache_jax.study.questions import ARRANGEMENTS, Sample, spread
+from vlcache_jax.study.questions import Sample, spread
 from vlcache_jax.study.report import WorkLog, environment, show, write
 from vlcache_jax.study.search import MAX_LEVEL, find_schedule
 
@@ -36,12 +38,13 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 RATIOS = (0.03, 0.1)
 SHARES = (0.6,)
-PROFILED = 20  # questions that each is profiled on
+PROFILED = 20  # questions for the profile of each schedule
 OWN, CROSS = "schedule", "schedule-of-{}"
 FULL = ("full", "full-two-pass")
-BY_RATIO = ("", "ends-", "spread-", "shift-")  # a share of the tokens of every image, before them the share
+# Policies with a fraction of the tokens of every image, which follows the prefix.
+BY_RATIO = ("", "ends-", "spread-", "shift-")
 _NUMBER = re.compile(r"\d*\.?\d+")
-BY_COUNT = ("epic", "mpic")  # so many tokens of every image, whatever its size
+BY_COUNT = ("epic", "mpic")  # policies with a number of tokens of every image, whatever its size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +52,9 @@ class Comparison:
     """Settings that are compared with each other.
 
     Attributes:
-      name: what they have in common.
-      reference: the setting that the others are compared with, VLCache's static ratio.
-      settings: `reuse` of the engine; a schedule is called by its name, also behind "shift-".
+      name: Common property of the settings.
+      reference: Setting that the others are compared with, VLCache's static ratio.
+      settings: Values of `reuse` of the engine; a schedule has a name, also after "shift-".
     """
 
     name: str
@@ -68,16 +71,16 @@ def groups_of(
     image_tokens: float,
     num_layers: int,
 ) -> list[Comparison]:
-    """The comparisons.
+    """Return the comparisons.
 
     Args:
-      asked: settings to compare with the first of them, instead of those that compute no rows.
-      ratios: every policy runs at each of them.
-      shares: image rows computed in the mean over layers, of all image rows; policies that cannot compute so few, as
-        they compute whole layers first, are left out.
-      schedules: by name; each is compared with a static ratio, spread and moved tokens at its mean.
-      image_tokens: of an image in the mean, for policies that take a number of tokens.
-      num_layers: of the model.
+      asked: Settings to compare with the first of them, instead of the default ones.
+      ratios: Every policy runs at each of them.
+      shares: Fractions of image rows computed, as the mean over layers. Policies whose full first layers exceed a
+        fraction are left out.
+      schedules: Schedules by name; each is compared with a static ratio, spread and shifted tokens at its mean.
+      image_tokens: Mean tokens of an image, for policies that take a number of tokens.
+      num_layers: Layers of the model.
     """
     from vlcache_jax.reuse.selection import NAMED
 
@@ -102,14 +105,14 @@ def groups_of(
 
 
 def _fixed(ratio: str, tokens: float) -> list[str]:
-    """Policies that compute the same number of rows in every layer, at a ratio and at its tokens of an image."""
+    """Return policies that compute the same number of rows in every layer, at a ratio and at its tokens of an image."""
     return [f"{name}{ratio}" for name in BY_RATIO] + [f"{name}-{round(tokens)}" for name in BY_COUNT]
 
 
 def policies_of(
     groups: Sequence[Comparison], schedules: Mapping[str, Schedule], asked: Mapping[str, Policy]
 ) -> dict[str, Policy]:
-    """The policy of each setting, once."""
+    """Return the policy of each setting, once."""
     from vlcache_jax.reuse.policies import Scheduled, Spread
     from vlcache_jax.reuse.selection import parse_policy
 
@@ -127,7 +130,7 @@ def policies_of(
 
 
 def table(groups: Sequence[Comparison], case: pairs.PairCase) -> list[dict[str, Any]]:
-    """One row for the cold run, and one for each setting of each group."""
+    """Return one row for the cold run, and one for each setting of each group."""
     settings = [(Comparison("cold", accuracy.COLD, ()), accuracy.COLD)]
     settings += [(group, setting) for group in groups for setting in group.settings]
     return [_row(group, case, setting) for group, setting in settings]
@@ -150,12 +153,12 @@ def _row(group: Comparison, case: pairs.PairCase, setting: str) -> dict[str, Any
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """What one table is about.
+    """Questions of one table.
 
     Attributes:
-      size: of the pictures, or "as they are" of files.
-      asked: the questions.
-      profiled: others like them, for schedules; none for files.
+      size: Size of the images, or "as they are" for files.
+      asked: The questions.
+      profiled: Similar questions, for schedules; empty for files.
     """
 
     size: str
@@ -166,14 +169,14 @@ class Questions:
 def questions_of(
     data: Sequence[pathlib.Path], sizes: Sequence[str], *, questions: int | None, profiled: int, split: str
 ) -> list[Questions]:
-    """The questions of files; without files, those drawn for the trained models, of one image and of two.
+    """Return the questions of files; without files, those drawn for the trained models, of one image and of two.
 
     Args:
-      data: files of VLMEvalKit.
-      sizes: of drawn pictures.
-      questions: of each task and number of images, or of each file, at most.
-      profiled: questions that schedules are profiled on.
-      split: of drawn questions.
+      data: Files of VLMEvalKit.
+      sizes: Sizes of drawn images.
+      questions: Maximum questions of each task and number of images, or of each file.
+      profiled: Questions that schedules are profiled on.
+      split: Split of drawn questions.
     """
     if data:
         return [Questions("as they are", load_samples(data, questions=questions), [])]
@@ -197,7 +200,9 @@ def find_schedules(
     count: int,
     work: pathlib.Path | None,
 ) -> dict[str, Schedule]:
-    """A schedule profiled for a protocol, and one profiled behind other text or, for that, behind another question."""
+    """Return a schedule profiled for a protocol, and one profiled after other text or, if that is it, another
+    question.
+    """
     from vlcache_jax.study.sensitivity import cases_of, profile
 
     found = {}
@@ -251,13 +256,13 @@ def _check(
         raise ValueError(f"mean must be a number above 0, at most {MAX_LEVEL / UNITS:g}, got {mean!r}")
     if data and profiled:
         raise ValueError(
-            f"profiled must be 0 with data, got {profiled}: a schedule of other questions can be given by schedule"
+            f"profiled must be 0 with data, got {profiled}: pass a schedule of other questions by schedule"
         )
     check_all_readable("data", data)
 
 
 def _sizes(llm: LLM, samples: Sequence[Sample]) -> tuple[float, int]:
-    """Tokens of an image, in the mean over a few samples, and the model's layers."""
+    """Return the mean tokens of an image over a few samples, and the model's layers."""
     from vlcache_jax import SamplingParams
 
     few = spread(samples, 20)
@@ -270,7 +275,7 @@ _Ratios = Annotated[
     list[float] | None,
     typer.Option(
         metavar="<float>",
-        help="Every policy runs at it; may be repeated.",
+        help="Ratio at which every policy runs; may be repeated.",
         show_default="0.03, 0.1; none with --reuse",
     ),
 ]
@@ -278,7 +283,7 @@ _Shares = Annotated[
     list[float] | None,
     typer.Option(
         metavar="<float>",
-        help="Share of image rows that every policy computes, over all layers; may be repeated.",
+        help="Fraction of image rows that every policy computes, over all layers; may be repeated.",
         show_default="0.6; none with --reuse",
     ),
 ]
@@ -302,49 +307,51 @@ def main(
         typer.Option(metavar="<path>",
                      help="Schedule file, compared with others at its rows; may be repeated.", show_default=False),
     ] = None,
-    mean: Annotated[str, typer.Option(help="Mean ratio of the schedules that are profiled.")] = "0.025",
+    mean: Annotated[str, typer.Option(help="Mean ratio of the profiled schedules.")] = "0.025",
     profiled: Annotated[
         int | None,
-        typer.Option(min=0, help="Drawn questions that a schedule is profiled on, for each table; 0: no schedules.",
+        typer.Option(min=0, help="Drawn questions to profile a schedule, for each table; 0: no schedules.",
                      show_default="20; none with --data or --reuse"),
     ] = None,
     size: Annotated[
         list[str] | None,
         typer.Option(metavar="<str>",
-                     help="Drawn pictures: small (64 to 144 tokens), large (400), or tinted; may be repeated.",
+                     help="Size of drawn images: small (64 to 144 tokens), large (400), or tinted; may be repeated.",
                      show_default="small and large"),
     ] = None,
-    arrangement: Annotated[
+    context: Annotated[
         list[str] | None,
-        typer.Option(metavar="<str>", help="text_first, question_first; may be repeated.", show_default="both"),
+        typer.Option(metavar="<str>", help="Text before the images: new-text or new-question; may be repeated.",
+                     show_default="both"),
     ] = None,
-    donors: opt.Donors = None,
+    cached: Cached = None,
     seeds: opt.Seeds = 1,
     questions: opt.Questions = None,
-    split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
+    split: Annotated[str, typer.Option(help="Split of drawn questions: choose on profile, report on test.")] = "test",
     max_tokens: opt.MaxTokens = 32,
     dtype: opt.Dtype = "auto",
     work: opt.Work = None,
     out: opt.Out = None,
 ) -> None:  # fmt: skip
-    """Compares all policies, at equal ratios and at equal shares of image rows.
+    """Compare all policies, at equal ratios and at equal fractions of image rows.
 
-    Without data: on questions drawn for the trained models, about one image and about two, small and large; schedules
-    are profiled for each table. Printed are the accuracy of each task, the mean difference to the cold run and the
-    worst task with 95 % intervals, what some task may still lose by them, the difference to a static ratio of the same
-    rows, the error of the logits, how often the most likely token agrees, the image rows computed, the bytes read, and
-    the time.
+    Without data the questions are drawn for the trained models, about one image and about two, small and large;
+    schedules are profiled for each table. The tables have the accuracy of each task, the mean difference to the cold
+    run and the worst task with 95 % intervals, the possible loss of a task by them, the difference to a static ratio of
+    the same rows, the error of the logits, the agreement of the most likely token, the image rows computed, the bytes
+    read, and the time.
 
     Example: python -m research.policies --questions 100 --work study.work --out study.json
     """
     with say_errors():
-        # Wrong arguments and files are told before JAX is imported and a model loaded.
+        # Wrong arguments and files are reported before JAX is imported and a model loaded.
         chosen = opt.one_model(model, same_model)
         settings, files = reuse or [], data or []
         ratios = ratio or (() if settings else RATIOS)
         shares = share or (() if settings else SHARES)
         count = (0 if files or settings else PROFILED) if profiled is None else profiled
-        orders = map(accuracy.behind, arrangement or ARRANGEMENTS[1:])
+        orders = [accuracy.arrangement_of(one, new=True) for one in context or tuple(accuracy.CONTEXTS)[1:]]
+        donors = [accuracy.donors_of(one) for one in cached or ()]
         protocols = accuracy.protocols_of(orders, donors, seeds)
         _check(files, ratios=ratios, shares=shares, mean=mean, profiled=count, split=split)
         check_writable("out", out)
@@ -360,7 +367,7 @@ def main(
         cases = {one.case: [other for other in protocols if other.case == one.case] for one in protocols}
         rows: list[dict[str, Any]] = []
         levels: list[dict[str, Any]] = []
-        with LLM(chosen or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
+        with LLM(chosen or TINY_VQA, dtype=dtype, cache=CacheConfig(load="kv"), enable_prefix_caching=False) as llm:
             # Every setting must suit the model.
             for loaded in given.values():
                 llm.service.policy_of(loaded)

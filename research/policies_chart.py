@@ -1,6 +1,6 @@
-"""Draws accuracy against recomputed tokens from a study of policies: `python -m research.policies_chart`.
+"""Chart of accuracy against recomputed tokens from a study of policies: `python -m research.policies_chart`.
 
-The chart shows one case: two images that were cached separately, and new text before them.
+It shows one case: two images that were cached separately, and new text before them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Cold prefill against transformers + torch, on the same weights, on the CPU.
+"""Cold prefill compared with transformers + torch, on the same weights, on the CPU.
 
-Each side runs in a process of its own (in one process they halve each other's speed), and they take turns. The model
-has random weights and is written in the Hugging Face layout; both sides read the same files, and their last logits are
+Each side runs in its own process (in one process they halve each other's speed), and they alternate. The model has
+random weights and is written in the Hugging Face layout; both sides read the same files, and their last logits are
 compared before anything is timed.
 
     python -m research.prefill --out benchmarks/results/prefill_cpu.json
@@ -29,12 +29,12 @@ from vlcache_jax.study.report import environment, publish
 
 PATCH, MERGE = 16, 2
 IMAGE = (30, 32)  # image tokens, rows and columns
-# Largest difference of the last logits as a share of the largest logit: rounding, and nothing else.
+# Largest difference of the last logits as a fraction of the largest logit, for rounding only.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def make_prompt(slots: int) -> tuple[str, list[np.ndarray]]:
-    """A prompt of exactly `slots` tokens: an image, then text."""
+    """Return a prompt of exactly `slots` tokens: an image, then text."""
     rng = np.random.default_rng(slots)
     side = PATCH * MERGE
     noise = rng.integers(0, 256, (IMAGE[0] * 4, IMAGE[1] * 4, 3), dtype=np.uint8)
@@ -119,7 +119,7 @@ class Torch:
 
 
 def serve(side: str, directory: str, dtype: str, pipe: Connection) -> None:
-    """A worker: answers method names and sizes with what the side returns."""
+    """Run a worker, which answers method names and sizes with the side's results."""
     worker = {"vlcache": Ours, "torch": Torch}[side](directory, dtype)
     while (request := pipe.recv()) is not None:
         method, slots = request
@@ -186,7 +186,7 @@ def main() -> None:
                         row |= {f"{step} ms, {side}": value for side, value in ms.items()}
                         row[f"{step}, times faster"] = ms["torch"] / ms["vlcache"]
                     rows.append(row | {"logits differ by": f"{difference:.1e}"})
-            # After each dtype, so that an interrupted run leaves what it has measured.
+            # After each dtype, so that an interrupted run leaves its measurements.
             publish("Cold prefill and vision encoder, medians", rows, head, arguments.out)
 
 

@@ -1,8 +1,8 @@
-"""Tables that the docs quote, made of results: `python -m research.published`.
+"""Tables in the docs, made from result files: `python -m research.published`.
 
-A page has `<!-- table NAME -->` before a table and `<!-- end -->` behind it, or `<!-- figure NAME -->` and
-`<!-- end -->` around a figure within a line; what stands between is written anew. A test fails where a page says
-something else than its files.
+In a page, `<!-- table NAME -->` precedes a table and `<!-- end -->` follows it. `<!-- figure NAME -->` and
+`<!-- end -->` enclose a figure within a line. The command rewrites the text between them. A test fails if a page
+differs from its files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LENGTHS = tuple(
     f"key_lengths_{name}.json"
     for name in ("unnumbered", "unnumbered_test", "numbered", "without_key_norm", "without_key_norm_test")
 )
-# The columns of a table: what stands before the images, how they were cached, and how many a question shows.
+# The columns of a table: the text before the images, how they were cached, and the number of images.
 CASES = (
     ("text_first", "together", "one"), ("question_first", "together", "one"),
     ("text_first", "together", "several"), ("question_first", "together", "several"),
@@ -55,7 +55,7 @@ Row = dict[str, Any]
 
 
 def _public(names: Mapping[str, str], name: str) -> str:
-    """The public name of a case; its own where there is none."""
+    """Return the public name of a case; its own name if there is none."""
     return names.get(name, name)
 
 
@@ -88,7 +88,7 @@ def losses(rows: Sequence[Row], cases: Sequence[tuple[str, str, str]] = CASES) -
 
 
 def _label(row: Row) -> str:
-    """What a setting is called in all cases, though each has schedules of its own; empty if it stands there already."""
+    """Return the name of a setting in all cases, though each has its own schedules; empty if it is there already."""
     reuse, (_, by_rows, schedule) = row["reuse"], row["group"].partition("rows of ")
     if reuse == COLD:
         return "no reuse: accuracy [%]"
@@ -145,7 +145,7 @@ def cold(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def _tasks(row: Row) -> list[str]:
-    """What stands between the setting and the number of questions; "-" where there are no such questions."""
+    """Return the cells between the setting and the number of questions; "-" if there are no such questions."""
     names = list(row)
     return [name for name in names[names.index("reuse") + 1 : names.index("questions")] if row[name] != "-"]
 
@@ -161,13 +161,13 @@ def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def _title(case: tuple[str, str, str]) -> str:
-    """The name of a case as the first cell of a line."""
+    """Return the name of a case as the first cell of a line."""
     shown = "one image" if case[2] == "one" else f"two images, cached {_together(case)}"
     return f"{shown}, {_before(case)} before {'it' if case[2] == 'one' else 'them'}"
 
 
 def _column(case: tuple[str, str, str]) -> str:
-    """The name of a case as the head of a column."""
+    """Return the name of a case as the head of a column."""
     return f"{'one image' if case[2] == 'one' else f'two, cached {_together(case)}'}: {_before(case)}"
 
 
@@ -254,7 +254,7 @@ def codecs() -> Iterator[list[str]]:
 
 
 def ttft(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """TTFT of cached images after new text (`vlcache bench ttft --disk DIR`), a line for each mode."""
+    """Yield TTFT of cached images after new text (`vlcache bench ttft --disk DIR`), a line for each mode."""
     of_disk = {row["configuration"]: row for row in rows if row["K, V in"] == "disk"}
     yield [
         "reuse mode", "TTFT [ms]", "spread (max - min) [ms]", "TTFT after a restart, from disk [ms]",
@@ -273,7 +273,7 @@ def ttft(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def ttft_sizes(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """TTFT by image tokens (`vlcache bench ttft --image-tokens 1024,2048`)."""
+    """Yield TTFT by image tokens (`vlcache bench ttft --image-tokens 1024,2048`)."""
     shown = ("cold", "encoder cached", "r = 0.1", "schedule, mean 0.0250", "shift, r = 0.03", "r = 0")
     slow = ("r = 0.1", "schedule, mean 0.0250")
     yield [
@@ -289,7 +289,7 @@ def ttft_sizes(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def ttft_first(names: Sequence[str] | None, rows: Sequence[Row]) -> Iterator[list[str]]:
-    """TTFT by mode with KV in host memory, of some configurations; None: of all."""
+    """Yield TTFT by mode with KV in host memory, for the configurations `names`; None: all."""
     yield ["reuse mode", "TTFT [ms]", "spread (max - min) [ms]", "speedup"]
     found = {row["configuration"]: row for row in rows if row["K, V in"] != "disk"}
     for name in names or found:
@@ -298,28 +298,28 @@ def ttft_first(names: Sequence[str] | None, rows: Sequence[Row]) -> Iterator[lis
 
 
 def _mode(configuration: str) -> str:
-    """The public name of a configuration; values of `reuse=` are code."""
+    """Return the public name of a configuration; values of `reuse=` are code."""
     name = mode(configuration)
     return f"`{name}`" if re.fullmatch(r'".*"|[\d.]+', name) else name
 
 
 def _ms(number: float) -> str:
-    """Milliseconds in three digits: "21,100", "607", "0.129"."""
+    """Return milliseconds with three digits: "21,100", "607", "0.129"."""
     return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _spread(milliseconds: float) -> str:
-    """The slowest run less the fastest."""
+    """Return the slowest run minus the fastest."""
     return _ms(milliseconds) if milliseconds else "one run"
 
 
 def _times(ratio: float) -> str:
-    """A ratio of times, which are not known to more than two digits."""
+    """Return a ratio of times, with the two digits that are certain."""
     return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
 def prefill(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Runs without reuse, next to torch (`python -m research.prefill`)."""
+    """Yield runs without reuse, next to torch (`python -m research.prefill`)."""
     yield [
         "dtype", "prompt tokens", "prefill [ms]: VLCache-JAX", "prefill [ms]: torch", "encoder [ms]: VLCache-JAX",
         "encoder [ms]: torch", "total time, torch / VLCache-JAX",
@@ -330,18 +330,18 @@ def prefill(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def _torch_share(row: Row) -> float:
-    """What torch takes of our time for pictures and prompt."""
+    """Return torch's time for images and prompt, divided by ours."""
     ours, torch = (sum(row[f"{part} ms, {who}"] for part in ("prefill", "encode")) for who in ("vlcache", "torch"))
     return float(torch / ours)
 
 
 def torch_speed(dtype: str) -> str:
-    """How many times as fast as ours torch's cold runs are, encoder and prefill together: "1.35 to 1.40"."""
+    """Return the speed of torch's cold runs relative to ours, encoder and prefill together: "1.35 to 1.40"."""
     found = sorted(1 / _torch_share(row) for row in _rows("prefill_cpu.json") if row["dtype"] == dtype)
     return f"{found[0]:.2f} to {found[-1]:.2f}"
 
 
-# Cases of `benchmarks.peer` in public words; the ones of the first table, with what vLLM is measured at.
+# Cases of `benchmarks.peer` in public words: those of the first table, each with the case of vLLM for comparison.
 PEER_CASES = {
     "cold": "new images",
     "repeat": "same request again",
@@ -365,7 +365,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def peer_first() -> Iterator[list[str]]:
-    """Speed relative to vLLM's build for CPUs, as a range over all sizes."""
+    """Yield speed relative to vLLM's build for CPUs, as a range over all sizes."""
     yield ["case", *DTYPES]
     for case in PEER_FIRST:
         theirs = case.partition(",")[0]
@@ -373,7 +373,9 @@ def peer_first() -> Iterator[list[str]]:
 
 
 def peer_ratios(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Speed relative to vLLM by case and size; a mode that vLLM lacks is compared with vLLM's run of the same case."""
+    """Yield speed relative to vLLM by case and size; a mode that vLLM lacks is compared with vLLM's run of the same
+    case.
+    """
     yield ["case", "image tokens or sequences", *DTYPES]
     ours = {(row["case"], row["size"], row["dtype"]): row for row in rows}
     for case, size in dict.fromkeys((row["case"], row["size"]) for row in rows):
@@ -391,7 +393,7 @@ def peer_ratios(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def peer(dtype: str, rows: Sequence[Row]) -> Iterator[list[str]]:
-    """All measurements in one data type next to vLLM's build for CPUs (`python -m benchmarks.peer`)."""
+    """Yield all measurements in one data type next to vLLM's build for CPUs (`python -m benchmarks.peer`)."""
     yield [
         "case", "image tokens or sequences", "unit", "VLCache-JAX", "vLLM", "VLCache-JAX, CPU time [s]",
         "vLLM, CPU time [s]",
@@ -404,27 +406,27 @@ def peer(dtype: str, rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def peer_amx(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Speed relative to vLLM on a processor with AMX, of which only ratios were kept."""
+    """Yield speed relative to vLLM on a processor with AMX; only ratios are available."""
     yield ["case", "image tokens or sequences", *DTYPES]
     for row in rows:
         yield [_public(PEER_CASES, row["case"]), str(row["size"]), *(f"{row[dtype]:.2g}" for dtype in DTYPES)]
 
 
 def peer_amx_speed(dtype: str, case: str) -> str:
-    """Speed relative to vLLM on a processor with AMX, over all sizes: "0.39 to 0.53"."""
+    """Return speed relative to vLLM on a processor with AMX, over all sizes: "0.39 to 0.53"."""
     found = sorted(row[dtype] for row in _rows("peer_amx_cpu.json") if row["case"] == case)
     return f"{found[0]:.2g} to {found[-1]:.2g}"
 
 
 def router_time(part: str, engines: int = 16) -> str:
-    """Milliseconds of one part of what a router does with a request of 20 images."""
+    """Return the milliseconds of one part of a router's work on a request of 20 images."""
     [row] = [row for row in _rows("routing.json") if row["engines"] == engines]
     parts = {"choose": row["choose ms"], "parse": row["read JSON ms"], "hash": row["hash ms"]}
     return f"{parts[part]:.2g}"
 
 
 def architectures() -> Iterator[list[str]]:
-    """The portable kernels, compiled for each architecture and counted (`python -m research.architectures`)."""
+    """Yield the portable kernels, compiled for each architecture and counted (`python -m research.architectures`)."""
     yield [
         "GPU", "attention: instructions (masked)", "attention: fraction of the matrix rate", "attention: limited by",
         "decode attention: fraction of the bandwidth", "FP8 decode: instructions",
@@ -453,7 +455,7 @@ def architectures() -> Iterator[list[str]]:
 
 
 def agreement(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Greedy outputs of the same prompts in one batch and each by itself (`python -m benchmarks.peer`)."""
+    """Yield greedy outputs of the same prompts in one batch and each by itself (`python -m benchmarks.peer`)."""
     yield [
         "engine", "dtype", "same outputs", "tokens with the same five most likely",
         "largest difference of log-probabilities",
@@ -473,7 +475,9 @@ def agreed(engine: str, dtype: str) -> str:
 
 
 def peer_speed(dtype: str, ours: str, theirs: str = "") -> str:
-    """How many times as fast as vLLM in a case, over its sizes: "0.72 to 0.75"; of another case of vLLM's, if named."""
+    """Return speed relative to vLLM in a case, over its sizes: "0.72 to 0.75"; `theirs` names another case of
+    vLLM's.
+    """
     found: dict[str, dict[Any, Row]] = {ours: {}, theirs or ours: {}}
     for row in _rows("peer_cpu.json"):
         if row["dtype"] == dtype and row["case"] in found:
@@ -486,7 +490,7 @@ def peer_speed(dtype: str, ours: str, theirs: str = "") -> str:
 
 
 def variants() -> Iterator[list[str]]:
-    """Throughput of 96 requests under ways to reuse, and beside transformers (`vlcache bench throughput`)."""
+    """Yield throughput of 96 requests by reuse mode, next to transformers (`vlcache bench throughput`)."""
     yield [
         "", "output tokens/s", "spread (max - min) [%]", "runs", "decode steps", "program launches per token",
         "same answer as no reuse [%]",
@@ -504,7 +508,7 @@ def variants() -> Iterator[list[str]]:
 
 
 def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A server under each way to reuse, by the rate of requests (`vlcache bench serve --policies`)."""
+    """Yield figures of a server in each reuse mode, by request rate (`vlcache bench serve --policies`)."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     yield [
         "reuse mode", *(f"TTFT p50 [s] at {rate:g} requests/s" for rate in rates),
@@ -519,7 +523,7 @@ def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def policies_first(rows: Sequence[Row], rate: float = 1.0) -> Iterator[list[str]]:
-    """A server in each reuse mode at one rate of requests."""
+    """Yield figures of a server in each reuse mode at one request rate."""
     yield [
         "reuse mode", f"TTFT p50 [s] at {rate:g} request/s", f"goodput [requests/s] at {rate:g} request/s",
         "prompt tokens from the cache [%]",
@@ -530,7 +534,7 @@ def policies_first(rows: Sequence[Row], rate: float = 1.0) -> Iterator[list[str]
 
 
 def by_images(column: str, form: str, rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A figure of each way to reuse by the number of images (`research.mpic`)."""
+    """Yield a figure of each reuse mode by the number of images (`research.mpic`)."""
     counts = list(dict.fromkeys(row["images"] for row in rows))
     yield ["reuse mode", *(f"{count} image{'s' * (count > 1)}" for count in counts)]
     for name in dict.fromkeys(row["reuse"] for row in rows):
@@ -538,14 +542,14 @@ def by_images(column: str, form: str, rows: Sequence[Row]) -> Iterator[list[str]
 
 
 def _way(name: str) -> str:
-    """A reuse mode, with a note where papers differ on what the name means; values of `reuse=` are code."""
+    """Return a reuse mode, with a note if papers differ on the meaning of its name; values of `reuse=` are code."""
     if name == "off":
         return "no reuse"
     return label(name) if name == SCHEDULE else label(name).replace(name, f'`"{name}"`', 1)
 
 
 def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Where the time to the first token of long prompts goes (`vlcache bench ttft --image-tokens 10240,20480`)."""
+    """Yield the parts of the TTFT of long prompts (`vlcache bench ttft --image-tokens 10240,20480`)."""
     steps = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
     names = {"lookup": "cache lookup", "decode_image": "image decoding", "encode": "encoder"}
     heads = [f"{names.get(step, step.replace('_', ' '))} [ms]" for step in steps]
@@ -556,7 +560,7 @@ def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """How 16 simulated engines are given requests (`research.scale`), at two rates."""
+    """Yield figures of 16 simulated engines by routing rule (`research.scale`), at two rates."""
     yield ["requests/s per engine", "routing rule", "cached in the engine, %", "loaded from another engine, %",
            "computed, %", "TTFT p50, ms", "TTFT p99, ms", "largest load / mean load"]  # fmt: skip
     for rate, found in ((8, rows), (24, _rows("scale_busy.json"))):
@@ -568,7 +572,7 @@ def scale(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def routing(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What a router does with a request (`research.routing`)."""
+    """Yield the times of a router for a request (`research.routing`)."""
     yield ["engines", "parse JSON, ms", "hash images, ms", "walk the body, ms",
            "choose an engine, ms", "choose p99, ms"]  # fmt: skip
     for row in rows:
@@ -578,7 +582,7 @@ def routing(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def scale_needs() -> Iterator[list[str]]:
-    """What more engines need, by the simulator's figures."""
+    """Yield the needs of more engines, by the simulator's figures."""
     yield ["engines", "cached images", "hits, %", "images computed/s", "GB/s between machines", "cache entries",
            "indexes, MB"]  # fmt: skip
     costs, rate, tokens = Costs(), 8, 1024
@@ -588,7 +592,7 @@ def scale_needs() -> Iterator[list[str]]:
         found = zipf_hits(min(held, 10**7), 10**7, 1.1)
         moved = 0.03 * engines * rate * size / 1e9 if engines > 1 else 0.0
         computed = (1 - found) * engines * rate
-        records = 2 * held  # encoder rows; K and V
+        records = 2 * held  # encoder rows; KV
         yield [
             f"{engines:,}", f"{held:,}", f"{100 * found:.0f}", f"{computed:,.0f}", f"{moved:.2g}", f"{records:,}",
             f"{records * INDEX_BYTES / 1e6:,.0f}",
@@ -596,13 +600,13 @@ def scale_needs() -> Iterator[list[str]]:
 
 
 def _with_spread(row: Row, column: str, unit: float) -> str:
-    """A median, and from where to where it goes over several runs."""
-    told, found = f"{row[column] / unit:.2g}", spread(row, column)
-    return told if found is None else f"{told} ({found[0] / unit:.2g} to {found[1] / unit:.2g})"
+    """Return a median, and its range over several runs."""
+    median, found = f"{row[column] / unit:.2g}", spread(row, column)
+    return median if found is None else f"{median} ({found[0] / unit:.2g} to {found[1] / unit:.2g})"
 
 
 def server_cost(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What HTTP costs (`python -m research.server_cost`)."""
+    """Yield the cost of HTTP (`python -m research.server_cost`)."""
     yield ["measurement", "`AsyncLLM`", "over HTTP", "difference"]
     for row in rows:
         if row["what"] == "hits":
@@ -640,12 +644,12 @@ def large_bodies(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def slowest_health() -> str:
-    """Seconds that the slowest response of `/health` took next to a large body."""
+    """Return the seconds of the slowest response of `/health` during a large body."""
     return f"{max(row['worst /health, s'] for row in _rows('large_bodies_cpu.json')):.2f}"
 
 
 def slowest_refusal() -> str:
-    """Seconds (`python -m research.refusals`)."""
+    """Return the seconds of the slowest refusal (`python -m research.refusals`)."""
     return f"{max(row['ms'] for row in _rows('refusals_cpu.json')) / 1000:.1f}"
 
 
@@ -757,7 +761,7 @@ def sparse(name: str) -> Iterator[list[str]]:
 
 
 def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Milliseconds to write and load records, and of a load its share of reading the same bytes alone."""
+    """Yield milliseconds to write and load cache entries, and the rate of a load relative to reading the same bytes."""
     yield ["store", "target memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
     written = {
         row["store"]: f"{row['ms']:.0f} ms" for row in rows if (row["what"], row["codec"]) == ("write", "bfloat16")
@@ -774,7 +778,7 @@ def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def gpu_attention() -> Iterator[list[str]]:
-    """Attention of Qwen3-VL-8B on an H200, beside the model of the chip and XLA (`python -m benchmarks.gpu`)."""
+    """Yield attention of Qwen3-VL-8B on an H200, next to the model of the chip and XLA (`python -m benchmarks.gpu`)."""
     cases = _file("gpu_h200.json")["cases"]
     yield ["attention", "time [ms]", "TFLOP/s", "TB/s", "chip model [ms]", "XLA [ms]"]
     for row in _rows("attention_model.json"):
@@ -792,7 +796,7 @@ def gpu_attention() -> Iterator[list[str]]:
 
 
 def _attention(case: str) -> str:
-    """A case of attention in public words."""
+    """Return a case of attention in public words."""
     words = {
         r"^cold (\d+)": r"prefill of \1 tokens", r"^cold, last chunk of (\d+)": r"last chunk of a prefill of \1 tokens",
         r"^stage (\d+) of (\d+)": r"\1 recomputed tokens of \2", r"^text rows": "text tokens of a request",
@@ -811,7 +815,7 @@ def _attention(case: str) -> str:
 
 
 def gpu_causal() -> Iterator[list[str]]:
-    """Causal attention, 32 and 8 heads of 128, bfloat16, beside other kernels (`python -m benchmarks.gpu`)."""
+    """Yield causal attention, 32 and 8 heads of 128, bfloat16, next to other kernels (`python -m benchmarks.gpu`)."""
     cases = _file("gpu_h200.json")["cases"]
     jaxs = "jax.experimental.pallas.ops.gpu.attention_mgpu, float16"
     others = {"cuDNN": "cuDNN", "torch": "torch", "Pallas kernel of jax, float16": jaxs}
@@ -823,7 +827,7 @@ def gpu_causal() -> Iterator[list[str]]:
 
 
 def gpu_windows(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """CUDA graphs of multi-step decode, and predicates that the host reads (`python -m research.thunks`)."""
+    """Yield CUDA graphs of multi-step decode, and predicates that the host reads (`python -m research.thunks`)."""
     columns = {
         "predicates read": "predicates that the host reads", "graphs": "CUDA graphs",
         "kernels inside": "kernels in graphs", "kernels outside": "kernels outside graphs",
@@ -841,7 +845,7 @@ def gpu_windows(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def first_token_modes() -> Iterator[list[str]]:
-    """TTFT by reuse mode on two CPU cores and on an H200, each with its speedup over a cold run, for README."""
+    """Yield TTFT by reuse mode on two CPU cores and on an H200, each with its speedup over a cold run, for README."""
     yield ["images in a new context", *map(_mode, MODES)]
     for title, name, unit, symbol, digits in (
         ("two CPU cores, 4 images of 1024 tokens", "ttft_cpu.json", 1000, "s", 2),
@@ -854,12 +858,12 @@ def first_token_modes() -> Iterator[list[str]]:
 
 
 def _digits(value: float, count: int) -> str:
-    """A number with so many significant digits, zeros included: "8.0"; none before the point is rounded away."""
+    """Return a number with `count` significant digits, zeros included: "8.0"; none before the point is rounded away."""
     return f"{value:.0f}" if value >= 10**count else f"{value:#.{count}g}".rstrip(".")
 
 
 def spread_over(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What several H200s that share a model hold, and take at least (`python -m research.spread`)."""
+    """Yield memory and lower bounds of several H200s that share a model (`python -m research.spread`)."""
     times = ("cold 20K", "hit 20K, falling", "token of 1", "token of 16", "token of 64")
     names = {
         "cold 20K": "no reuse, 20K tokens", "hit 20K, falling": "cache hit, 20K tokens, schedule",
@@ -890,7 +894,7 @@ STEP_HEADS = {
 
 
 def gpu_steps() -> Iterator[list[str]]:
-    """Decode steps and layers compiled for an H200, before and after layer fusion (`research.steps`)."""
+    """Yield decode steps and layers compiled for an H200, before and after layer fusion (`research.steps`)."""
     columns = {
         "launches a layer": "{:.0f}", "launches": "{:.0f}", "predicates": "{:.0f}", "MB": "{:.0f}",
         "MB of temporaries": "{:.0f}", "memory of temporaries, MB": "{:.0f}", "compile s": "{:.0f}",
@@ -902,7 +906,7 @@ def gpu_steps() -> Iterator[list[str]]:
 
 
 def gpu_versions() -> Iterator[list[str]]:
-    """The same programs as two versions of jax compile them (`research.steps`)."""
+    """Yield the same programs as compiled by two versions of jax (`research.steps`)."""
     columns = {
         "launches a layer": "{:.0f}", "memory of temporaries, MB": "{:.0f}", "spilled bytes": "{:.0f}",
         "registers": "{:.0f}", "compile s": "{:.0f}",
@@ -916,7 +920,7 @@ def gpu_versions() -> Iterator[list[str]]:
 
 
 def _program(name: str) -> str:
-    """A program of `research.steps` in public words."""
+    """Return a program of `research.steps` in public words."""
     kind, count = name.split()
     if kind == "layer":
         return f"prefill chunk of {count} tokens"
@@ -924,7 +928,7 @@ def _program(name: str) -> str:
 
 
 def _steps(*names: str) -> Iterator[tuple[str, str, list[Row]]]:
-    """Programs of the files that there are, with their row in each."""
+    """Yield programs of the existing files, with their row in each."""
     tables = [
         {(row["model"], row["program"]): row for row in _rows(name)} for name in names if (RESULTS / name).exists()
     ]
@@ -934,10 +938,10 @@ def _steps(*names: str) -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def _changed(rows: Sequence[Row], column: str, form: str) -> str:
-    """A figure before and now, once where it is the same or of one alone; where there is none, why."""
+    """Return a figure before and now, once if it is the same or has one value; without any, the reason."""
     tried = [row for row in rows if row["not compiled"] != NOT_TRIED] or rows[:1]
-    told = [row["not compiled"] or ("" if row[column] is None else form.format(row[column])) for row in tried]
-    return " → ".join(dict.fromkeys(told))
+    cells = [row["not compiled"] or ("" if row[column] is None else form.format(row[column])) for row in tried]
+    return " → ".join(dict.fromkeys(cells))
 
 
 # Parts of a hit on the host (`research.launched`), and cases of `research.host`, in public words.
@@ -962,7 +966,7 @@ HOST = {
 
 
 def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Host time until the first launch of a cache hit (`python -m research.launched`)."""
+    """Yield host time until the first launch of a cache hit (`python -m research.launched`)."""
     yield ["work", "median [ms]", "minimum [ms]"]
     for row in rows:
         yield [_public(LAUNCHED, row["what"]), _ms(row["ms"]), _ms(row["least ms"])]
@@ -979,7 +983,7 @@ def shares(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def host(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Host time of a step (`python -m research.host`)."""
+    """Yield host time of a step (`python -m research.host`)."""
     yield [
         "step", "token arrays [ms]", "work lists [ms]", "transfer [ms]", "total [ms]", "before the first layer [ms]",
     ]  # fmt: skip
@@ -1058,13 +1062,13 @@ def compressed_memory() -> Iterator[list[str]]:
 
 
 def markdown(lines: Iterator[list[str]]) -> str:
-    """A table, its first line the head."""
+    """Return a Markdown table, with its first line as the head."""
     head, *rest = lines
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rest)) + "\n"
 
 
 def _of(make: Callable[[Sequence[Row]], Iterator[list[str]]], name: str, part: str = "rows") -> Iterator[list[str]]:
-    """The table of a file's rows, or of another part of it; before there is such a file it says so."""
+    """Yield the table of a file's rows, or of another part of it; a note if there is no such file yet."""
     return make(_file(name)[part]) if (RESULTS / name).exists() else iter([["not measured yet"]])
 
 
@@ -1193,10 +1197,10 @@ for _dtype in DTYPES:
 
 
 def rewrite(text: str) -> str:
-    """A page with its tables and figures as the files say.
+    """Return a page with its tables and figures rewritten from the files.
 
     Raises:
-      ValueError: there is no such table, or figure.
+      ValueError: There is no such table, or figure.
     """
 
     def fill(found: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
-"""What a server refuses, and how soon: URLs that lead inside, large bodies, pictures and grammars that would grow.
+"""Refusals of a server and their times: URLs to internal hosts, large bodies, images and grammars that would grow.
 
-Each row is one request to a real server, in a process of its own, that may fetch from the names `localhost` and
-`images.example`. Beside it a neighbour asks the same question again and again, and must get the same answer. A socket
-that some of the URLs lead to listens; nobody may connect to it.
+Each row is one request to a real server, in its own process, which may fetch from the names `localhost` and
+`images.example`. Meanwhile a neighbor repeats one question, and must always get the same answer. Some of the URLs lead
+to a listening socket, to which the server must not connect.
 
     python -m research.refusals --out benchmarks/results/refusals_cpu.json
 """
@@ -32,22 +32,22 @@ from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, publish
 
 CHAT = "/v1/chat/completions"
-MAX_BODY = 2**20  # bytes that the server is told to take
+MAX_BODY = 2**20  # bytes; the limit of the server
 DOMAINS = ("localhost", "images.example")
-NEIGHBOUR = {"messages": [{"role": "user", "content": "Where is the star?"}], "max_tokens": 8, "temperature": 0}
+DISCOVERED = {"messages": [{"role": "user", "content": "Where is the star?"}], "max_tokens": 8, "temperature": 0}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A request that is to be refused.
+    """A request that the server must refuse.
 
     Attributes:
-      table: of what kind it is.
-      name: what is wrong.
-      body: JSON, or bytes as they are sent.
-      statuses: with which it may be refused.
-      headers: beside those that every request has.
-      is_chunked: the body is sent without saying how long it is.
+      table: Kind of the request.
+      name: Description of the fault.
+      body: JSON, or bytes to send unchanged.
+      statuses: Allowed statuses of the refusal.
+      headers: Headers in addition to those of every request.
+      is_chunked: The body is sent without its length.
     """
 
     table: str
@@ -59,15 +59,15 @@ class Row:
 
 
 def shows(url: str) -> dict[str, Any]:
-    """A request about a picture."""
+    """Return a request about an image."""
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
 
 
 def inside(port: int) -> list[Row]:
-    """URLs that lead where their sender cannot go (SSRF).
+    """Return URLs to places that their sender cannot reach (SSRF).
 
     Args:
-      port: that somebody listens at on this machine.
+      port: Port of a listening socket on this machine.
     """
     urls = {
         "this machine": f"http://127.0.0.1:{port}/a.png", "by an allowed name": f"http://localhost:{port}/a.png",
@@ -95,7 +95,7 @@ def inside(port: int) -> list[Row]:
 
 
 def large() -> list[Row]:
-    """Bodies that are too large, or that hold too much."""
+    """Return bodies that are too large, or have too many parts."""
     hello: list[Any] = [{"role": "user", "content": "Hello"}]
     long = json.dumps({"messages": [{"role": "user", "content": "a" * MAX_BODY}]}).encode()
     part = shows("data:image/png;base64,iVBORw0KGgo=")["messages"][0]["content"]
@@ -120,17 +120,17 @@ def large() -> list[Row]:
 
 
 def pictures() -> dict[str, bytes]:
-    """Files of few bytes that say that they are very large."""
+    """Return files of few bytes that claim to be very large."""
     words = struct.Struct("<HHHH")
 
     def png(width: int, height: int, *more: bytes) -> bytes:
         head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
         chunks = [(b"IHDR", head), *((b"iTXt", one) for one in more), (b"IDAT", zlib.compress(bytes(2**20), 9))]
-        told = b"".join(
+        content = b"".join(
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
             for kind, data in [*chunks, (b"IEND", b"")]
         )
-        return b"\x89PNG\r\n\x1a\n" + told
+        return b"\x89PNG\r\n\x1a\n" + content
 
     def webp(width: int, height: int) -> bytes:
         sides = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
@@ -160,7 +160,7 @@ def pictures() -> dict[str, bytes]:
 
 
 def growing() -> list[Row]:
-    """Pictures that would grow when they are decoded."""
+    """Return images that would grow when they are decoded."""
 
     def url(data: bytes, kind: str = "image/png") -> str:
         return f"data:{kind};base64,{base64.b64encode(data).decode()}"
@@ -174,13 +174,13 @@ def growing() -> list[Row]:
 
 
 def grammars() -> list[Row]:
-    """What an answer is to be held to, and would cost much to compile or to follow."""
+    """Return constraints that would cost much to compile or to apply."""
 
     def form(**given: Any) -> dict[str, Any]:
-        return NEIGHBOUR | {"structured_outputs": given}
+        return DISCOVERED | {"structured_outputs": given}
 
     def schema(given: Any) -> dict[str, Any]:
-        return NEIGHBOUR | {"response_format": {"type": "json_schema", "json_schema": {"schema": given}}}
+        return DISCOVERED | {"response_format": {"type": "json_schema", "json_schema": {"schema": given}}}
 
     def any_of(number: int) -> list[Any]:
         return [{"properties": {f"{name}{number}": {"type": "integer"}}} for name in "abc"]
@@ -211,18 +211,18 @@ def grammars() -> list[Row]:
         "tags that do not begin so": form(
             structural_tag={"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<b"]}
         ),
-        "arguments in all ways": NEIGHBOUR | {"tools": [tool], "tool_choice": "required"},
+        "arguments in all ways": DISCOVERED | {"tools": [tool], "tool_choice": "required"},
     }
     return [Row("grammar bomb", name, body) for name, body in rows.items()]
 
 
 def all_rows(port: int) -> list[Row]:
-    """Of all tables."""
+    """Return the rows of all tables."""
     return [*inside(port), *large(), *growing(), *grammars()]
 
 
 def post(port: int, row: Row, seconds: float = 60) -> tuple[int, Any, float]:
-    """Sends a row; returns the status, what came, and the seconds that it took."""
+    """Send a row; return the status, the response, and its seconds."""
     data = row.body if isinstance(row.body, bytes) else json.dumps(row.body).encode()
     headers = {"Content-Type": "application/json", **row.headers}
     pieces = (data[i : i + 2**16] for i in range(0, len(data), 2**16))
@@ -237,12 +237,12 @@ def post(port: int, row: Row, seconds: float = 60) -> tuple[int, Any, float]:
         return response.status, json.loads(found), time.perf_counter() - begin
 
 
-class Neighbour:
-    """Asks the same again and again, in a thread, and looks at the answers; a context.
+class Neighbor:
+    """A thread that repeats one request and compares the answers; a context manager.
 
     Attributes:
-      answers: how many were the same as the first one.
-      wrong: all others.
+      answers: Number of answers equal to the first one.
+      wrong: All other answers.
     """
 
     def __init__(self, port: int):
@@ -252,7 +252,7 @@ class Neighbour:
         self._thread = threading.Thread(target=self._run)
 
     def _ask(self) -> tuple[int, Any]:
-        status, found, _ = post(self._port, Row("", "", NEIGHBOUR))
+        status, found, _ = post(self._port, Row("", "", DISCOVERED))
         return status, found.get("choices", found)
 
     def _run(self) -> None:
@@ -273,39 +273,40 @@ class Neighbour:
 
 
 def measure(port: int, rows: Sequence[Row], within: float) -> list[dict[str, Any]]:
-    """Sends each row, a neighbour beside it.
+    """Send each row, with a neighbor next to it.
 
     Args:
-      within: seconds, in which each must be refused.
+      within: Maximum seconds of a refusal.
 
     Raises:
-      AssertionError: one is answered, refused in another way or too late, or the neighbour is harmed.
+      AssertionError: A request is answered, or refused with another status or too late, or the neighbor gets a wrong
+        answer.
     """
-    told = []
-    with Neighbour(port) as neighbour:
+    results = []
+    with Neighbor(port) as discovered_peer:
         for row in rows:
             status, found, seconds = post(port, row)
             assert status in row.statuses, (row.table, row.name, status, found)
             assert seconds < within, (row.table, row.name, seconds)
             error = found["error"]
             assert error["message"], (row.table, row.name, found)
-            assert not neighbour.wrong, (row.table, row.name, neighbour.wrong)
+            assert not discovered_peer.wrong, (row.table, row.name, discovered_peer.wrong)
             why = error["message"][:60]
-            told.append(
+            results.append(
                 {"table": row.table, "what": row.name, "status": status, "ms": 1e3 * seconds, "param": error["param"]}
                 | {"why": why}
             )
-    assert not neighbour.wrong, neighbour.wrong
-    assert neighbour.answers, "nobody was answered beside"
-    return told
+    assert not discovered_peer.wrong, discovered_peer.wrong
+    assert discovered_peer.answers, "nobody was answered beside"
+    return results
 
 
 @contextlib.contextmanager
 def serving(model: str, *more: str) -> Iterator[tuple[int, int]]:
-    """A server in a process of its own; its port, and the process's id.
+    """Run a server in its own process; yield its port, and the process's id.
 
     Args:
-      more: words of the command.
+      more: Further arguments of the command.
     """
     words = ["serve", model, "--port", "0", *more]
     code = "from vlcache_jax.commands.cli import main; main()"
@@ -320,7 +321,8 @@ def serving(model: str, *more: str) -> Iterator[tuple[int, int]]:
             found = re.search(r"http://[\d.]+:(\d+)/", said[-1] if said else "")
             if found is None:
                 raise RuntimeError(f"the server did not start: {''.join(said)}")
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # it must not wait for a reader
+            # The process must not block on a full pipe.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             yield int(found[1]), process.pid
         finally:
             process.terminate()
@@ -328,14 +330,14 @@ def serving(model: str, *more: str) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def bait() -> Iterator[tuple[int, socket.socket]]:
-    """A socket that nobody may connect to, and its port."""
+    """Yield a socket to which the server must not connect, and its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         yield listener.getsockname()[1], listener
 
 
 def was_taken(listener: socket.socket) -> bool:
-    """Whether anybody has connected."""
+    """Return whether any client has connected."""
     try:
         listener.accept()[0].close()
     except BlockingIOError:
@@ -346,7 +348,7 @@ def was_taken(listener: socket.socket) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-vqa")
-    parser.add_argument("--within", type=float, default=1.0, help="seconds, in which each row must be refused")
+    parser.add_argument("--within", type=float, default=1.0, help="maximum seconds of a refusal")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args(arguments)
     check_writable("out", args.out)

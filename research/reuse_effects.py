@@ -1,7 +1,7 @@
-"""What reuse does inside a model: errors that reach an answer, and where the answer looks.
+"""Effects of reuse inside a model: errors that reach an answer, and the attention of the answer.
 
 The procedures of VLCache's figures 2 and 5 and of MPIC's figures 4, 8, 11 and 12, on dense runs (`probe`). Text before
-the images must vary between donor and formal prompt: behind equal text, K, V are equal and every error is 0.
+the images must vary between donor and formal prompt: after equal text the KV is equal and every error is 0.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Array = npt.NDArray[np.float64]
 
 
 def attention_error(placed: Placed, reference: Trace, other: Trace) -> Array:
-    """How far each layer's attention output is from the reference's, where answer tokens come from [L, c].
+    """Return the distance of each layer's attention output from the reference's, in the rows that predict tokens `[L,
+    c]`.
 
-    Euclidean norm, after the output projection; column t is the row that predicts token t (VLCache, figure 2).
+    It is the Euclidean norm after the output projection; column t is the row that predicts token t (VLCache, figure 2).
     """
     rows = slice(placed.prompt_length - 1, len(placed.layout) - 1)
     mine, others = (np.asarray(trace.attended[:, rows], np.float64) for trace in (reference, other))
@@ -31,7 +32,10 @@ def attention_error(placed: Placed, reference: Trace, other: Trace) -> Array:
 
 
 def recompute(probe: Probe, runs: Runs, level: int, *, last: bool = False) -> Trace:
-    """The formal prompt with the first floor(level T / 500) tokens of each image its own in all layers, or the last."""
+    """Run the formal prompt with floor(level T / 500) tokens of each image recomputed in all layers.
+
+    They are the first tokens of the image, or with `last` the last ones.
+    """
     placed = runs.placed
     mask = np.zeros(len(placed.layout), bool)
     for span in placed.images:
@@ -43,11 +47,11 @@ def recompute(probe: Probe, runs: Runs, level: int, *, last: bool = False) -> Tr
 
 @dataclass(frozen=True, eq=False)
 class ReuseError:
-    """What reuse does to an answer, given its tokens so far: one entry for each way of reusing.
+    """Effects of reuse on an answer, given its tokens so far: one entry for each way of reusing.
 
     Attributes:
-      error: mean square of the logits' error.
-      changed: whether any most likely token is another one.
+      error: Mean square of the logits' error.
+      changed: True if any most likely token differs.
     """
 
     error: Array
@@ -56,16 +60,15 @@ class ReuseError:
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """The effect if only a part of what could be reused is reused.
+    """Effects of reusing only a part of the reusable tokens.
 
     Attributes:
-      num_image_tokens: in the prompt.
-      place: of each token that was tried alone, from its image's first on [k].
-      token: only that token is reused, in all layers [k]; what the sum of the errors lacks to the total comes from
-        tokens together.
-      layer: all tokens are reused, in one layer only [L].
-      until: all tokens are reused in a layer and all before it [L]; the last entry is full reuse.
-      behind: all tokens are reused in a layer and all behind it [L]; the first entry is full reuse.
+      num_image_tokens: Image tokens of the prompt.
+      place: Position of each token that was tried separately, from its image's first on `[k]`.
+      token: Only that token is reused, in all layers `[k]`. The rest of the total error comes from tokens together.
+      layer: All tokens are reused, in one layer only `[L]`.
+      until: All tokens are reused in a layer and all before it `[L]`; the last entry is full reuse.
+      behind: All tokens are reused in a layer and all after it `[L]`; the first entry is full reuse.
     """
 
     num_image_tokens: int
@@ -82,11 +85,11 @@ class Decomposition:
 
 
 def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
-    """Takes the error of full reuse apart, by token and by depth.
+    """Decompose the error of full reuse by token and by depth.
 
     Args:
-      runs: of a case.
-      tokens: image tokens to try alone, evenly spaced over the images.
+      runs: Runs of a case.
+      tokens: Number of image tokens to try separately, evenly spaced over the images.
     """
     placed, layers = runs.placed, probe.num_layers
     image = np.flatnonzero(placed.is_image)
@@ -113,7 +116,7 @@ def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
 
 
 def answer_scores(probe: Probe, placed: Placed, trace: Trace) -> Array:
-    """Raw scores of the prompt's last row with all n tokens of the prompt [L, H, n].
+    """Return raw scores of the prompt's last row with all n tokens of the prompt `[L, H, n]`.
 
     The answer's first token comes from that row. Scores are not divided by the root of the head's width.
     """
@@ -126,34 +129,36 @@ def answer_scores(probe: Probe, placed: Placed, trace: Trace) -> Array:
 
 
 def answer_attention(scores: Array, images: Sequence[ImageSpan], width: int) -> tuple[list[Array], list[Array]]:
-    """Where the first token of the answer looks.
+    """Return the attention of the answer's first token to each image.
 
     Args:
-      scores: see `answer_scores`, [L, H, n].
-      images: of the prompt.
-      width: of a head.
+      scores: See `answer_scores`, `[L, H, n]`.
+      images: Images of the prompt.
+      width: Width of a head.
 
     Returns:
-      For each image its weights [L, H, T], a softmax over its own tokens (MPIC, figure 4), of scores that are divided
-      by the root of the head's width, as attention has them, and of raw ones.
+      For each image its weights `[L, H, T]`, a softmax over its own tokens (MPIC, figure 4): of scores divided
+      by the root of the head's width, as in attention, and of raw scores.
     """
     own = [scores[:, :, span.tokens] for span in images]
     return [_softmax(one / width**0.5) for one in own], [_softmax(one) for one in own]
 
 
 def key_distance(runs: Runs, span: ImageSpan) -> Array:
-    """L1 distance of an image's keys before rotation between donor and cold run [L, T] (MPIC, figure 8)."""
+    """Return the L1 distance of an image's keys before rotation between donor and cold run `[L, T]` (MPIC, figure
+    8).
+    """
     donor, own = (np.asarray(part[:, span.tokens], np.float64) for part in (runs.donor[0], runs.cold.values[0]))
     return np.abs(donor - own).sum((2, 3))
 
 
 def distant_layers(distances: Array) -> npt.NDArray[np.int64]:
-    """In how many layers each token of an image is among those whose keys differ most [T] (MPIC, figure 8).
+    """Return in how many layers each token of an image is among those whose keys differ most `[T]` (MPIC, figure 8).
 
     Args:
-      distances: see `key_distance` [L, T]. The first layer counts nowhere: its keys know no context.
+      distances: See `key_distance` `[L, T]`. The first layer does not count: its keys do not depend on context.
 
-    Those are 50 of 1176 tokens, as in the paper, and as many of a hundred in images of other sizes.
+    These are 50 of 1176 tokens, as in the paper, and the same fraction in images of other sizes.
     """
     tokens = distances.shape[1]
     count = max(1, round(tokens * 50 / 1176))
@@ -162,10 +167,10 @@ def distant_layers(distances: Array) -> npt.NDArray[np.int64]:
 
 
 def attention_map(probe: Probe, placed: Placed, trace: Trace) -> Array:
-    """What rows look at in the first layer [n, n], the mean over heads (MPIC, figure 11).
+    """Return the attention of rows in the first layer `[n, n]`, as the mean over heads (MPIC, figure 11).
 
-    In each head negative scores before softmax become 0, and its scores are scaled from their least to their greatest,
-    0 to 1. Keys that a row does not see are 0.
+    In each head negative scores before softmax become 0, and its scores are scaled from their minimum and maximum to 0
+    and 1. Keys that a row does not see are 0.
     """
     q, k, _, _ = probe.project(placed, trace, 0)
     size = len(placed.layout)
@@ -180,14 +185,14 @@ def attention_map(probe: Probe, placed: Placed, trace: Trace) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class AttentionFindings:
-    """What `research.analyze attention` draws: of each image of some cases, and a map of the case with most images.
+    """Data of `research.analyze attention`: of each image of some cases, and a map of the case with most images.
 
     Attributes:
-      weights: "scaled" and "raw", see `answer_attention`, the mean over heads [L, T].
-      ranks: see `first_token_rank`.
-      distances: see `key_distance`.
-      seen: see `attention_map`.
-      spans: where the images stand in it.
+      weights: "scaled" and "raw", see `answer_attention`, the mean over heads `[L, T]`.
+      ranks: See `first_token_rank`.
+      distances: See `key_distance`.
+      seen: See `attention_map`.
+      spans: Spans of the images in it.
     """
 
     weights: dict[str, list[Array]]
@@ -198,7 +203,7 @@ class AttentionFindings:
 
 
 def look(probe: Probe, cases: Iterable[Runs]) -> AttentionFindings:
-    """Looks into all cases, of which there must be one."""
+    """Collect the attention of all cases; there must be at least one."""
     weights: dict[str, list[Array]] = {"scaled": [], "raw": []}
     ranks: list[Array] = []
     distances: list[Array] = []
@@ -219,11 +224,11 @@ def look(probe: Probe, cases: Iterable[Runs]) -> AttentionFindings:
 
 @dataclass(frozen=True, eq=False)
 class Deviation:
-    """How far the donor's K, V of images are from the cold run's, one entry a layer.
+    """Distance of the donor's KV of images from the cold run's, one entry per layer.
 
     Attributes:
-      k, v: sum of squares of the difference, over that of what the cold run has; keys before rotation [L].
-      mean_k, mean_v: the part of it that all tokens of an image share, which `vlcache_jax.reuse.shift` can undo [L].
+      k, v: Sum of squares of the difference, divided by that of the cold run's values; keys before rotation `[L]`.
+      mean_k, mean_v: Part of it that all tokens of an image share, which `vlcache_jax.reuse.shift` can correct `[L]`.
     """
 
     k: Array
@@ -233,7 +238,9 @@ class Deviation:
 
 
 def deviation(runs: Runs) -> Deviation:
-    """How far the donor's K, V are from the cold run's, and how much of that is one vector an image and head."""
+    """Return the distance of the donor's KV from the cold run's, and the part of it that is one vector per image and
+    head.
+    """
     found = []
     for cold, donor in zip(runs.cold.values, runs.donor, strict=True):
         size, total, shared = (np.zeros(len(cold)) for _ in range(3))
@@ -249,14 +256,14 @@ def deviation(runs: Runs) -> Deviation:
 
 
 def first_token_rank(scores: Array, place: int) -> Array:
-    """Percentile rank of an image's first token among all tokens, by the attention it gets [L, H] (MPIC, figure 12).
+    """Return the percentile rank of an image's first token among all tokens, by attention `[L, H]` (MPIC, figure 12).
 
     Args:
-      scores: see `answer_scores`, [L, H, n].
-      place: of that token in the prompt.
+      scores: See `answer_scores`, `[L, H, n]`.
+      place: Position of that token in the prompt.
 
     Returns:
-      Of the other tokens how many of a hundred get less.
+      Percentage of the other tokens that get less attention.
     """
     less = scores < scores[:, :, place : place + 1]
     return np.asarray(100 * less.sum(-1) / (scores.shape[-1] - 1))

@@ -1,8 +1,8 @@
-"""What a router takes for a request of many pictures: `python -m research.routing`.
+"""Time of a router for a request of many images: `python -m research.routing`.
 
-A body as a client sends it is read, its pictures are hashed, and an engine is chosen, each timed by itself. What is
-hashed stands beside a hash of the same bytes alone: the rest is the router's own. Every request shows new pictures, and
-engines have some requests under way.
+A client's body is read, its images are hashed, and an engine is chosen; each part is timed separately. The hashing time
+is next to the time of a hash of the same bytes, so the difference is the router's. Every request shows new images, and
+engines have some requests in flight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vlcache_jax.study.report import environment, publish
 
 
 def body_of(rng: np.random.Generator, pictures: int, size: int) -> bytes:
-    """A request to /v1/chat/completions with pictures of `size` bytes each, of which nothing can be decoded."""
+    """Return a request to /v1/chat/completions with images of `size` bytes each, which cannot be decoded."""
     urls = [f"data:image/jpeg;base64,{base64.b64encode(rng.bytes(size)).decode()}" for _ in range(pictures)]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content = [*parts, {"type": "text", "text": "What do these have in common?"}]
@@ -37,7 +37,7 @@ def body_of(rng: np.random.Generator, pictures: int, size: int) -> bytes:
 
 
 def measure(engines: int, *, pictures: int, size: int, requests: int, seed: int = 0) -> dict[str, Any]:
-    """A line of the table: milliseconds of each step, as the median and (of choosing) what 99 % stay below."""
+    """Return a line of the table: milliseconds of each step, as the median and (for choosing) the 99th percentile."""
     rng = np.random.default_rng(seed)
     rule = Affinity()
     names = [f"engine-{i}" for i in range(engines)]
@@ -57,7 +57,7 @@ def measure(engines: int, *, pictures: int, size: int, requests: int, seed: int 
         timed("hash alone", functools.partial(_hash, [url.partition(",")[2].encode() for url in urls]))
         seen = timed("hash", functools.partial(look, request))
         if len(seen.images) != pictures:
-            raise ValueError(f"a request must show {pictures} pictures, got {len(seen.images)}")
+            raise ValueError(f"a request must show {pictures} images, got {len(seen.images)}")
         timed("choose", functools.partial(_choose, rule, seen, loads))
     medians = {f"{step} ms": statistics.median(found) for step, found in steps.items()}
     return {"engines": engines, **medians, "choose p99 ms": float(np.percentile(steps["choose"], 99))}
@@ -68,7 +68,7 @@ def _hash(payloads: Sequence[bytes]) -> list[bytes]:
 
 
 def _choose(rule: Affinity, seen: SeenImages, loads: Mapping[str, int]) -> None:
-    """What a service's router does."""
+    """Choose an engine as a service's router does."""
     chosen = rule.order(seen, loads)[0]
     rule.holders(seen, loads)
     rule.sent(seen, chosen)
@@ -76,16 +76,16 @@ def _choose(rule: Affinity, seen: SeenImages, loads: Mapping[str, int]) -> None:
 
 @say_errors()
 def main(
-    engines: Annotated[str, typer.Option(help="Numbers of engines, one after the other.")] = "2,16,128,1000",
-    pictures: Annotated[int, typer.Option(min=1, help="Of a request.")] = 20,
-    size: Annotated[int, typer.Option(min=1, help="Bytes of a picture.")] = 250_000,
-    requests: Annotated[int, typer.Option(min=1, help="For each number of engines.")] = 200,
+    engines: Annotated[str, typer.Option(help="Numbers of engines.")] = "2,16,128,1000",
+    pictures: Annotated[int, typer.Option(min=1, help="Images of a request.")] = 20,
+    size: Annotated[int, typer.Option(min=1, help="Bytes of an image.")] = 250_000,
+    requests: Annotated[int, typer.Option(min=1, help="Requests for each number of engines.")] = 200,
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
 ) -> None:
-    """Times what a router does with a request."""
+    """Time the work of a router on a request."""
     check_writable("out", out)
     counts = parse_counts(engines, "engines")
-    measure(counts[0], pictures=pictures, size=size, requests=3)  # what the first ones take is not the router's
+    measure(counts[0], pictures=pictures, size=size, requests=3)  # the first requests warm up
     rows = [measure(count, pictures=pictures, size=size, requests=requests) for count in counts]
     head = {"pictures": pictures, "size": size, "requests": requests, **environment("numpy", "xxhash")}
     publish("a request at the router", rows, head, out)

@@ -2,10 +2,10 @@
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.sass --out instructions.json
 
-Mosaic GPU writes what `nvdisasm` reads out of a compiled kernel. Counted are the innermost loops that multiply matrices
-and those that only load; waits, which turn out of line, are not. Some instructions of a turn are branched over: for
-each number of selects (which mask), or of accesses to shared memory, that a turn may have, the longest way counts.
-jax's own kernel, `jax.experimental.pallas.ops.gpu.attention_mgpu`, stands beside ours.
+Mosaic GPU writes the output of `nvdisasm` for a compiled kernel. The innermost loops that multiply matrices and those
+that only load are counted; waits, which loop out of line, are not. Some instructions of an iteration are branched over:
+the longest path counts for each number of selects (which mask), or of accesses to shared memory, in an iteration. jax's
+own kernel, `jax.experimental.pallas.ops.gpu.attention_mgpu`, is counted for comparison.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COUNTED = ("HGMMA", "FFMA", "FMUL", "FADD", "FMNMX", "MUFU", "F2FP", "FSEL", "IS
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One of machine code: its name without modifiers, the cycles it stalls at least, and which may come next."""
+    """One machine instruction: its name without modifiers, its minimum stall in cycles, and its successors."""
 
     name: str
     stall: int
@@ -54,7 +54,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class LoopTurn:
-    """A way through a loop: its instructions, how many cycles they stall at least, and how many bear which name."""
+    """A path through a loop: its instructions, their minimum stall in cycles, and the count of each name."""
 
     instructions: int
     stall: int
@@ -66,14 +66,14 @@ class Kernel:
     """A compiled kernel.
 
     Attributes:
-      name: of its function.
-      compute: loops that multiply; turns by their number of selects.
-      load: loops that only load; turns by their number of accesses to shared memory.
-      registers: of a thread at the launch.
-      spills: bytes of stack and of spilled registers.
-      stack: bytes of stack alone, which a call may need for its arguments.
-      shared_memory: bytes of a program.
-      warnings: of the assembler.
+      name: Name of its function.
+      compute: Loops that multiply; iterations by their number of selects.
+      load: Loops that only load; iterations by their number of accesses to shared memory.
+      registers: Registers of a thread at the launch.
+      spills: Bytes of stack and of spilled registers.
+      stack: Bytes of stack alone, which a call may need for its arguments.
+      shared_memory: Bytes of a program.
+      warnings: Warnings of the assembler.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Kernel:
 
 
 def parse(text: str) -> list[Instruction]:
-    """Reads what `nvdisasm` writes of one kernel, with stall cycles in front of each instruction."""
+    """Parse `nvdisasm`'s output for one kernel, with stall cycles before each instruction."""
     labels: dict[str, int] = {}
     lines: list[re.Match[str]] = []
     for line in text.splitlines():
@@ -109,13 +109,16 @@ def parse(text: str) -> list[Instruction]:
 
 
 def loops(code: list[Instruction]) -> dict[int, set[int]]:
-    """The instructions of each loop by its first one: what reaches a branch back to it without passing it."""
+    """Return the instructions of each loop by its first one: those that reach a branch back to it without passing
+    it.
+    """
     before: list[list[int]] = [[] for _ in code]
     for at, instruction in enumerate(code):
         for after in instruction.after:
             before[after].append(at)
     everything = (1 << len(code)) - 1
-    dominators = [1] + [everything] * (len(code) - 1)  # of each, as bits: those that every way to it passes
+    # Dominators of each instruction, as bits: those on every path to it.
+    dominators = [1] + [everything] * (len(code) - 1)
     changed = True
     while changed:
         changed = False
@@ -137,15 +140,17 @@ def loops(code: list[Instruction]) -> dict[int, set[int]]:
 
 
 def innermost(code: list[Instruction], names: Iterable[str]) -> dict[int, set[int]]:
-    """The loops that hold such instructions, but no other such loop."""
-    holding = {
+    """Return the loops that have such instructions, but no inner loop with them."""
+    reservation = {
         first: body for first, body in loops(code).items() if not {code[at].name for at in body}.isdisjoint(names)
     }
-    return {first: body for first, body in holding.items() if not any(body > other for other in holding.values())}
+    return {
+        first: body for first, body in reservation.items() if not any(body > other for other in reservation.values())
+    }
 
 
 def turns(code: list[Instruction], first: int, names: Iterable[str]) -> dict[int, LoopTurn]:
-    """The longest turns of a loop by how many instructions of these names they have; inner loops are left out."""
+    """Return the longest iterations of a loop by their number of instructions with these names, without inner loops."""
     found = loops(code)
     body = found[first].difference(*(inner for inner in found.values() if inner < found[first]))
     before: dict[int, list[int]] = {at: [] for at in body}
@@ -175,10 +180,10 @@ def _keep_longest(ways: dict[int, LoopTurn], turn: LoopTurn, names: Iterable[str
 
 
 def kernels(compile_them: Callable[[], object]) -> list[Kernel]:
-    """The Mosaic GPU kernels that this compiles, which must not have been compiled before.
+    """Return the Mosaic GPU kernels that `compile_them` compiles, which must not have been compiled before.
 
     Raises:
-      RuntimeError: none was compiled, or `nvdisasm` (package nvidia-cuda-nvdisasm) is not there.
+      RuntimeError: None was compiled, or `nvdisasm` (package nvidia-cuda-nvdisasm) is missing.
     """
     with tempfile.TemporaryDirectory() as folder, _environment("MOSAIC_GPU_DUMP_TO", folder):
         compile_them()
@@ -189,7 +194,7 @@ def kernels(compile_them: Callable[[], object]) -> list[Kernel]:
 
 
 def by_number(path: pathlib.Path) -> tuple[str, int]:
-    """Orders files of kernels: Mosaic appends how many of that name a process compiled before, so 10 is behind 9."""
+    """Return the sorting key of a kernel's file: Mosaic appends the count of kernels of that name, so 10 is after 9."""
     name, number = path.stem.rsplit("_", 1)
     return name, int(number)
 
@@ -228,26 +233,26 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def compile_paged(shape: AttentionShape) -> Kernel:
-    """Our kernel for a case (another one merges what it gives)."""
+    """Return our kernel for a case (another one merges its partials)."""
     attend = functools.partial(paged_attention, implementation="mosaic_gpu")
     arguments = *shape.paged_specs(), shape.work("mosaic_gpu").config.abstract()
     return kernels(lambda: compile_program(attend, arguments))[0]
 
 
 def compile_statistics(shape: StatisticsShape) -> list[Kernel]:
-    """Our kernels for statistics of attention: of columns, and of rows."""
+    """Return our kernels for attention scores: of columns, and of rows."""
     observe = functools.partial(attention_statistics, implementation="mosaic_gpu")
     return kernels(lambda: compile_program(observe, shape.specs()))
 
 
 def compile_experts(shape: ExpertsShape) -> list[Kernel]:
-    """Our kernels for a mixture of experts: gate and up, and down."""
+    """Return our kernels for a mixture of experts: gate and up, and down."""
     mix = functools.partial(mix_experts, implementation="mosaic_gpu")
     return kernels(lambda: compile_program(mix, shape.specs()))
 
 
 def compile_float8(rows: int, outputs: int, inputs: int) -> Kernel:
-    """Our kernel for a matrix in 8 bits."""
+    """Return our kernel for an FP8 matrix."""
     arguments = (
         jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
         jax.ShapeDtypeStruct((outputs, inputs), jnp.float8_e4m3fn),
@@ -259,12 +264,14 @@ def compile_float8(rows: int, outputs: int, inputs: int) -> Kernel:
 
 
 def compile_jaxs(shape: AttentionShape, *, causal: bool) -> Kernel:
-    """jax's kernel for as many rows as slots, two warpgroups of 64 rows and blocks of 128 slots as in ours."""
+    """Return jax's kernel for as many rows as slots, with two warpgroups of 64 rows and blocks of 128 slots as in
+    ours.
+    """
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=causal)
     attend = functools.partial(attention_mgpu.attention, config=config)
-    # In jax 0.11.2 it does float16 alone.
+    # In jax 0.11.2 it supports float16 only.
     q, k = (jax.ShapeDtypeStruct((1, shape.N, heads, shape.D), jnp.float16) for heads in (shape.H, shape.K))
     [kernel] = kernels(lambda: compile_program(attend, (q, k, k)))
     return kernel

@@ -1,9 +1,9 @@
-"""What more engines bring, by how requests are given to them: `python -m research.scale`.
+"""Effect of more engines, by routing rule: `python -m research.scale`.
 
-A trace of requests is played against engines that are simulated; the router is the one that serves. An engine answers
-prompts one after the other: what it holds of a picture is linked, what another engine holds may come from there, all
-else is computed. Answers grow beside that and hold nobody up. So waiting is what prompts cost each other, and is told
-too low where decoding is most of the work.
+A trace of requests is played against simulated engines; the router is the real one. An engine answers prompts one after
+the other. Images that it has cached are linked, images of another engine may be transferred, all others are computed.
+Decoding runs in parallel and delays no prompt. So waiting is only for prompts, and too low if decoding is most of the
+work.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class SimulatedRequest:
     """A request of a trace.
 
     Attributes:
-      at: seconds from the beginning.
-      images: names of its pictures, and tokens of each.
+      at: Seconds from the beginning.
+      images: Names of its images, and tokens of each.
     """
 
     at: float
@@ -47,16 +47,18 @@ class SimulatedRequest:
 
 @dataclass(frozen=True)
 class Costs:
-    """What engines are taken to need. By default a picture's token takes what Qwen3-VL-8B's shape took on an H200
-    (docs/benchmarks/gpu.md: 4096 of them 322 ms cold, 48.5 ms by a schedule); the rest is assumed.
+    """Assumed costs of engines.
+
+    By default an image token takes the time that Qwen3-VL-8B's shape took on an H200 (docs/benchmarks/gpu.md: 4096 of
+    them 322 ms cold, 48.5 ms by a schedule); the rest is assumed.
 
     Attributes:
-      request: seconds of each prompt beside its pictures.
-      compute: seconds of a picture's token, encoder and decoder.
-      link: seconds of a token that is reused.
-      token_bytes: of a picture's token in a record: K and V of all layers, and encoder rows.
-      bandwidth: bytes a second from one engine to another; the default is 100 Gbit/s.
-      answer: seconds from the first token to the last.
+      request: Seconds of each prompt in addition to its images.
+      compute: Seconds of an image token, encoder and decoder.
+      link: Seconds of a token that is reused.
+      token_bytes: Bytes of an image token in a cache entry: KV of all layers, and encoder rows.
+      bandwidth: Bytes per second from one engine to another; the default is 100 Gbit/s.
+      answer: Seconds from the first token to the last.
     """
 
     request: float = 0.010
@@ -72,28 +74,28 @@ class SimulatedEngine:
     """A simulated engine.
 
     Attributes:
-      capacity: tokens of pictures that it can hold.
-      held: pictures, those that were used last at the end.
-      free_at: when it has answered all prompts that it was given.
-      under_way: requests that are not answered to the end.
-      tokens: of the pictures that it holds.
+      capacity: Maximum image tokens in its cache.
+      held: Cached images, the most recently used at the end.
+      free_at: Time when it has answered all of its prompts.
+      in_flight: Requests that are not finished.
+      tokens: Image tokens in its cache.
     """
 
     capacity: float
     held: OrderedDict[str, int] = field(default_factory=OrderedDict)
     tokens: int = 0
     free_at: float = 0.0
-    under_way: int = 0
+    in_flight: int = 0
 
     def has(self, image: str) -> bool:
-        """Whether it holds a picture, which is used now if so."""
+        """Return whether an image is cached, and mark it as used."""
         if image not in self.held:
             return False
         self.held.move_to_end(image)
         return True
 
     def keep(self, image: str, tokens: int) -> None:
-        """Holds a picture; those that were not used for longest leave."""
+        """Cache an image, and evict the least recently used ones."""
         if tokens > self.capacity:
             return
         self.held[image] = tokens
@@ -103,17 +105,17 @@ class SimulatedEngine:
 
 
 @dataclass(frozen=True)
-class Played:
-    """What became of a trace.
+class SimulationResult:
+    """Result of a trace.
 
     Attributes:
-      images: of all requests, each as often as it came.
-      here: that the engine held.
-      elsewhere: that came from another engine.
-      seconds: from a request's arrival to its first token, of each request.
-      waits: of these, until the engine began with it.
-      moved: bytes between engines.
-      requests: that each engine was given.
+      images: Images of all requests, with repetitions.
+      here: Images that the engine had cached.
+      elsewhere: Images transferred from another engine.
+      seconds: Time from a request's arrival to its first token, for each request.
+      waits: Part of it until the engine began the request.
+      moved: Bytes between engines.
+      requests: Number of requests of each engine.
     """
 
     images: int
@@ -125,13 +127,13 @@ class Played:
     requests: Sequence[int]
 
     def row(self, engines: int, rule: str) -> dict[str, Any]:
-        """A line of the table.
+        """Return a line of the table.
 
         Raises:
-          ValueError: nothing was played.
+          ValueError: Nothing was played.
         """
         if not self.seconds:
-            raise ValueError("trace must hold a request, got none")
+            raise ValueError("trace must have at least one request, got none")
         p50, p99 = np.percentile(self.seconds, (50, 99))
         computed = self.images - self.here - self.elsewhere
         return {
@@ -151,15 +153,17 @@ def play(
     capacity: float = math.inf,
     costs: Costs | None = None,
     exchange: bool = True,
-) -> Played:
-    """Plays a trace.
+) -> SimulationResult:
+    """Play a trace.
 
     Args:
-      trace: in the order of arrival.
-      capacity: tokens of pictures that each engine can hold.
-      costs: what engines need; None: the defaults.
-      exchange: an engine takes from the others what they hold, if that is quicker than to compute it. By rules
-        other than `Affinity` nobody knows who holds what.
+      trace: Requests in the order of arrival.
+      rule: Routing rule.
+      engines: Number of engines.
+      capacity: Maximum image tokens in the cache of each engine.
+      costs: Costs of engines; None: the defaults.
+      exchange: An engine takes cached images from the others if that is faster than computing them. Only `Affinity`
+        tracks which engine has which image.
     """
     own = costs or Costs()
     pool = {f"engine-{i}": SimulatedEngine(capacity) for i in range(engines)}
@@ -168,9 +172,9 @@ def play(
     seconds, waits, given = [], [], Counter[str]()
     for request in trace:
         while ends and ends[0][0] <= request.at:
-            pool[heapq.heappop(ends)[1]].under_way -= 1
+            pool[heapq.heappop(ends)[1]].in_flight -= 1
         seen = SeenImages({look_at(name.encode())[0]: tokens for name, tokens in request.images})
-        loads = {name: engine.under_way for name, engine in pool.items()}
+        loads = {name: engine.in_flight for name, engine in pool.items()}
         chosen = rule.order(seen, loads)[0]
         rule.sent(seen, chosen)
         engine = pool[chosen]
@@ -192,25 +196,25 @@ def play(
             engine.keep(image, tokens)
         begins = max(request.at, engine.free_at)
         engine.free_at = begins + takes
-        engine.under_way += 1
+        engine.in_flight += 1
         given[chosen] += 1
         heapq.heappush(ends, (engine.free_at + own.answer, chosen))
         waits.append(begins - request.at)
         seconds.append(engine.free_at - request.at)
     images = sum(len(request.images) for request in trace)
-    return Played(images, here, elsewhere, seconds, waits, moved, [given[name] for name in pool])
+    return SimulationResult(images, here, elsewhere, seconds, waits, moved, [given[name] for name in pool])
 
 
 def draw(
     requests: int, rate: float, *, pictures: int, zipf: float, tokens: int = 1024, most: int = 1, seed: int = 0
 ) -> list[SimulatedRequest]:
-    """Requests that come at random.
+    """Draw random requests.
 
     Args:
-      rate: requests a second (Poisson).
-      pictures: that there are. The k-th comes as often as k^-zipf says.
-      tokens: of each picture.
-      most: pictures of a request; how many is drawn from 1 on.
+      rate: Requests per second (Poisson).
+      pictures: Number of images. The frequency of the k-th is proportional to k^-zipf.
+      tokens: Tokens of each image.
+      most: Maximum images of a request; the number is uniform from 1 on.
     """
     rng = np.random.default_rng(seed)
     weights = np.arange(1, pictures + 1) ** -zipf
@@ -225,35 +229,39 @@ def draw(
 
 
 def read(path: pathlib.Path) -> list[SimulatedRequest]:
-    """A trace of a file; `_LINE` says what stands on each line.
+    """Read a trace from a file with lines of the form `_LINE`.
 
     Raises:
-      ValueError: a line is something else, or earlier than the one before.
+      ValueError: A line has another form, or is earlier than the one before.
     """
     found: list[SimulatedRequest] = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             where = f"{path} line {number}"
             try:
-                told = json.loads(line)
-                at, images = told["at"], told["images"]
+                parsed = json.loads(line)
+                at, images = parsed["at"], parsed["images"]
                 fits = is_a(at, int | float) and 0 <= at < math.inf and isinstance(images, dict)
                 fits = fits and all(is_a(tokens, int) and tokens > 0 for tokens in images.values())
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{where} must be {_LINE}, got {short(line)}") from error
             if not fits:
-                raise ValueError(f"{where} must have seconds as at and tokens as images, got {short(line)}")
+                raise ValueError(
+                    f"{where} must have a time `at` in seconds and token counts in `images`, got {short(line)}"
+                )
             if found and at < found[-1].at:
                 raise ValueError(f"{where} must not be earlier than the line before, got {at}")
             found.append(SimulatedRequest(at, tuple(images.items())))
     if not found:
-        raise ValueError(f"{path} must hold a request, got none")
+        raise ValueError(f"{path} must have at least one request, got none")
     return found
 
 
 def zipf_hits(capacity: int, pictures: int, zipf: float) -> float:
-    """Share of requests whose picture is held, of as many as there is room for, where k^-zipf says how often the k-th
-    comes and those that come most often are held. A cache of those that came last holds less."""
+    """Return the fraction of requests with a cached image, if the most frequent images that fit are cached.
+
+    The frequency of the k-th image is proportional to k^-zipf. A least recently used cache has fewer hits.
+    """
     weights = np.arange(1, pictures + 1) ** -zipf
     return float(weights[:capacity].sum() / weights.sum())
 
@@ -261,7 +269,7 @@ def zipf_hits(capacity: int, pictures: int, zipf: float) -> float:
 def compare(
     trace: Sequence[SimulatedRequest], counts: Sequence[int], rules: Sequence[str] = RULES, **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """The table: each rule with each number of engines."""
+    """Yield the table: each rule with each number of engines."""
     for engines in counts:
         for rule in rules:
             yield play(trace, rule_of(rule), engines, **options).row(engines, rule)
@@ -277,24 +285,24 @@ def main(
             show_default="drawn",
         ),
     ] = None,
-    engines: Annotated[str, typer.Option(help="Numbers of engines, one after the other.")] = "1,2,4,8,16",
-    rate: Annotated[float, typer.Option(min=1e-6, help="Requests a second and engine, where they are drawn.")] = 8.0,
-    requests: Annotated[int, typer.Option(min=1, help="Drawn requests an engine.")] = 2000,
-    pictures: Annotated[int, typer.Option(min=1, help="Drawn pictures.")] = 20000,
-    zipf: Annotated[float, typer.Option(min=0, help="How often the frequent ones come; 0: all alike.")] = 1.1,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each drawn picture.")] = 1024,
-    most: Annotated[int, typer.Option(min=1, help="Pictures of a drawn request at most.")] = 1,
-    capacity: Annotated[int, typer.Option(min=0, help="Tokens of pictures that an engine holds.")] = 2**20,
-    exchange: Annotated[bool, typer.Option(help="Engines take records from each other.")] = True,
+    engines: Annotated[str, typer.Option(help="Numbers of engines.")] = "1,2,4,8,16",
+    rate: Annotated[float, typer.Option(min=1e-6, help="Drawn requests per second and engine.")] = 8.0,
+    requests: Annotated[int, typer.Option(min=1, help="Drawn requests per engine.")] = 2000,
+    pictures: Annotated[int, typer.Option(min=1, help="Number of drawn images.")] = 20000,
+    zipf: Annotated[float, typer.Option(min=0, help="Exponent of the frequencies of images; 0: all equal.")] = 1.1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each drawn image.")] = 1024,
+    most: Annotated[int, typer.Option(min=1, help="Maximum images of a drawn request.")] = 1,
+    capacity: Annotated[int, typer.Option(min=0, help="Maximum image tokens in the cache of an engine.")] = 2**20,
+    exchange: Annotated[bool, typer.Option(help="Engines exchange cache entries.")] = True,
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
-    picture: Annotated[pathlib.Path | None, typer.Option(help="Picture to draw.", show_default=False)] = None,
+    chart: Annotated[pathlib.Path | None, typer.Option(help="Chart to draw.", show_default=False)] = None,
 ) -> None:
-    """Simulates engines that are given requests by several rules.
+    """Simulate engines under several routing rules.
 
-    Drawn requests grow with the engines, so that each has as much to do; those of a file stay as they are.
+    The number of drawn requests grows with the engines, so each has the same load; requests of a file are fixed.
     """
     check_writable("out", out)
-    check_writable("picture", picture, PICTURES)
+    check_writable("chart", chart, PICTURES)
     counts = parse_counts(engines, "engines")
     given = None if trace is None else read(trace)
     rows: list[dict[str, Any]] = []
@@ -312,8 +320,8 @@ def main(
     drawn = {"rate": rate, "requests": requests, "pictures": pictures, "zipf": zipf, "tokens": tokens, "most": most}
     head = {"trace": trace.name if trace else drawn, "capacity": capacity, "exchange": exchange, "costs": vars(Costs())}
     publish("requests given to engines, simulated", rows, head, out)
-    if picture is not None:
-        _draw(rows, picture)
+    if chart is not None:
+        _draw(rows, chart)
 
 
 def _draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:

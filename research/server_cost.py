@@ -1,8 +1,8 @@
-"""What HTTP costs: the same requests asked of `AsyncLLM` and of a server on it, in turns, in one process.
+"""Cost of HTTP: the same requests to `AsyncLLM` and to a server on it, interleaved, in one process.
 
-Hits are one client's questions about a picture that the engine knows, one after the other, streamed: seconds to the
-first token. Load is several clients that each ask for answers of a fixed length: tokens a second. The model is
-`vlcache bench ttft`'s, a decoder of 12 layers x 768 with random weights, unless one is named.
+Hits are one client's questions about a cached image, one after the other, streamed: seconds to the first token. Load is
+several clients that each request answers of a fixed length: tokens per second. The model is `vlcache bench ttft`'s, a
+decoder of 12 layers x 768 with random weights, unless one is named.
 
     python -m research.server_cost --out benchmarks/results/server_cpu.json
 """
@@ -39,15 +39,15 @@ type Ask = Callable[[int], Awaitable[float]]
 def measure(
     model: str | None, *, hits: int, clients: Sequence[int], requests: int, tokens: int, repeats: int
 ) -> tuple[str, list[dict[str, Any]]]:
-    """What the model is called, and the rows of the table.
+    """Return the name of the model, and the rows of the table.
 
     Args:
-      model: checkpoint; None: random weights.
-      hits: of one client, in each turn.
-      clients: how many at once.
-      requests: of each of these.
-      tokens: of an answer.
-      repeats: turns.
+      model: Checkpoint; None: random weights.
+      hits: Number of hits of one client, in each repeat.
+      clients: Numbers of concurrent clients.
+      requests: Requests of each client.
+      tokens: Tokens of an answer.
+      repeats: Number of repeats.
     """
     picture = "data:image/png;base64," + base64.b64encode((PICTURES / "picture.png").read_bytes()).decode()
     parts = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "What is at C2?"}]
@@ -96,7 +96,7 @@ async def _one_by_one(ask: Ask, count: int) -> list[float]:
 
 
 async def _load(ask: Ask, clients: int, requests: int, tokens: int) -> float:
-    """Tokens a second."""
+    """Return tokens per second."""
 
     async def client() -> None:
         for _ in range(requests):
@@ -108,7 +108,7 @@ async def _load(ask: Ask, clients: int, requests: int, tokens: int) -> float:
 
 
 async def _post(url: str, body: bytes) -> float:
-    """Seconds to the first piece that has text. A client of its own: the official one takes more than the server."""
+    """Return the seconds to the first piece that has text. The official client takes more time than the server."""
     begin, first = time.perf_counter(), 0.0
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
@@ -125,11 +125,11 @@ async def _post(url: str, body: bytes) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint; by default random weights, 12 layers x 768")
-    parser.add_argument("--hits", type=int, default=50, help="of one client, in each turn")
+    parser.add_argument("--hits", type=int, default=50, help="hits of one client, in each repeat")
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--requests", type=int, default=2, help="of each client")
-    parser.add_argument("--tokens", type=int, default=32, help="of an answer")
-    parser.add_argument("--repeats", type=int, default=4, help="after one that warms up")
+    parser.add_argument("--requests", type=int, default=2, help="requests of each client")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--repeats", type=int, default=4, help="repeats after a warm-up")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args(arguments)
     check_writable("out", args.out)

@@ -1,10 +1,10 @@
-"""Where a CPU's time goes in a cold prompt: products, attention and the rest, of the encoder and of the decoder.
+"""CPU time of a cold prompt by part: products, attention and the rest, of the encoder and of the decoder.
 
     uv run python -m research.shares --out benchmarks/results/shares_cpu.json
 
-The model is that of `vlcache bench ttft`, with random weights. Everything is compiled before; then prompts that nobody
-has seen are asked within a trace of jax's profiler. It has every operation that XLA ran, and how long its thread was
-busy with it, without what it called. What part of the model asked for it, the compiled programs say.
+The model is that of `vlcache bench ttft`, with random weights. Everything is compiled before; then prompts with new
+images run within a trace of jax's profiler. The trace has every operation that XLA ran, and the time of its thread
+without the operations that it called. The compiled programs name the part of the model of each operation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vlcache_jax.benchmarks.random_models import drawn_weights, make_random_mode
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, show, write
 
-PIXELS = 32  # a side of what becomes a token
-SIDE = 32  # tokens a side of a picture
+PIXELS = 32  # side in pixels of the area of a token
+SIDE = 32  # tokens per side of an image
 PARTS = {"encode": "encoder", "layer": "decoder", "layers": "decoder"}
 OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*)$", re.MULTILINE)
 ASKED = re.compile(r'op_name="([^"]*)"')
@@ -46,16 +46,16 @@ class Event(NamedTuple):
     operation: Operation
 
 
-def kind(program: str, asked: str) -> Kind:
-    """Of an operation of a program that a place in the model asked for."""
+def kind(program: str, place: str) -> Kind:
+    """Return the kind of an operation of a program, from its place in the model."""
     part = PARTS.get(program, "around")
-    if "attention)" in asked:
+    if "attention)" in place:
         return part, "attention"
-    return part, "products" if "dot_general" in asked else "rest"
+    return part, "products" if "dot_general" in place else "rest"
 
 
 def compiled(llm: LLM) -> dict[str, list[dict[str, Kind]]]:
-    """By the names of modules the operations of each program that has been compiled."""
+    """Return the operations of each compiled program by the names of modules."""
     programs = llm.service.device.runner.programs
     family = programs.family_of(llm.service.policy)
     missing = set(programs.missing(family))
@@ -63,17 +63,17 @@ def compiled(llm: LLM) -> dict[str, list[dict[str, Kind]]]:
     for program in family:
         if program not in missing:
             text = programs.program(program).as_text() or ""
-            asked = ((name, ASKED.search(rest)) for name, rest in OPERATION.findall(text))
-            own = {name: kind(program.name, said[1] if said else "") for name, said in asked}
+            places = ((name, ASKED.search(rest)) for name, rest in OPERATION.findall(text))
+            own = {name: kind(program.name, said[1] if said else "") for name, said in places}
             found[text.split(None, 2)[1].rstrip(",")].append(own)
     return found
 
 
 def events(directory: str) -> Iterator[list[Event]]:
-    """Of each thread what XLA ran on it, in order."""
+    """Yield the XLA operations of each thread, in order."""
     [path] = pathlib.Path(directory).rglob("*.xplane.pb")
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        for line in plane.lines:
+    for buffer in jax.profiler.ProfileData.from_file(str(path)).buffers:
+        for line in buffer.lines:
             own = []
             for event in line.events:
                 said = dict(event.stats)
@@ -84,7 +84,7 @@ def events(directory: str) -> Iterator[list[Event]]:
 
 
 def busy(thread: Iterable[Event]) -> dict[Operation, float]:
-    """Seconds of each operation on a thread, without what it called."""
+    """Return the seconds of each operation on a thread, without operations that it called."""
     found: dict[Operation, float] = defaultdict(float)
     around: list[Event] = []
     for event in thread:
@@ -99,14 +99,14 @@ def busy(thread: Iterable[Event]) -> dict[Operation, float]:
 
 
 def shares(threads: Iterable[Iterable[Event]], known: Mapping[str, Sequence[Mapping[str, Kind]]]) -> dict[Kind, float]:
-    """Seconds of each kind in a trace; what is known is what `compiled` gives."""
+    """Return the seconds of each kind in a trace; `known` is the result of `compiled`."""
     spent: dict[Operation, float] = defaultdict(float)
     names: dict[tuple[str, int], set[str]] = defaultdict(set)
     for thread in threads:
         for operation, seconds in busy(thread).items():
             spent[operation] += seconds
             names[operation[:2]].add(operation[2])
-    # Programs of one name are told apart by the operations that they have.
+    # Programs of one name are distinguished by their operations.
     own: dict[tuple[str, int], Mapping[str, Kind]] = {
         program: min(known.get(program[0], [{}]), key=lambda kinds: len(ran - kinds.keys()))
         for program, ran in names.items()
@@ -118,7 +118,7 @@ def shares(threads: Iterable[Iterable[Event]], known: Mapping[str, Sequence[Mapp
 
 
 def measure(dtype: str, images: int, repeats: int) -> list[dict[str, Any]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     rng, params = np.random.default_rng(0), SamplingParams(max_tokens=1, temperature=0)
 
     def ask(llm: LLM) -> None:
@@ -151,7 +151,7 @@ def measure(dtype: str, images: int, repeats: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--images", type=int, default=2, help="of 1024 tokens each")
+    parser.add_argument("--images", type=int, default=2, help="number of images of 1024 tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     arguments = parser.parse_args()

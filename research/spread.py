@@ -1,11 +1,11 @@
-"""What several GPUs that share a model hold, exchange and take at least, counted.
+"""Memory, communication and lower bounds of several GPUs that share a model, counted.
 
     python -m research.spread --out benchmarks/results/spread_h200_counted.json
 
-Bytes are those that an engine plans (`device.memory_plan`). Times are floors (`benchmarks.floor`) of what each GPU has
-to do, and two sums over all GPUs in each layer, of the rows that leave it. A sum moves 2 (N - 1) / N of its bytes over
-the links of each GPU, and takes `LATENCY` more; so do gathering the logits, and turning records from tokens to heads.
-Nothing here is measured.
+Bytes are those that an engine plans (`device.memory_plan`). Times are lower bounds (`benchmarks.floor`) of each GPU's
+work, and two sums over all GPUs in each layer, of the rows that leave it. A sum moves 2 (N - 1) / N of its bytes over
+the links of each GPU, and takes `LATENCY` more; so do gathering the logits, and resharding cache entries from tokens to
+heads. Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks import floor
 from vlcache_jax.commands.info import USABLE
-from vlcache_jax.device.buckets import Ladder
+from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import GPU_SHARE, activation_bytes, limit_patches, round_pages, weight_bytes
 from vlcache_jax.device.mesh import fitting, part_of, widened
@@ -33,7 +33,7 @@ from vlcache_jax.study import report
 MODELS = ("Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B")
 COUNTS = (1, 2, 4, 8)
 GPU = 141e9  # bytes of an H200
-LINKS = 450e9  # bytes a second that a GPU sends over NVLink 4, and takes at the same time
+LINKS = 450e9  # bytes per second that a GPU sends over NVLink 4, and receives at the same time
 LATENCY = 15e-6  # seconds of a sum of few bytes over NVLink, as published for NCCL
 CONTEXT = 2048  # slots that each row sees
 TITLE = "Several H200s that share a model, counted, nothing of it measured"
@@ -50,13 +50,13 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def _held(name: str, config: ModelConfig, count: int) -> dict[str, Any]:
-    """Bytes on each GPU, and tokens of the pool of all."""
+    """Return the bytes on each GPU, and the tokens of the pool of all."""
     computed = widened(config, count)
     kv = KVShape.of(computed, BFLOAT16)
     images = FAMILIES[SIZES[name].model_type].published.image_processor
     most = int(images["size"]["longest_edge"]) // config.vision.patch_size**2
-    ladder = limit_patches(Ladder(), most, config.vision.merge_size)
-    weights, activations = weight_bytes(computed, BFLOAT16, count), activation_bytes(computed, kv, ladder, count)
+    buckets = limit_patches(BucketSizes(), most, config.vision.merge_size)
+    weights, activations = weight_bytes(computed, BFLOAT16, count), activation_bytes(computed, kv, buckets, count)
     pages = round_pages(int(GPU_SHARE * (USABLE * GPU * count - weights - activations) // (kv.slot_bytes * PAGE)) - 1)
     return {
         "weights, GB": weights / count / 1e9, "activations, GB": activations / count / 1e9,
@@ -65,7 +65,7 @@ def _held(name: str, config: ModelConfig, count: int) -> dict[str, Any]:
 
 
 def _times(config: ModelConfig, count: int) -> dict[str, Any]:
-    """Milliseconds, and bytes that each GPU sends."""
+    """Return milliseconds, and bytes that each GPU sends."""
     own = _shared(config, count)
     cases = floor.reference(own, count)
     layers = config.text.num_layers
@@ -83,14 +83,14 @@ def _times(config: ModelConfig, count: int) -> dict[str, Any]:
     for batch in (1, 16, 64):
         operators = floor.decode(own, batch, batch * CONTEXT)
         seconds = sum(max(one.operations / floor.H200.matrix, one.bytes / floor.H200.memory) for one in operators)
-        logits = 4 * batch * config.text.vocab_size // 2  # gathered: half of what a sum moves
+        logits = 4 * batch * config.text.vocab_size // 2  # gathered: half of the traffic of a sum
         sent = sum(_summed(config.text, layer) for layer in range(layers)) * batch + logits
         found |= _exchange(f"token of {batch}", seconds, count, sent, 2 * layers + 2, 0)
     return found
 
 
 def _summed(text: TextConfig, layer: int) -> int:
-    """Bytes of a row that a layer's two sums add up: what experts give is float32."""
+    """Return the bytes of a row that a layer's two sums add up; outputs of experts are float32."""
     return text.hidden_size * (2 + (2 if text.experts_of(layer) is None else 4))
 
 
@@ -106,7 +106,9 @@ def _exchange(title: str, seconds: float, count: int, sent: int, times: int, tur
 
 
 def _shared(config: ModelConfig, count: int) -> ModelConfig:
-    """What each GPU computes. Of many rows each has as much to do with its experts as with a part of every one."""
+    """Return the configuration of each GPU's part. With many rows, its experts are as much work as a part of every
+    one.
+    """
     own = part_of(config, count)
     experts = config.text.experts
     if experts is None:

@@ -1,20 +1,19 @@
-"""What decode steps and layers of real models launch and move, compiled for an H200; and how long, by a model.
+"""Launches and traffic of decode steps and layers of real models, compiled for an H200, and their time by a model.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.steps --out steps.json
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.steps --against OTHER_CLONE --out before.json
 
-Programs of two and of four layers are compiled; what a layer has is half of their difference, and a model has as many
-as it has. A prefill is its layer's step, once for each layer. Launches are counted in XLA's text (`research.hlo`),
-loops as often as they turn: those over experts as often as evenly chosen ones give, where the compiler does not know.
+Programs of two and of four layers are compiled. A layer's figures are half of their difference, times the number of
+layers. A prefill is its layer's step, once for each layer. Launches are counted in XLA's text (`research.hlo`), loops
+with their iterations. If the compiler does not know these, those over experts are taken from evenly chosen ones.
 
 Bytes are those that each kernel reads and writes: of the program's arguments, that is the weights, and of temporaries.
-Our own kernels read all that they are given, but for the pool and the experts, of which the chosen ones count. K, V of
-the context are added, once; partial results of attention count nothing. Kernels take as long as `research.chip_model`
-says: attention as a work list, others as their bytes, their products, or 1.7 us. What the host takes to read predicates
-counts nothing. Nothing here is measured.
+Our own kernels read all of their arguments, except for the pool and the experts, of which the chosen ones count. The KV
+of the context is added, once; partial results of attention count nothing. Kernel times are from `research.chip_model`:
+attention as a work list, others from their bytes, their products, or 1.7 us. The host's reads of predicates count
+nothing. Nothing here is measured.
 
-Each case is compiled in a process of its own, under a limit, and written when it is done. A file that is there already
-goes on with what it lacks.
+Each case is compiled in its own process, with a limit, and written when it is done. An existing file is completed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from research.compiled import abstract_runner, compile_for
 from vlcache_jax.benchmarks import floor
 from vlcache_jax.benchmarks.throughput import commit
 from vlcache_jax.common.files import check_writable, write_whole
-from vlcache_jax.device.buckets import Ladder
+from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.device.programs.base import Program
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.device.programs.window import Window
@@ -55,7 +54,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODELS = ("Qwen2.5-VL-7B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B")
 STEPS, WINDOWS = (512, 4096), (1, 16, 64)  # rows
 FEW, MORE = 2, 4  # layers of the programs that are compiled
-CONTEXT = 2048  # slots that each row of a window sees
+CONTEXT = 2048  # slots that each row of a decode step sees
 PACKAGES = ("jax", "jaxlib", "nvidia-cuda-nvcc")
 _COUNTED = ("launches", "predicates", "attention", "weights", "temporaries", "us")
 # Memory of temporaries and seconds of compiling are those of four layers, or of a step's layer.
@@ -74,8 +73,8 @@ class Case:
     """A program to compile.
 
     Attributes:
-      kind: "window" of so many rows, or "layer" of a prefill's step.
-      layers: of the decoder.
+      kind: "window" (a decode step) of `rows` rows, or "layer" of a prefill's step.
+      layers: Layers of the decoder.
     """
 
     model: str
@@ -95,14 +94,14 @@ class Case:
     def program(self) -> Program[Any]:
         if self.kind == "layer":
             return Layer(self.rows, self.rows, False)
-        # Clones of before windows had these knew one kind.
-        kind: dict[str, Any] = {"choice": "greedy", "steps": Ladder().window}
+        # older clones have one kind of decode program
+        kind: dict[str, Any] = {"choice": "greedy", "steps": BucketSizes().window}
         known = {field.name for field in dataclasses.fields(Window)}
         return Window(self.rows, **{name: value for name, value in kind.items() if name in known})
 
 
 def cases() -> Iterator[Case]:
-    """All, those that take long to compile at the end."""
+    """Return all cases, those that take long to compile at the end."""
     for rows in STEPS:
         yield from (Case(model, "layer", rows) for model in MODELS)
     for rows in WINDOWS:
@@ -110,15 +109,15 @@ def cases() -> Iterator[Case]:
 
 
 def count(case: Case) -> Found:
-    """Compiles a case; counts are of one token of each row, or of one layer.
+    """Compile a case; counts are of one token of each row, or of one layer.
 
     Returns:
-      launches: kernels and copies.
-      predicates: that the host reads.
-      attention: launches of attention.
-      weights, temporaries: bytes that kernels move, those of the pool and of attention's partial results aside.
-      us: of all launches but those of attention and of merging its partial results, by the model of the chip.
-      temp: bytes, as planned; seconds: of compiling; spills, registers: the worst of our kernels.
+      launches: Kernels and copies.
+      predicates: Predicates that the host reads.
+      attention: Launches of attention.
+      weights, temporaries: Bytes that kernels move, without those of the pool and of attention's partial results.
+      us: Time by the model of the chip of all launches except attention and merging its partial results.
+      temp: Planned bytes; seconds: of compiling; spills, registers: the worst of our kernels.
     """
     runner = abstract_runner(case.config)
     compiled = compile_for(runner, case.program)
@@ -129,12 +128,12 @@ def count(case: Case) -> Found:
     groups, tiles = (0.0, 0.0) if experts is None else expert_loops(experts, case.rows)
     stacks = expert_stacks(text)
     shares = {pool_bytes: 0.0} | {stack: groups / experts.count for stack in stacks if experts is not None}
-    token_loop = [float(runner.shapes.ladder.window)] if case.kind == "window" else []
+    token_loop = [float(runner.shapes.buckets.window)] if case.kind == "window" else []
 
     def trips(loops: int) -> float:
         known = token_loop + [groups, tiles] * (experts is not None)
         if loops >= len(known):
-            raise ValueError(f"a loop within {loops} others turns as often as nobody knows")
+            raise ValueError(f"a loop within {loops} others has an unknown number of iterations")
         return known[loops]
 
     found: Found = dict.fromkeys(_COUNTED, 0.0)
@@ -174,23 +173,23 @@ def count(case: Case) -> Found:
 
 
 def _is_attention(instruction: hlo.Instruction, block: dict[str, hlo.Instruction], pool_bytes: int) -> bool:
-    """A kernel of ours that reads the pool, and does not write it."""
+    """Return whether an instruction is a kernel of ours that reads the pool and does not write it."""
     given = [block[name].bytes for name in instruction.operands] if instruction.opcode == "custom-call" else []
     return pool_bytes in given and not instruction.aliased
 
 
 def tokens_of(module: hlo.Module, most: float) -> float:
-    """How many tokens a window decodes: turns of the loop that has most in it."""
+    """Return how many tokens a decode program decodes: the iterations of the loop with most launches."""
     loops = [one for one in module.computations[module.entry].values() if one.opcode == "while"]
     if not loops:
-        raise ValueError("a window must have a loop over its tokens")
+        raise ValueError("a decode program must have a loop over its tokens")
     largest = max(loops, key=lambda loop: len(module.computations[loop.called("body")[0]]))
     known = hlo.trip_count(largest)
     return most if known is None else float(known)
 
 
 def expert_stacks(text: TextConfig) -> list[int]:
-    """Bytes of the matrices of a layer's experts: gate and up, and down."""
+    """Return the bytes of the matrices of a layer's experts: gate and up, and down."""
     experts = text.experts_of(0)
     if experts is None:
         return []
@@ -199,7 +198,9 @@ def expert_stacks(text: TextConfig) -> list[int]:
 
 
 def expert_loops(experts: ExpertsConfig, rows: int) -> tuple[float, float]:
-    """Experts that some row passes where rows choose evenly, and tiles of rows of one, as XLA's loops cut them."""
+    """Return the number of experts with rows if rows choose evenly, and of tiles of rows of one, as XLA's loops cut
+    them.
+    """
     tile = next(size for size in (128, 64, 32, 16, 8) if size == 8 or 4 * size * experts.count <= rows * experts.chosen)
     own = np.arange(rows + 1)
     chance = stats.binom.pmf(own, rows, experts.chosen / experts.count)
@@ -208,7 +209,7 @@ def expert_loops(experts: ExpertsConfig, rows: int) -> tuple[float, float]:
 
 
 def summary(found: dict[str, Found]) -> list[Found]:
-    """A row for each model and program whose cases have been tried."""
+    """Return a row for each model and program whose cases have been tried."""
     rows = []
     for case in cases():
         if case.layers == FEW and str(case) in found:
@@ -245,7 +246,9 @@ def _row(case: Case, few: Found, more: Found) -> Found:
 
 
 def attention_time(text: TextConfig, case: Case) -> float:
-    """Of one launch and of merging its partial results, us, without what else is launched around it."""
+    """Return the time of one attention launch and of merging its partial results, in us, without the launches around
+    it.
+    """
     N, H, K, D = case.rows, text.num_heads, text.num_kv_heads, text.head_dim
 
     def seen(rng: np.random.Generator, n: int, s: int) -> SeenSlots:
@@ -253,13 +256,13 @@ def attention_time(text: TextConfig, case: Case) -> float:
             return SeenSlots(np.arange(n), np.zeros(n, int), np.full(n, CONTEXT), np.full(n, s // n))
         return SeenSlots(np.zeros(n, int), np.zeros(n, int), np.arange(n) + 1, np.array([s]))
 
-    slots = N * (CONTEXT + PAGE) if case.kind == "window" else N  # with a page for the answer
+    slots = N * (CONTEXT + PAGE) if case.kind == "window" else N  # with a page for the output
     estimate = chip_model.work_list(AttentionShape(str(case), N, slots, H, K, D, seen, (N, slots)))
     return max(estimate.programs, estimate.read) + estimate.combine
 
 
 def floor_seconds(case: Case) -> float:
-    """What a token of each row, or all layers of a prefill's step, take at least (`benchmarks.floor`)."""
+    """Return the lower bound of a token of each row, or of all layers of a prefill's step (`benchmarks.floor`)."""
     whole = published_config(case.model)
     if case.kind == "window":
         operators = list(floor.decode(whole, case.rows, case.rows * CONTEXT))
@@ -271,7 +274,7 @@ def floor_seconds(case: Case) -> float:
 
 
 def compile_apart(case: Case, checkout: pathlib.Path, limit: float) -> Found:
-    """`count` in a process of its own, which imports the package of a checkout; says why there is nothing."""
+    """Run `count` in its own process, which imports the package of a checkout; on failure return the reason."""
     paths = os.pathsep.join(map(str, (checkout / "src", ROOT)))
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "research.steps", "--count", str(case)],
@@ -290,21 +293,22 @@ def compile_apart(case: Case, checkout: pathlib.Path, limit: float) -> Found:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         return {"not compiled": (errors.strip().splitlines() or [f"status {process.returncode}"])[-1][:300]}
-    told: Found = json.loads(out.splitlines()[-1])
-    if not pathlib.Path(told.pop("package")).resolve().is_relative_to(checkout.resolve()):
+    result: Found = json.loads(out.splitlines()[-1])
+    if not pathlib.Path(result.pop("package")).resolve().is_relative_to(checkout.resolve()):
         raise ValueError(f"{case} must be compiled with the package of {checkout}")
-    return told
+    return result
 
 
 def measure(checkout: pathlib.Path, only: Sequence[str], limit: float, out: pathlib.Path) -> list[Found]:
-    """Compiles the cases that are not done yet, one after the other, and writes each.
+    """Compile the cases that are not done yet, one after the other, and write each.
 
     Args:
-      only: parts of names of cases; none: all.
-      limit: seconds of a case. One that took longer is tried again with a longer limit, one that failed always.
+      only: Parts of names of cases; empty: all.
+      limit: Seconds of a case. A case that took longer is repeated with a longer limit; one that failed is always
+        repeated.
 
     Raises:
-      ValueError: the file has results of another commit or other versions, or cannot be written.
+      ValueError: The file has results of another commit or other versions, or cannot be written.
     """
     check_writable("out", out)
     head = report.environment(*PACKAGES)
@@ -315,7 +319,7 @@ def measure(checkout: pathlib.Path, only: Sequence[str], limit: float, out: path
     if out.exists() and out.stat().st_size:
         before = json.loads(out.read_text(encoding="utf-8"))
         if (other := {name: before.get(name) for name in same}) != same:
-            raise ValueError(f"out must have no results of {other}; {same} needs another file")
+            raise ValueError(f"out has results of {other}; choose another file for {same}")
         found = before["cases"]
     for case in cases():
         name = str(case)
@@ -335,7 +339,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     parser.add_argument("--against", type=pathlib.Path, default=ROOT, help="another clone, whose programs are compiled")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="cases with this in their name")
-    parser.add_argument("--limit", type=float, default=900, help="seconds of a case")
+    parser.add_argument("--limit", type=float, default=900, help="maximum seconds of a case")
     parser.add_argument("--count", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.count:

@@ -1,18 +1,17 @@
-"""How fast the tiers outside host memory keep and give records on this machine, beside what their media give alone.
+"""Speed of the tiers outside host memory on this machine, compared with the speed of their media.
 
     python -m research.stores --redis --out benchmarks/results/stores_cpu.json
 
-Records have the K, V of an image of 1024 tokens of Qwen3-VL-8B; `--mb` scales them. A load is what the engine does:
-`store.PendingWrite` into a record that a store has just made, with every check. "plain" is what reading the same bytes
-alone takes: the file into a record's memory, an object or chunks into bytes of their own, the file from the peer's
-server into a record's memory. "xxh3" is what their checksums alone take. A load has to reach `LEAST` percent of the
-rate of the slower of the two. Of a write the plain one is the same bytes in one file, on the disk, or in one object,
-or chunks.
+Cache entries have the KV of an image of 1024 tokens of Qwen3-VL-8B; `--mb` scales them. A load is the engine's:
+`store.PendingWrite` into an entry that a store has just made, with every check. "plain" is reading the same bytes only:
+the file into an entry's memory, an object or chunks into separate bytes, the file from the peer's server into an
+entry's memory. "xxh3" is computing their checksums only. A load must reach `LEAST` percent of the rate of the slower of
+the two. The plain way of a write is the same bytes in one file, on the disk, or in one object, or in chunks.
 
-Where memory is new, its first touch is within the times, as it is for the engine; where it is old, both sides find it
-touched before. All of it takes turns, as a machine that is shared with others is never the same for long; times are
-medians, and their spread is what lies between the quartiles. What is cold has left the page cache of this machine; what
-else the disk, or who lends the machine, keeps in memory nobody can tell.
+If memory is new, its first touch is within the times, as in the engine; if it is old, both sides find it touched. All
+parts are interleaved, because the speed of a shared machine varies. Times are medians, and their spread is the
+interquartile range. Cold files have left the page cache of this machine; caches of the disk or of the host of a virtual
+machine are unknown.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from vlcache_jax.study.report import environment, publish
 
 LEAST = 70.0  # percent
 LAYERS, HEADS, WIDTH = 36, 8, 128  # of keys and values
-TOKEN = 4 * LAYERS * HEADS * WIDTH  # bytes of one in bfloat16
+TOKEN = 4 * LAYERS * HEADS * WIDTH  # bytes of one token in bfloat16
 PLAIN = "bfloat16"
 _KEY = "5a" * 32
 _TIMEOUT = 60.0  # seconds
@@ -69,14 +68,14 @@ Buffers = Sequence[Any]
 
 
 class ReadCase(NamedTuple):
-    """A way to read the records of a tier.
+    """A way to read the cache entries of a tier.
 
     Attributes:
-      name: of the tier.
-      cache: where the bytes lie: "warm", "cold", or that they could not be made cold.
-      tier: gives them.
-      plain: reads those of a record alone, into memory of its own or that of the other record.
-      prepare: made before each reading; whether the bytes lie where they should.
+      name: Name of the tier.
+      cache: State of the page cache: "warm", "cold", or that the bytes could not be made cold.
+      tier: Reads the entries.
+      plain: Reads the bytes of an entry only, into its own memory or that of the other entry.
+      prepare: Called before each read; returns whether the bytes are where they should be.
     """
 
     name: str
@@ -86,14 +85,14 @@ class ReadCase(NamedTuple):
     prepare: Callable[[Record], bool] = lambda record: True
 
 
-class Keeper(NamedTuple):
-    """A way to write records.
+class WriteCase(NamedTuple):
+    """A way to write cache entries.
 
     Attributes:
-      name: of the tier.
-      tier: keeps them.
-      plain: writes the bytes of a record alone.
-      clear: removes what that has written.
+      name: Name of the tier.
+      tier: Writes the entries.
+      plain: Writes the bytes of an entry only.
+      clear: Removes the files that `plain` has written.
     """
 
     name: str
@@ -111,7 +110,7 @@ class Times:
     xxh3: list[float] = dataclasses.field(default_factory=list)
 
     def row(self, size: int) -> dict[str, Any]:
-        """Medians in milliseconds, rates in GB/s, and the ratio to the slower one in percent."""
+        """Return medians in milliseconds, rates in GB/s, and the ratio to the slower one in percent."""
         ms = {name: 1e3 * statistics.median(own) for name, own in dataclasses.asdict(self).items()}
         return {
             "ms": ms["tier"],
@@ -126,7 +125,7 @@ class Times:
 
 
 def make_record(codec: str, number: int, tokens: int) -> Record:
-    """A complete record of random K, V, all of them finite."""
+    """Return a complete cache entry of random KV, all of it finite."""
     kv = KVShape(LAYERS, HEADS, WIDTH, np.dtype(PLAIN), CODECS.get(codec))
     data = kv.record(tokens)
     entry = f"{sorted((PLAIN, *CODECS)).index(codec):02x}{number:062x}"
@@ -137,18 +136,18 @@ def make_record(codec: str, number: int, tokens: int) -> Record:
     record = Record(meta)
     rng = np.random.default_rng((number, tokens))
     # Without this bit neither a bfloat16 nor a float16, of a scale, is infinite.
-    for plane in record.planes:
-        plane.reshape(-1).view(np.uint16)[:] = rng.integers(0, 2**16, plane.nbytes // 2, np.uint16) & 0xBFFF
+    for buffer in record.buffers:
+        buffer.reshape(-1).view(np.uint16)[:] = rng.integers(0, 2**16, buffer.nbytes // 2, np.uint16) & 0xBFFF
     record.complete()
     return record
 
 
 def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) -> None:
-    """Reads records by the plain way and by the tier, and takes their checksums.
+    """Read cache entries by the plain way and by the tier, and compute their checksums.
 
     Raises:
-      TierError: one could not be read.
-      ValueError: what was read is empty, or is not what was written.
+      TierError: An entry could not be read.
+      ValueError: The content is empty, or differs from the written one.
     """
     largest = max(record.meta.nbytes for record in records)
     store = Store(CacheConfig(host_bytes=2 * largest))
@@ -162,7 +161,7 @@ def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) 
         del spare, kept
         found = [one for one in case.tier.find(record.meta.entry) if one.meta.name == record.meta.name]
         if len(found) != 1:
-            raise ValueError(f"{case.name} must have one record of {record.meta.name}, has {len(found)}")
+            raise ValueError(f"{case.name} must have one entry of {record.meta.name}, got {len(found)}")
         [(meta, written)] = found
         [place] = store.reserve([dataclasses.replace(meta, checksums=())], source="disk")
         assert place is not None
@@ -172,19 +171,19 @@ def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) 
         case.prepare(record)
         times.tier.append(_seconds(PendingWrite(store, case.tier, meta, place).read))
         if not place.is_ready or place.meta.checksums != record.meta.checksums:
-            raise ValueError(f"record of {case.name} must come whole, did not")
+            raise ValueError(f"entry of {case.name} must be complete and have equal checksums, but does not")
         _check(f"load from {case.name}", record, _content(place))
         times.xxh3.append(_seconds(record.checksums))
         store.clear()
         del place
 
 
-def write(keeper: Keeper, records: Sequence[Record], times: Times) -> None:
-    """Writes records by the plain way and by the tier, which do not have them any more.
+def write(keeper: WriteCase, records: Sequence[Record], times: Times) -> None:
+    """Write cache entries by the plain way and by the tier, which no longer has them.
 
     Raises:
-      TierError: one could not be written.
-      ValueError: one was not.
+      TierError: An entry could not be written.
+      ValueError: An entry was not written.
     """
     for record in records:
         keeper.clear()
@@ -197,7 +196,7 @@ def write(keeper: Keeper, records: Sequence[Record], times: Times) -> None:
 
 
 class _Call:
-    """Keeps what a function gave."""
+    """Wrapper that stores the result of a function."""
 
     def __init__(self, work: Callable[[], Any]):
         self._work = work
@@ -219,17 +218,17 @@ def _spread(seconds: Sequence[float]) -> float:
 
 
 def _clear(record: Record) -> None:
-    for plane in record.planes:
-        plane[:] = 0
+    for buffer in record.buffers:
+        buffer[:] = 0
 
 
 def _memory(record: Record) -> list[np.ndarray]:
-    """The bytes of its planes."""
-    return [plane.reshape(-1).view(np.uint8) for plane in record.planes]
+    """Return the bytes of its buffers."""
+    return [buffer.reshape(-1).view(np.uint8) for buffer in record.buffers]
 
 
 def _content(record: Record) -> list[np.ndarray]:
-    """Its bytes, in the order in which tiers keep them."""
+    """Return its bytes, in the order in which tiers store them."""
     rows = (rows for part in record.parts.values() for rows in blocks(record.meta, part))
     return [one.reshape(-1).view(np.uint8) for one in rows]
 
@@ -239,17 +238,17 @@ def _check(what: str, record: Record, buffers: Buffers) -> None:
     for buffer in buffers:
         got = buffer.reshape(-1).view(np.uint8) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
         if len(got) > len(expected) or not np.array_equal(got, expected[: len(got)]):
-            raise ValueError(f"{what} must give what was written, gave something else")
+            raise ValueError(f"{what} must return the written bytes, got others")
         expected = expected[len(got) :]
     if len(expected):
-        raise ValueError(f"{what} must give {record.meta.nbytes} bytes, {len(expected)} are missing")
+        raise ValueError(f"{what} must return {record.meta.nbytes} bytes, {len(expected)} are missing")
 
 
 # The disk.
 
 
 def drop_from_page_cache(path: pathlib.Path) -> bool:
-    """Whether a file has left the page cache; not every system and file system can do that, or say so."""
+    """Return whether a file has left the page cache; not every system and file system supports or reports that."""
     if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
         return False
     descriptor = os.open(path, os.O_RDONLY)
@@ -259,9 +258,9 @@ def drop_from_page_cache(path: pathlib.Path) -> bool:
         try:
             os.preadv(descriptor, [bytearray(1)], os.fstat(descriptor).st_size // 2, os.RWF_NOWAIT)
         except BlockingIOError:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the look may have begun to read
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the check may have started read-ahead
             return True
-        except OSError:  # it takes no such look
+        except OSError:  # it does not support the check
             pass
         return False
     finally:
@@ -269,7 +268,7 @@ def drop_from_page_cache(path: pathlib.Path) -> bool:
 
 
 def _read_file(path: pathlib.Path, first: int, record: Record) -> Buffers:
-    """What lies behind the header, into a record's memory."""
+    """Read the content after the header into an entry's memory."""
     with open(path, "rb", buffering=0) as file:
         file.seek(first)
         _read_into(cast(Callable[[memoryview], int], file.readinto), record)
@@ -277,16 +276,16 @@ def _read_file(path: pathlib.Path, first: int, record: Record) -> Buffers:
 
 
 def _read_into(readinto: Callable[[memoryview], int], record: Record) -> None:
-    for plane in _memory(record):
-        left = memoryview(plane)
+    for buffer in _memory(record):
+        left = memoryview(buffer)
         while left and (got := readinto(left)):
             left = left[got:]
 
 
 def _write_file(path: pathlib.Path, record: Record) -> None:
     with open(path, "wb", buffering=0) as file:
-        for plane in _memory(record):
-            left = memoryview(plane)
+        for buffer in _memory(record):
+            left = memoryview(buffer)
             while left:
                 left = left[file.write(left) :]
         os.fsync(file.fileno())
@@ -296,12 +295,12 @@ def _write_file(path: pathlib.Path, record: Record) -> None:
 
 
 @contextlib.contextmanager
-def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tuple[list[Keeper], list[ReadCase]]]:
-    """The tiers, all of them on this machine.
+def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tuple[list[WriteCase], list[ReadCase]]]:
+    """Open the tiers, all of them on this machine.
 
     Args:
-      folder: where all of their files lie.
-      size: bytes of all records.
+      folder: Folder of all of their files.
+      size: Bytes of all entries.
     """
     with contextlib.ExitStack() as stack:
         # The tiers as an engine has them.
@@ -314,7 +313,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
         host, port = server.address
         peer = PeerTier(f"http://{host}:{port}", timeout=_TIMEOUT)
         stack.callback(peer.close)
-        # Beside each the plainest way to the same bytes, by which it is judged.
+        # Next to each, the plainest way to the same bytes as its reference.
         raw = stack.enter_context(contextlib.closing(http.client.HTTPConnection(host, port, timeout=_TIMEOUT)))
         plain = folder / "plain"
         shared, plain_objects = (LocalStore(folder / name, mkdir=True) for name in ("objects", "plain objects"))
@@ -338,14 +337,14 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
             (folder / "plain objects" / "object").unlink(missing_ok=True)
 
         def plain_answer(record: Record, spare: Record) -> Buffers:
-            asked = f"bytes={len(make_header(record.meta))}-{file_bytes(record.meta) - 1}"
-            raw.request("GET", f"/v1/files/{file_name(record.meta.name)}", headers={"Range": asked})
+            byte_range = f"bytes={len(make_header(record.meta))}-{file_bytes(record.meta) - 1}"
+            raw.request("GET", f"/v1/files/{file_name(record.meta.name)}", headers={"Range": byte_range})
             _read_into(raw.getresponse().readinto, spare)
             return _memory(spare)
 
         keepers = [
-            Keeper("disk", disk, functools.partial(_write_file, plain), functools.partial(plain.unlink, True)),
-            Keeper("object store (file://)", objects, plain_put, clear_objects),
+            WriteCase("disk", disk, functools.partial(_write_file, plain), functools.partial(plain.unlink, True)),
+            WriteCase("object store (file://)", objects, plain_put, clear_objects),
         ]
         cases = [
             ReadCase("disk", "warm", disk, plain_file),
@@ -361,15 +360,15 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
 
 
 @contextlib.contextmanager
-def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, ReadCase]]:
-    """A server on a port of its own, which keeps nothing on a disk."""
+def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[WriteCase, ReadCase]]:
+    """Run a server on its own port, without persistence."""
     import redis
 
     if (binary := shutil.which("redis-server")) is None:
         raise ValueError("--redis needs redis-server, which is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # In memory alone.
+    # In memory only.
     options = {"bind": "127.0.0.1", "port": str(port), "save": "", "appendonly": "no"}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     process = subprocess.Popen([binary, *words], cwd=folder, stdout=subprocess.DEVNULL)
@@ -382,12 +381,12 @@ def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, ReadCase]]:
         return [client.get(key) or b"" for key in keys[record.meta.entry]]
 
     def plain_set(record: Record) -> None:
-        for number, plane in enumerate(_memory(record)):
-            for first in range(0, len(plane), _CHUNK):
-                client.set(f"plain:{number}:{first}", memoryview(plane)[first : first + _CHUNK])
+        for number, buffer in enumerate(_memory(record)):
+            for first in range(0, len(buffer), _CHUNK):
+                client.set(f"plain:{number}:{first}", memoryview(buffer)[first : first + _CHUNK])
 
     def find_keys(record: Record) -> bool:
-        """Of its chunks, in their order; they are others after each write."""
+        """Find the keys of an entry's chunks, in order; they change with each write."""
         found = client.scan_iter(f"*:{record.meta.entry}:*:*")
         keys[record.meta.entry] = sorted(found, key=lambda key: [int(number) for number in key.split(b":")[-2:]])
         return True
@@ -395,14 +394,14 @@ def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, ReadCase]]:
     try:
         for _ in range(3000):
             if process.poll() is not None:
-                raise ValueError(f"redis-server must run, ended with {process.returncode}")
+                raise ValueError(f"redis-server must run, but ended with status {process.returncode}")
             with contextlib.suppress(redis.ConnectionError):
                 client.ping()
                 break
             time.sleep(0.01)
         name = "Redis (loopback)"
         yield (
-            Keeper(name, tier, plain_set, lambda: client.delete(*client.keys("plain:*"), "plain")),
+            WriteCase(name, tier, plain_set, lambda: client.delete(*client.keys("plain:*"), "plain")),
             ReadCase(name, "in its memory", tier, plain_get, find_keys),
         )
     finally:
@@ -413,17 +412,17 @@ def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, ReadCase]]:
 
 
 def measure(*, mb: float, records: int, repeats: int, has_redis: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows for writes and reads, and what they were made with.
+    """Return rows for writes and reads, and their settings.
 
     Raises:
-      TierError: a tier did not do what it was asked for.
-      ValueError: what was read is not what was written.
+      TierError: A tier failed.
+      ValueError: The content read differs from the written one.
     """
     if min(records, repeats) < 1 or (tokens := round(mb * 1e6 / TOKEN)) < 1:
         raise ValueError(
             f"mb must be at least {TOKEN / 1e6}, and records and repeats 1, got {mb}, {records} and {repeats}"
         )
-    # Records of each codec, and what writing and reading them takes.
+    # Cache entries of each codec, and the times of writing and reading them.
     kept = {codec: [make_record(codec, number, tokens) for number in range(records)] for codec in (PLAIN, *CODECS)}
     sizes = {codec: own[0].meta.nbytes for codec, own in kept.items()}
     writes: defaultdict[tuple[str, str], Times] = defaultdict(Times)
@@ -452,7 +451,7 @@ def measure(*, mb: float, records: int, repeats: int, has_redis: bool) -> tuple[
         | {f"at least {LEAST:.0f} %": "-"}
         for (name, codec), times in writes.items()
     ]
-    # A row for each way to read, with what it must reach of the plain way.
+    # A row for each way to read, with its minimum rate relative to the plain way.
     for (name, cache, is_new, codec), times in reads.items():
         about: dict[str, Any] = {
             "store": name,
@@ -470,10 +469,10 @@ def measure(*, mb: float, records: int, repeats: int, has_redis: bool) -> tuple[
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=1024 * TOKEN / 1e6, help="of a record in bfloat16")
-    parser.add_argument("--records", type=int, default=2, help="of each codec")
-    parser.add_argument("--repeats", type=int, default=5, help="after one that warms up")
-    parser.add_argument("--redis", action="store_true", help="a server on this machine, too")
+    parser.add_argument("--mb", type=float, default=1024 * TOKEN / 1e6, help="megabytes of a cache entry in bfloat16")
+    parser.add_argument("--records", type=int, default=2, help="cache entries of each codec")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats after a warm-up")
+    parser.add_argument("--redis", action="store_true", help="also measure a Redis server on this machine")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args(arguments)
     check_writable("out", args.out)

@@ -1,11 +1,11 @@
-"""What of a window is a CUDA graph, and what the host reads meanwhile: compiled for an H200, on a machine without one.
+"""CUDA graphs of multi-step decode, and the host's reads meanwhile: compiled for an H200 on a machine without one.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.thunks --out thunks_h200.json
 
 XLA runs a program as a sequence of thunks. Those that it puts into a command buffer are launched as one graph. For a
-conditional, and for a loop of which it does not know how often it turns, the host reads a predicate, and waits for the
-device until then. Here the sequence is read after all passes, for the first layers of a model: each further one is like
-the last. Without a device XLA leaves Mosaic's kernels (`kCustomCall`) outside of graphs; on a chip it captures them
+conditional, and for a loop with an unknown number of iterations, the host reads a predicate, and waits for the device
+until then. Here the sequence is read after all passes, for the first layers of a model; each further layer is like the
+last. Without a device XLA leaves Mosaic's kernels (`kCustomCall`) outside of graphs; on a chip it captures them
 (`benchmarks/results/trace_h200.json`).
 """
 
@@ -33,13 +33,13 @@ LAYERS = 4
 
 
 def first_layers(model: str, layers: int = LAYERS) -> Runner:
-    """A runner of a model's first layers, whose programs can be compiled."""
+    """Return a runner of a model's first layers, whose programs can be compiled."""
     config = MODELS[model]
     return abstract_runner(dataclasses.replace(config, text=dataclasses.replace(config.text, num_layers=layers)))
 
 
 def of_window(runner: Runner, window: Window) -> dict[str, Any]:
-    """What became of a window: seconds to compile it, in all and of processors, counts, and the sequence."""
+    """Return figures of a decode program: seconds to compile it, in all and of processors, counts, and the sequence."""
     begin = sum(os.times()[:4])
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "thunk.*"}
@@ -57,7 +57,7 @@ def of_window(runner: Runner, window: Window) -> dict[str, Any]:
 
 
 def sequence(text: str) -> Iterator[str]:
-    """Thunks outside of graphs, in their order, and graphs with the number of what they hold."""
+    """Yield thunks outside of graphs, in their order, and graphs with the number of their thunks."""
     listed: list[list[Any]] = []
     for kind, inside in thunks(text):
         if inside:
@@ -71,9 +71,11 @@ def sequence(text: str) -> Iterator[str]:
 
 
 def measure(model: str, counts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Windows as a GPU has them, and as it had them before: one program that looks what its rows ask for."""
+    """Yield the decode programs as a GPU runs them, and in their earlier form: one program that checks its rows'
+    options.
+    """
     runner = first_layers(model)
-    steps = runner.ladder.window
+    steps = runner.buckets.window
     for count in counts:
         for window in (
             Window(count, "greedy", steps), Window(count, "drawn", steps), Window(count, "any", 1), Window(count),

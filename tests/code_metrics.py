@@ -121,7 +121,10 @@ def _read(source: Source, node: ast.AST, scope: Scope) -> None:
         within = scope
         if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
             within = scope._replace(names=(*scope.names, child.name))
-            lines = (child.end_lineno or child.lineno) - child.lineno + 1
+            # Functions are measured without signature and docstring: those of a command are its list of options.
+            documented = isinstance(child, FUNCTIONS) and ast.get_docstring(child) is not None and len(child.body) > 1
+            first = child if isinstance(child, ast.ClassDef) else child.body[documented]
+            lines = (child.end_lineno or child.lineno) - first.lineno + 1
             name = f"{source.name}: {'.'.join(within.names)}"
             if isinstance(child, ast.ClassDef):
                 source.classes.append(Part(name, lines, 0))

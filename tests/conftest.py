@@ -15,7 +15,7 @@ import signal
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before jax is imported: tests run on the CPU unless the caller says otherwise, and never reach for the network.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,12 +23,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads of XLA's CPU client: interpreted kernels wait in them for each other.
 os.environ.setdefault("NPROC", "16")
 
-import jax
-import numpy as np
 import pytest
-from PIL import Image
 
-from vlcache_jax.testing import make_checkpoint
+if TYPE_CHECKING:
+    import numpy as np
+
+# Where xdist runs tests in processes of their own, the first one also reads this file, but runs no test. So jax and the
+# package, which take seconds, are imported only by what tests use.
 
 PROGRAMS_KEPT = 200  # by a process of tests for other engines: each takes about 14 MB, and comes from disk in 0.2 s
 
@@ -194,7 +195,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose what runs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item, kind in itertools.product(items, ("ladder", "thorough")):
+    for item, kind in itertools.product(items, ("slow", "thorough")):
         names = tuple(name for mark in item.iter_markers(f"{kind}_for") for name in mark.args)
         given = getattr(item, "callspec", None)
         if names and given is not None:
@@ -223,12 +224,12 @@ def same_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def few_rungs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is not told of a ladder has that of other tests, so that few programs are compiled for it."""
-    from tests.helper import LADDER
+def few_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that set no bucket sizes have those of other tests, so that few programs are compiled for them."""
+    from tests.helper import BUCKETS
     from vlcache_jax.device import memory_plan
 
-    monkeypatch.setattr(memory_plan, "default_ladder", lambda *_: LADDER)
+    monkeypatch.setattr(memory_plan, "default_buckets", lambda *_: BUCKETS)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -237,6 +238,8 @@ def programs_made_once() -> Iterator[None]:
 
     What an engine says that it has compiled stays its own, and so does what it launches.
     """
+    import jax
+
     from vlcache_jax.device.programs import compile_cache, compress, memory, table, window
     from vlcache_jax.device.programs.base import Program, Shapes, abstract
     from vlcache_jax.reuse import shift
@@ -255,8 +258,8 @@ def programs_made_once() -> Iterator[None]:
         leaves, tree = jax.tree.flatten(abstract((params, normalization)))
         for name in ("compressed_slots", "codec", "kept_tokens"):  # most programs do not know of them
             sizes.pop(name, None)
-        ladder = sizes["ladder"]  # a program has its own number of sequences
-        sizes["ladder"] = dataclasses.replace(ladder, sequences=ladder.sequences[-1:])
+        buckets = sizes["buckets"]  # a program has its own number of sequences
+        sizes["buckets"] = dataclasses.replace(buckets, sequences=buckets.sequences[-1:])
         self.told = (config, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(sizes.items()))  # type: ignore[attr-defined]
 
     class Once:
@@ -362,6 +365,8 @@ def portable_attention() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     """The directory of a configuration by its name; made once."""
+    from vlcache_jax.testing import make_checkpoint
+
     root = tmp_path_factory.mktemp("checkpoints")
     return functools.cache(lambda name: make_checkpoint(root / name, **CONFIGURATIONS[name]))
 
@@ -373,7 +378,7 @@ IN_FULL = ("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen3_vl_moe-every",
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(name, marks=[pytest.mark.ladder] * (name in IN_FULL)) for name in CONFIGURATIONS],
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in IN_FULL)) for name in CONFIGURATIONS],
 )
 def checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
     """Each configuration in turn."""
@@ -411,6 +416,7 @@ def load_oracle() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def textured_image() -> Callable[..., np.ndarray]:
     """(height, width, seed=0) -> uint8 [height, width, 3]: gradients and noise, other ones in each channel."""
+    import numpy as np
 
     def make(height: int, width: int, seed: int = 0) -> np.ndarray:
         rng = np.random.default_rng((seed, height, width))
@@ -466,6 +472,8 @@ def ctrl_c() -> Iterator[None]:
 @pytest.fixture
 def questions_tsv(tmp_path):
     """A file of three questions, each about a picture of its own."""
+    import numpy as np
+    from PIL import Image
 
     def image(seed):
         file = io.BytesIO()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vlcache_jax import Ladder
+from vlcache_jax import BucketSizes
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.engine.completions import RequestMetrics
-from vlcache_jax.engine.prefilling import Passage
+from vlcache_jax.engine.prefilling import ForwardPass
 from vlcache_jax.engine.request import Planned, Request
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.request_options import ResolvedOptions
@@ -25,17 +25,17 @@ from vlcache_jax.reuse.selection import parse_policy
 # Programs are compiled for the sizes of an engine, and compiling is most of what tests take: whoever needs no sizes of
 # its own opens an engine of these, whose programs are compiled once for all. One answer takes the programs of eight.
 # Windows are short, so that most answers come in several parts.
-LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(8,), window=4)
-SIZES = {"ladder": LADDER, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
+BUCKETS = BucketSizes(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(8,), window=4)
+SIZES = {"buckets": BUCKETS, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
 # An answer that is alone has programs of its own, as by default: for tests that compare it with answers together.
-ALONE = dataclasses.replace(LADDER, sequences=(1, 8))
+ALONE = dataclasses.replace(BUCKETS, sequences=(1, 8))
 # For a model that nothing else opens: prompts take several steps, and one program of a kind does for all.
-FEW = Ladder(rows=(64,), patches=(256,), sequences=(4,))
+FEW = BucketSizes(rows=(64,), patches=(256,), sequences=(4,))
 WORDS = (
     *("--max-model-len", str(SIZES["max_model_len"]), "--kv-cache-bytes", str(SIZES["kv_cache_bytes"])),
     *("--dtype", SIZES["dtype"]),
 )
-"""`SIZES` but for the ladder, as commands take them."""
+"""`SIZES` but for the bucket sizes, as commands take them."""
 WITHIN = 180  # seconds, for what would hang otherwise
 ATOL = {"float32": 2e-6, "bfloat16": 1e-2}  # of attention, against float64
 
@@ -45,7 +45,7 @@ ATOL = {"float32": 2e-6, "bfloat16": 1e-2}  # of attention, against float64
 each_family = pytest.mark.parametrize(
     "family_checkpoint",
     [
-        *(pytest.param(name, marks=pytest.mark.ladder) for name in ("qwen2_vl-flat-tied", "qwen3_vl_moe-tied")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_vl-flat-tied", "qwen3_vl_moe-tied")),
         "qwen2_5_vl-flat-tied",
         "qwen3_vl",
     ],
@@ -56,7 +56,7 @@ each_family = pytest.mark.parametrize(
 # The same for a test that depends on the decoder's layers: experts are chosen in some of them, and not in others.
 each_decoder = pytest.mark.parametrize(
     "family_checkpoint",
-    ["qwen2_5_vl-flat-tied", "qwen3_vl-tied", pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder)],
+    ["qwen2_5_vl-flat-tied", "qwen3_vl-tied", pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.slow)],
     indirect=True,
     scope="session",
 )
@@ -69,16 +69,16 @@ one_device = pytest.mark.skipif(SPREAD > 1, reason="is about one device")
 one_copy = pytest.mark.skipif(SPREAD > 2, reason="is about KV heads that are there once")
 
 
-def some_seeds(*quick, ladder, thorough):
+def some_seeds(*quick, buckets, thorough):
     """For `parametrize`: those that run with all tests, those that CI adds, and the others, for hours by hand."""
-    added = [pytest.param(seed, marks=pytest.mark.ladder) for seed in ladder]
-    rest = [seed for seed in thorough if seed not in quick and seed not in ladder]
+    added = [pytest.param(seed, marks=pytest.mark.slow) for seed in buckets]
+    rest = [seed for seed in thorough if seed not in quick and seed not in buckets]
     return [*quick, *added, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in rest)]
 
 
 def some_cases(short, whole):
     """For `parametrize`: a run that CI makes, and the whole of it, by hand."""
-    return [pytest.param(short, marks=pytest.mark.ladder), pytest.param(whole, marks=pytest.mark.thorough)]
+    return [pytest.param(short, marks=pytest.mark.slow), pytest.param(whole, marks=pytest.mark.thorough)]
 
 
 def give_pages(llm, count):
@@ -94,9 +94,9 @@ def give_compressed_pages(llm, count=None):
     pages.reset()
 
 
-def give_lanes(llm, count):
-    """At most so many answers run together. (A ladder of fewer has programs of its own.)"""
-    del llm.service.engine.scheduler._lanes[count:]
+def give_decode_slots(llm, count):
+    """At most so many answers run together. (A bucket sizes of fewer has programs of its own.)"""
+    del llm.service.engine.scheduler._decode_slots[count:]
 
 
 def user(*parts):
@@ -143,7 +143,7 @@ class Oracle:
 
     def _inputs(self, prompt):
         torch = pytest.importorskip("torch")
-        processor = self.llm.service.intake.processor
+        processor = self.llm.service.preparation.processor
         patches = [processor.patches(image.decode()) for image in prompt.images]
         counts = [processor.num_tokens(p.grid) for p in patches]
         expanded, *_ = self.llm.service.renderer.expander.expand(prompt.token_ids, counts)
@@ -200,8 +200,8 @@ def spoil_compressed(llm, monkeypatch):
     pages = llm.service.engine.scheduler.compressed
 
     def spoiled(give_back):
-        def given_back(lease, *held):
-            give_back(lease, *held)
+        def given_back(block_table, *held):
+            give_back(block_table, *held)
             pool = llm.service.device.runner.compressed
             is_free = np.zeros(len(pool.make()[0][0]) // PAGE, bool)
             is_free[pages._free] = True
@@ -212,20 +212,20 @@ def spoil_compressed(llm, monkeypatch):
 
         return given_back
 
-    for name in ("end", "put_aside"):
+    for name in ("end", "swap_out"):
         monkeypatch.setattr(pages, name, spoiled(getattr(pages, name)))
 
 
-def damage_first_passage(monkeypatch, damage):
+def damage_first_forward_pass(monkeypatch, damage):
     """Lets what the first step leaves behind its layers be damaged."""
-    advance, ended = Passage.advance, itertools.count()
+    advance, ended = ForwardPass.advance, itertools.count()
 
     def damaged(self, stop):
         advance(self, stop)
         if self.is_done and next(ended) == 0:
             damage(self)
 
-    monkeypatch.setattr(Passage, "advance", damaged)
+    monkeypatch.setattr(ForwardPass, "advance", damaged)
 
 
 def eventually(is_true):

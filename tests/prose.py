@@ -1,11 +1,12 @@
-"""Counts what makes Markdown hard to read: `python -m tests.prose [FOLDER]`.
+"""Counts what makes Markdown, docstrings and errors hard to read: `python -m tests.prose [FOLDER]`.
 
-FOLDER is the root of a clone. Code, tables, headings, HTML and link targets are not prose. An item of a list is a
-paragraph of its own.
+FOLDER is the root of a clone. In Markdown, code, tables, headings, HTML and link targets are not prose. An item of a
+list is a paragraph of its own. A docstring should open with an imperative or a noun phrase.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import pathlib
 import re
@@ -71,6 +72,50 @@ BANNED = (
         "licence|colour|behaviour|normalis\\w+|initialis\\w+|optimis\\w+|recognis\\w+|serialis\\w+", "American spelling"
     ),
 )
+
+DIALECT = (
+    Banned("must hold(?! (?:at least|the KV|the images))", "must have, must be; unknown key ... in ..."),
+    Banned("must be left out", "cannot be combined with ..., needs ..."),
+    *(word for word in BANNED if word.pattern not in ("K, V",)),
+)
+"""Words that errors do not use."""
+
+FRAGMENT = re.compile(
+    r"(?:Of|What|Where|Whether|As|Who|How|The same|That|So|Which|Whose|Whatever|Whoever|Behind|Those|These|Such)\b"
+)
+CODE = "vlcache_jax", "models", "pallas_kernels", "convert", "benchmarks", "research"
+
+
+def sources(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield the Python files of the package and of its folders, each once."""
+    for folder in CODE:
+        for path in sorted((root / folder).rglob("*.py")):
+            if not any(place.is_symlink() for place in (path, *path.parents)):
+                yield path
+
+
+def docstrings(root: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each docstring."""
+    for path in sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            has_one = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if has_one and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(root)}:{getattr(node, 'lineno', 1)}", text
+
+
+def errors(root: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the fixed parts of the text of each error that is raised where it is written."""
+    for path in sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                parts = [one.value for one in ast.walk(node.exc) if isinstance(one, ast.Constant)]
+                yield f"{path.relative_to(root)}:{node.lineno}", " ".join(one for one in parts if isinstance(one, str))
+
+
+def opening(text: str) -> list[str]:
+    """Return the word with which a text opens, if that makes it a fragment."""
+    match = FRAGMENT.match(text)
+    return [match[0]] if match else []
 
 
 def pages(root: pathlib.Path) -> list[pathlib.Path]:
@@ -162,6 +207,11 @@ def main(arguments: Sequence[str]) -> None:
     print("|---|" + "---:|" * len(kinds))
     for name, row in [*table.items(), ("all", sum(table.values(), Counter()))]:
         print("|", " | ".join([name, *(str(row[kind]) for kind in kinds)]), "|")
+    texts = [text for _, text in docstrings(root)]
+    print(f"\ndocstrings: {len(texts)}")
+    print("that open as fragments:", sum(bool(opening(text)) for text in texts))
+    print("of four words or fewer:", sum(words(text) <= 4 for text in texts))
+    print("banned words in errors:", sum(len(word.found(text)) for _, text in errors(root) for word in DIALECT))
 
 
 if __name__ == "__main__":

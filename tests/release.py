@@ -1,6 +1,6 @@
 """What the code at the models' release did (transformers 4.49 and 4.57), where the library of today does otherwise.
 
-Written anew, as oracles; `tests/test_release_rules.py` says which of the two is followed.
+Written again, as oracles; `tests/test_release_rules.py` says which of the two is followed.
 """
 
 from __future__ import annotations

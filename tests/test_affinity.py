@@ -233,8 +233,8 @@ def test_other_rules():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Affinity(0.5), "factor must be a number from 1, got 0.5"),
-        (lambda: Affinity(slack=-1), "slack must be a whole number from 0, got -1"),
+        (lambda: Affinity(0.5), "factor must be a number of at least 1, got 0.5"),
+        (lambda: Affinity(slack=-1), "slack must be a non-negative integer, got -1"),
         (lambda: rule_of("random"), "rule must be one of bounded, hash, least-loaded, round-robin, got 'random'"),
     ],
 )

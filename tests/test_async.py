@@ -14,17 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helper import SIZES, WITHIN, assert_nothing_left, give_lanes, give_pages, some_seeds, user
+from tests.helper import SIZES, WITHIN, assert_nothing_left, give_decode_slots, give_pages, some_seeds, user
 from vlcache_jax import LLM, AsyncLLM, QueueFullError, RequestError, SamplingParams
 from vlcache_jax.calls.groups import Job
-from vlcache_jax.calls.in_flight import _Place, _Room
+from vlcache_jax.calls.in_flight import _Admission, _AdmissionQueue
 from vlcache_jax.engine.completions import Detokenizer
 from vlcache_jax.engine.engine import Loop
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.outputs import OutputCollector, RequestDelta, RequestMetrics
 
-LANES = 2  # of every engine here
+DECODE_SLOTS = 2  # of every engine here
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 MEDIUM = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -47,7 +47,7 @@ def directory(checkpoints):
 def shared(directory, pictures):
     """An engine that all tests use, whichever comes first; what is compiled for it is used by all others, too."""
     engine = AsyncLLM(directory, use_tqdm=False, **SIZES)
-    give_lanes(engine, LANES)
+    give_decode_slots(engine, DECODE_SLOTS)
     LLM(engine.service).chat(user("a", pictures[0]), SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     yield engine
     engine.service.close()
@@ -68,7 +68,7 @@ def open_engine(directory, shared):
 
     def make(*, closes=True, **options):
         engine = AsyncLLM(directory, use_tqdm=False, **SIZES | options)
-        give_lanes(engine, LANES)
+        give_decode_slots(engine, DECODE_SLOTS)
         engine.service.device.runner.programs = shared.service.device.runner.programs
         engine.service.device.runner.run = shared.service.device.runner.run
         if closes:
@@ -104,11 +104,11 @@ def slow_decoder(monkeypatch):
 
 
 def assert_clean(engine):
-    """Nobody has a lane, pages, records, room or a name any more."""
+    """Nobody has a decode slot, pages, records, room or a name any more."""
     assert eventually(lambda: not engine._requests._room._used)
     assert eventually(lambda: not any(record.held for record in engine.service.cache.store.tier.records()))
     assert_nothing_left(engine)
-    assert not engine._requests._places
+    assert not engine._requests._admissions
     assert not engine._requests._room._waiting
 
 
@@ -326,9 +326,10 @@ def test_deltas_are_joined_to_what_chat_returns(engine, slow, pictures, kind):
     assert deltas[0].to_dict()["prompt"]["token_ids"] == expected.prompt_token_ids.tolist()
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_deltas_of_random_requests(engine, pictures, monkeypatch):
-    """With stop strings that span windows, several answers, aborts, and answers that are put back for want of pages."""
+    """With stop strings that span windows, several answers, aborts, and answers that are preempted for want of
+    pages."""
     rng = random.Random(0)
     asked = []
     for i in range(12):
@@ -442,14 +443,14 @@ def test_a_delta_costs_what_is_new(engine, slow, monkeypatch):
 
 
 def test_an_output_is_made_of_deltas():
-    with pytest.raises(ValueError, match="an output is made of deltas, got none"):
+    with pytest.raises(ValueError, match="no delta was added"):
         OutputCollector().output()
 
 
 def test_a_collector_is_of_one_request():
     collector, metrics = OutputCollector(), RequestMetrics()
     collector.add(RequestDelta("a", (), metrics, None, False))
-    with pytest.raises(ValueError, match=r"^delta must be of request 'a', got one of 'b'$"):
+    with pytest.raises(ValueError, match=r"^delta must belong to request 'a', got one of 'b'$"):
         collector.add(RequestDelta("b", (), metrics, None, False))
     with pytest.raises(ValueError, match=r"^delta must be a RequestDelta, got int$"):
         collector.add(3)
@@ -465,16 +466,16 @@ def test_a_collector_is_of_one_request():
         ({"prompt": None}, "prompt must be a string, a dict or a conversation, got NoneType"),
         (
             {"prompt": "a", "mm_processor_kwargs": {"max_pixels": 4096}},
-            "mm_processor_kwargs must stand in the prompt",
+            "mm_processor_kwargs must be a key of the prompt",
         ),
         ({"mm_processor_kwargs": {"max_pixel": 4096}}, "mm_processor_kwargs"),
-        ({"prompt": "a", "continue_final_message": True}, "continue_final_message must be left out, got it beside a"),
+        ({"prompt": "a", "continue_final_message": True}, "continue_final_message requires a prompt with messages"),
         ({"chat_template": 3}, "chat_template must be a string, got 3"),
         ({"params": [GREEDY]}, "sampling_params must be SamplingParams or None, got list"),
         ({"params": {}}, "sampling_params must be SamplingParams or None, got dict"),
         (
             {"params": SamplingParams(stop_token_ids=[10**6])},
-            "sampling_params stop_token_ids must be below the vocabulary",
+            "sampling_params stop_token_ids must be below",
         ),
         ({"request_id": ""}, "request_id must be a non-empty string, got ''"),
         ({"request_id": 7}, "request_id must be a non-empty string, got 7"),
@@ -496,7 +497,7 @@ def test_a_bad_argument_is_named(engine, options, message):
     [
         (user("w " * 600), GREEDY, r"must fit in max_model_len = 1024 tokens"),
         (user("a", b"%!PS-Adobe-3.0"), GREEDY, r"images\[0\] must be an image that Pillow can read"),
-        ([], GREEDY, "^prompt must hold at least one message"),
+        ([], GREEDY, "^prompt must have at least one message"),
         ([{"role": "robot", "content": "x"}], GREEDY, r"^prompt messages\[0\] must have the role"),
         ("\ud800", GREEDY, "must be text"),
         (b"bytes", GREEDY, "^prompt must be a list of messages, got bytes"),
@@ -528,7 +529,7 @@ def test_a_request_id_stands_for_one_request_at_a_time(engine, slow):
     async def ask():
         mine = engine.generate(user("a"), LONG, "mine")
         await first(mine)
-        with pytest.raises(ValueError, match=r"^request_id must not be that of a request under way, got 'mine'"):
+        with pytest.raises(ValueError, match=r"^request_id must be unique among the requests in flight, got 'mine'"):
             await last(engine, user("b"), request_id="mine")
         await engine.abort("mine")
         [*_, output] = [output async for output in mine]
@@ -601,7 +602,7 @@ def test_an_abort_before_it_has_arrived(engine, pictures, slow_decoder):
 
 
 def test_an_abort_while_it_waits_for_room(engine, slow, monkeypatch):
-    monkeypatch.setattr(engine._requests, "_room", _Room(1, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _AdmissionQueue(1, raises=False))
 
     async def ask():
         running = engine.generate(user("a"), LONG)
@@ -617,7 +618,7 @@ def test_an_abort_while_it_waits_for_room(engine, slow, monkeypatch):
 
 
 def test_a_request_takes_its_parameters_when_it_comes(engine, slow, monkeypatch):
-    monkeypatch.setattr(engine._requests, "_room", _Room(1, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _AdmissionQueue(1, raises=False))
     params = GREEDY.clone()
 
     async def ask():
@@ -631,7 +632,7 @@ def test_a_request_takes_its_parameters_when_it_comes(engine, slow, monkeypatch)
         return [await task, *[output async for output in waiting]][-1]
 
     assert len(run(ask()).outputs[0].token_ids) == 10
-    with pytest.raises(ValueError, match=r"^tools must be left out, got it beside a prompt that has no messages$"):
+    with pytest.raises(ValueError, match=r"^tools requires a prompt with messages, got a prompt without messages$"):
         run(stream(engine, "b", tools=[{}]))
 
 
@@ -669,7 +670,7 @@ def test_others_link_what_an_aborted_request_computes(engine, slow, pictures):
     async def ask():
         busy = [engine.generate(user(text), LONG) for text in "ab"]
         for other in busy:
-            await first(other)  # both lanes are taken, so that all of these wait
+            await first(other)  # both decode slots are taken, so that all of these wait
         donor = asyncio.create_task(last(engine, user("a", pictures[0], "x"), request_id="donor"))
         await becomes(lambda: engine.stats().waiting == 1)
         others = []
@@ -766,7 +767,7 @@ def test_a_task_cancelled_while_its_image_is_identified(engine, pictures, slow_d
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        assert not engine._requests._places
+        assert not engine._requests._admissions
         go_on.set()
         await becomes(lambda: not any(thread._work_queue.qsize() for thread in [engine._requests.threads]))
 
@@ -816,7 +817,7 @@ def test_an_event_loop_that_is_closed_does_not_end_the_engine(engine, slow, capl
     events.run_until_complete(first(gone))
     events.close()  # nobody has told the engine
     assert eventually(lambda: engine.stats().running == 0)
-    assert "requests ended as their event loop was closed: 1" in caplog.text
+    assert "requests aborted because their event loop was closed: 1" in caplog.text
     assert tokens(run(last(engine, user("b")))) == tokens(chat(engine, user("b")))
     run(gone.aclose())  # nobody but its owner can
 
@@ -825,8 +826,8 @@ def test_an_event_loop_that_is_closed_does_not_end_the_engine(engine, slow, capl
 
 
 @pytest.fixture
-def under_way(engine, monkeypatch):
-    """The most requests that have been under way together."""
+def in_flight(engine, monkeypatch):
+    """The most requests that have been in flight together."""
     most = [0]
     arrive = engine.service.caller.arrive
     end = engine.service.caller.end
@@ -849,8 +850,8 @@ def under_way(engine, monkeypatch):
     return most
 
 
-def test_a_full_queue_lets_wait_in_order(engine, under_way, monkeypatch):
-    monkeypatch.setattr(engine._requests, "_room", _Room(3, raises=False))
+def test_a_full_queue_lets_wait_in_order(engine, in_flight, monkeypatch):
+    monkeypatch.setattr(engine._requests, "_room", _AdmissionQueue(3, raises=False))
     expected = {text: tokens(chat(engine, user(text))) for text in "abcdefghij"}
     ended = []
 
@@ -860,24 +861,24 @@ def test_a_full_queue_lets_wait_in_order(engine, under_way, monkeypatch):
         return tokens(output)
 
     assert run(*map(ask, expected)) == [*expected.values()]
-    assert under_way == [3]
+    assert in_flight == [3]
     # Three run at most; who came three places earlier has ended before.
     assert all(ended.index(a) - i < 4 for i, a in enumerate(expected))
 
 
-def test_who_breaks_gives_way_only_when_its_request_has_ended(engine, under_way, slow, monkeypatch):
-    monkeypatch.setattr(engine._requests, "_room", _Room(2, raises=False))
+def test_who_breaks_gives_way_only_when_its_request_has_ended(engine, in_flight, slow, monkeypatch):
+    monkeypatch.setattr(engine._requests, "_room", _AdmissionQueue(2, raises=False))
 
     async def ask(text):
         async for _ in engine.generate(user(text), LONG):
             break
 
     run(*map(ask, "abcdefgh"))
-    assert under_way == [2]
+    assert in_flight == [2]
 
 
 def test_who_waits_for_room_may_leave(engine, slow, monkeypatch):
-    monkeypatch.setattr(engine._requests, "_room", _Room(1, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _AdmissionQueue(1, raises=False))
 
     async def ask():
         running = engine.generate(user("a"), LONG)
@@ -897,7 +898,7 @@ def test_who_waits_for_room_may_leave(engine, slow, monkeypatch):
 
 
 def test_who_waits_for_room_can_be_aborted(engine, slow, monkeypatch):
-    room = _Room(1, raises=False)
+    room = _AdmissionQueue(1, raises=False)
     monkeypatch.setattr(engine._requests, "_room", room)
 
     async def ask():
@@ -917,7 +918,7 @@ def test_who_waits_for_room_can_be_aborted(engine, slow, monkeypatch):
 
 
 def test_a_full_queue_raises_if_it_is_to(engine, slow, monkeypatch):
-    monkeypatch.setattr(engine._requests, "_room", _Room(2, raises=True))
+    monkeypatch.setattr(engine._requests, "_room", _AdmissionQueue(2, raises=True))
     expected = tokens(chat(engine, user("d")))
 
     async def ask():
@@ -951,14 +952,14 @@ def test_options_of_the_queue(open_engine):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
 def test_room_that_nobody_takes_any_more_goes_to_the_next(engine, slow, monkeypatch):
     """One who waits for it has lost its event loop."""
-    room = _Room(1, raises=False)
+    room = _AdmissionQueue(1, raises=False)
     monkeypatch.setattr(engine._requests, "_room", room)
     events = asyncio.new_event_loop()
 
     async def ask():
         running = engine.generate(user("a"), LONG)
         await first(running)
-        lost = events.create_task(room.enter(_Place("lost", events, end=lambda job: None)))
+        lost = events.create_task(room.enter(_Admission("lost", events, end=lambda job: None)))
         await asyncio.to_thread(lambda: (events.call_later(0.02, events.stop), events.run_forever(), events.close()))
         task = asyncio.create_task(last(engine, user("b")))
         await asyncio.sleep(0.01)
@@ -974,7 +975,7 @@ def test_room_that_nobody_takes_any_more_goes_to_the_next(engine, slow, monkeypa
 @pytest.mark.parametrize("when", ["running", "arriving"])
 def test_an_event_loop_that_is_closed_keeps_no_places(engine, slow, slow_decoder, pictures, monkeypatch, caplog, when):
     """Its requests cannot give them back: two run, or are identified, and one waits for room."""
-    monkeypatch.setattr(engine._requests, "_room", _Room(2, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _AdmissionQueue(2, raises=False))
     begun, go_on = slow_decoder
     if when == "running":
         go_on.set()
@@ -993,8 +994,8 @@ def test_an_event_loop_that_is_closed_keeps_no_places(engine, slow, slow_decoder
     assert run(last(engine, user("d"))).finished
     assert [run(last(engine, user("e"), request_id=name)).finished for name in "xyz"] == [True] * 3
     assert_clean(engine)
-    assert "requests ended as their event loop was closed" in caplog.text
-    assert "a listener failed" not in caplog.text
+    assert "requests aborted because their event loop was closed" in caplog.text
+    assert "the output callback of a request failed" not in caplog.text
     for task in lost:
         task._log_destroy_pending = False
 
@@ -1029,7 +1030,7 @@ def test_lower_numbers_come_first(engine, slow):
 
     by_wave = sorted(run(ask()), key=lambda output: output.metrics.wave)
     assert [output.metrics.wave for output in by_wave] == sorted(output.metrics.wave for output in by_wave)
-    # Two lanes: the last of a pair may be the first to end.
+    # Two decode slots: the last of a pair may be the first to end.
     assert [set(order[:2]), set(order[2:4]), order[4]] == [{-2, 0}, {1, 3}, 5]
 
 
@@ -1096,7 +1097,7 @@ def test_closing_ends_everything(open_engine, pictures, slow_decoder):
         run(stream(engine, user("a")))
     with pytest.raises(RuntimeError, match=CLOSED):
         engine.stats()
-    assert not engine._requests._places
+    assert not engine._requests._admissions
     assert not engine._requests._room._used
 
 
@@ -1160,12 +1161,12 @@ def test_several_event_loops(engine, pictures):
     assert found == [expected[::2], expected[1::2]]
 
 
-def test_a_full_queue_over_several_event_loops(engine, under_way, monkeypatch):
-    monkeypatch.setattr(engine._requests, "_room", _Room(2, raises=False))
+def test_a_full_queue_over_several_event_loops(engine, in_flight, monkeypatch):
+    monkeypatch.setattr(engine._requests, "_room", _AdmissionQueue(2, raises=False))
     with ThreadPoolExecutor(3) as threads:
         found = threads.map(lambda name: run(*(last(engine, user(f"{name}{i}")) for i in range(4))), "abc")
         assert all(output.finished for outputs in found for output in outputs)
-    assert under_way == [2]
+    assert in_flight == [2]
 
 
 def test_an_id_is_aborted_from_another_event_loop(engine, slow):
@@ -1203,7 +1204,7 @@ def test_answered_requests_are_not_kept(engine, textured_image, monkeypatch):
     ahead.wait()
     kept = sum(len(sequences) for _, sequences in ahead._answered)
     ahead._answered.clear()
-    assert kept <= 2 * SIZES["ladder"].max_sequences
+    assert kept <= 2 * SIZES["buckets"].max_sequences
 
 
 def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monkeypatch):
@@ -1223,7 +1224,7 @@ def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monke
     assert tokens(output) == tokens(expected)
 
 
-@pytest.mark.parametrize("seed", some_seeds(ladder=range(3), thorough=range(30)))
+@pytest.mark.parametrize("seed", some_seeds(buckets=range(3), thorough=range(30)))
 def test_random_arrivals_and_ends(engine, slow, pictures, seed):
     """Whoever is not aborted gets what it gets alone; whoever is gets its beginning."""
     rng = random.Random(seed)
@@ -1317,13 +1318,28 @@ class Endless:
 def test_an_abort_does_not_wait_for_other_requests():
     engine, aborted = Endless(), []
     loop = Loop(engine)
-    loop.submit([types.SimpleNamespace(told=types.SimpleNamespace())])
+    loop.submit([types.SimpleNamespace(report=types.SimpleNamespace())])
     loop.begin()
     loop.abort([types.SimpleNamespace(abort=lambda: aborted.append(engine.passes))])
     passes = engine.passes
     engine.ended.set()
     assert aborted[0] < passes < engine.most
     loop.wait()
+
+
+def test_an_abort_waits_for_a_pass_that_begins_behind_it(monkeypatch):
+    """The one that runs may have looked at what is aborted before it was, so that it ends without an effect."""
+    loop, ends = Loop(None), []
+    loop._thread, loop._passes = threading.current_thread(), 7
+    monkeypatch.setattr(loop._changed, "wait_for", ends.append)
+    loop.abort([])
+    [has_ended] = ends
+    found = {}
+    for loop._passes in range(7, 11):
+        found[loop._passes] = has_ended()
+    assert found == {7: False, 8: False, 9: True, 10: True}
+    loop._thread, loop._passes = None, 7
+    assert has_ended()
 
 
 def test_tokens_are_those_of_the_prompt(engine, pictures):

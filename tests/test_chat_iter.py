@@ -15,10 +15,10 @@ import vlcache_jax.common.progress as progress
 from tests.helper import SIZES, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, RequestError, SamplingParams
 
-LANES = SIZES["ladder"].max_sequences
+DECODE_SLOTS = SIZES["buckets"].max_sequences
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-AHEAD = 8 * LANES  # rows taken of the iterable and not yielded yet, at most
+AHEAD = 8 * DECODE_SLOTS  # rows taken of the iterable and not yielded yet, at most
 TOO_LONG = "w " * 600
 
 
@@ -192,7 +192,7 @@ def test_a_wrong_row_ends_the_job_behind_what_runs(llm, mixed):
     assert caught.value.errors.keys() == {8, 9, 15}
     assert sorted(found) == list(range(8))
     assert caught.value.outputs == []
-    assert taken.taken <= 2 * LANES
+    assert taken.taken <= 2 * DECODE_SLOTS
     assert [tokens(found[i]) for i in range(8)] == alone(llm, rows[:8])
 
 
@@ -285,9 +285,9 @@ def test_closing_ends_it(checkpoints, llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"conversations": "a"}, "conversations must be an iterable of them, got str"),
-        ({"conversations": {"role": "user"}}, "conversations must be an iterable of them, got dict"),
-        ({"conversations": 3}, "conversations must be an iterable of them, got int"),
+        ({"conversations": "a"}, "conversations must be an iterable of conversations, got str"),
+        ({"conversations": {"role": "user"}}, "conversations must be an iterable of conversations, got dict"),
+        ({"conversations": 3}, "conversations must be an iterable of conversations, got int"),
         ({"params": "greedy"}, "sampling_params must be SamplingParams, an iterable of them or None, got 'greedy'"),
         ({"params": 3}, "sampling_params must be SamplingParams, an iterable of them or None, got 3"),
         ({"on_error": "ignore"}, "on_error must be"),
@@ -367,4 +367,4 @@ def test_a_long_job_keeps_nothing_of_what_it_yielded(llm, textured_image, monkey
     kept = [sum(len(own) for _, own in ahead._answered) for _ in chat_iter(llm, rows)]
     ahead.wait()
     ahead._answered.clear()
-    assert max(kept) <= 3 * LANES
+    assert max(kept) <= 3 * DECODE_SLOTS

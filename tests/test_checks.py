@@ -14,7 +14,7 @@ def test_bytes(value, count):
 
 @pytest.mark.parametrize("value", ["2K", "", -1, "-1", True, None, 1.5, "9" * 400, "GiB"])
 def test_no_bytes(value):
-    with pytest.raises(ValueError, match=r"^host_bytes must be bytes of at least 0, as a number or like"):
+    with pytest.raises(ValueError, match=r"^host_bytes must be a non-negative number of bytes, such as"):
         parse_bytes(value, "host_bytes")
 
 

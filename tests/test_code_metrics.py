@@ -55,16 +55,16 @@ def test_planted_cases_are_found(tmp_path):
     found = {row["what"]: (row["number"], row["which"]) for row in code_metrics.rows(list(sources.values()))}
     assert found == {
         "files over 600 lines": (1, "top.py 701"),
-        "functions * over 80 lines": (1, "top.py: most 701"),
+        "functions * over 80 lines": (1, "top.py: most 700"),
         "largest class, lines": (16, "layer/pool.py: Pool"),
-        "largest function, lines": (701, "top.py: most, complexity 1"),
-        "largest function *, lines": (701, "top.py: most, complexity 1"),
+        "largest function, lines": (700, "top.py: most, complexity 1"),
+        "largest function *, lines": (700, "top.py: most, complexity 1"),
         "largest complexity *": (7, "layer/pool.py: Pool.long"),
         "repeated class names": (0, ""),
         "import cycles": (0, ""),
     }
     kernel = code_metrics.read("pallas_kernels/top.py", (package / "top.py").read_text())
-    assert [row["number"] for row in code_metrics.rows([kernel, pool])][1:5:3] == [0, 7]
+    assert [row["number"] for row in code_metrics.rows([kernel, pool])][1:5:3] == [0, 6]
 
 
 def test_repeated_class_names_are_found():
@@ -127,7 +127,7 @@ def test_the_package_is_read(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("trace", "most_files", "most_functions"), [(code_metrics.trace_hit, 48, 465), (code_metrics.trace_stream, 64, 610)]
+    ("trace", "most_files", "most_functions"), [(code_metrics.trace_hit, 49, 465), (code_metrics.trace_stream, 64, 610)]
 )
 def test_a_hit_enters_few_files_and_functions(trace, most_files, most_functions, checkpoints):
     """A feature that needs more raises a ceiling in its own commit, which says why."""

@@ -126,7 +126,7 @@ def divergence(p, q):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
-    ("family", "plant"), [("qwen2_5_vl", None), pytest.param("qwen3_vl", zero_channel, marks=pytest.mark.ladder)]
+    ("family", "plant"), [("qwen2_5_vl", None), pytest.param("qwen3_vl", zero_channel, marks=pytest.mark.slow)]
 )
 def test_exact_reuse_never_links_what_is_coded(opened, made, image, monkeypatch, family, plant, codec):
     llm = opened(made(family, plant), codec)
@@ -150,7 +150,7 @@ def test_exact_reuse_never_links_what_is_coded(opened, made, image, monkeypatch,
     assert (now.stored, now.hits_exact, now.misses - stats.misses) == (stats.stored, stats.hits_exact, 1)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_exact_answers_are_those_of_a_cold_run(opened, made, image):
     llm = opened(made("qwen2_5_vl"), "int8")
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -167,7 +167,7 @@ def test_exact_answers_are_those_of_a_cold_run(opened, made, image):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
-    ("family", "plant"), [("qwen2_5_vl", None), pytest.param("qwen3_vl", zero_channel, marks=pytest.mark.ladder)]
+    ("family", "plant"), [("qwen2_5_vl", None), pytest.param("qwen3_vl", zero_channel, marks=pytest.mark.slow)]
 )
 def test_approximate_reuse_links_what_is_coded(opened, made, image, family, plant, codec):
     llm = opened(made(family, plant), codec)
@@ -185,7 +185,7 @@ def test_approximate_reuse_links_what_is_coded(opened, made, image, family, plan
     assert (now.stored, now.hits_approximate - stats.hits_approximate) == (stats.stored, 4)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "dtype", "bits", "less"),
     [
@@ -201,7 +201,7 @@ def test_bytes_do_not_depend_on_the_engine(opened, made, image, codec, bits, les
     [record] = kv_records(llm)
     values = 2 * 2 * record.meta.padded * 2 * 128  # layers, K and V, tokens, heads, width
     assert (
-        sum(plane.nbytes for plane in record.planes)
+        sum(buffer.nbytes for buffer in record.buffers)
         == record.meta.nbytes
         == report(found).bytes_moved
         == values * bits / 8
@@ -227,7 +227,7 @@ def test_the_bias_of_keys_costs_nothing(opened, made, image, plant, codec):
     assert 0 < divergence(plain, coded) < MOST_KL[codec]
 
 
-@pytest.mark.ladder_for("int4")
+@pytest.mark.slow_for("int4")
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_bias_that_stays_in_costs_much(opened, made, image, monkeypatch, codec):
     directory = made("qwen2_5_vl", large_bias)
@@ -237,7 +237,7 @@ def test_a_bias_that_stays_in_costs_much(opened, made, image, monkeypatch, codec
         assert divergence(plain, log_probabilities(llm, image)) > 100 * MOST_KL[codec]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     directory = made("qwen3_vl", zero_channel)
@@ -246,32 +246,32 @@ def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     assert 0 < divergence(plain, coded) < MOST_KL[codec]
     [record], own = kv_records(llm), CODECS[codec]
     meta, decode, pairs = record.meta, jax.jit(own.decode), jax.jit(own.pairs)
-    assert meta.planes == own.planes(2, 24)
+    assert meta.buffers == own.buffers(2, 24)
     for layer, (_, weight) in enumerate(llm.service.device.runner.constants):
         assert weight[3] == 0
-        planes = [plane[layer, 0].reshape(meta.padded, 2, -1) for plane in record.planes]
-        stored = np.asarray(decode(*planes))[: meta.tokens]
-        scales = np.asarray(pairs(planes[1]), np.float32)[: meta.tokens, :, 0, 0]
+        buffers = [buffer[layer, 0].reshape(meta.padded, 2, -1) for buffer in record.buffers]
+        stored = np.asarray(decode(*buffers))[: meta.tokens]
+        scales = np.asarray(pairs(buffers[1]), np.float32)[: meta.tokens, :, 0, 0]
         assert (np.abs(stored[..., 3]) <= 0.51 * scales).all()  # 0, as near as codes come
-        assert not np.asarray(decode(*planes, weight=weight))[: meta.tokens, :, 3].any()
+        assert not np.asarray(decode(*buffers, weight=weight))[: meta.tokens, :, 3].any()
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_damage_is_found(opened, made, image, codec):
     llm = opened(made("qwen2_5_vl"), codec)
-    for plane in range(2):
+    for buffer in range(2):
         for half in range(2):
             llm.reset_mm_cache()
             score(llm, "What is ", image, "?", reuse="exact")
             [record] = kv_records(llm)
-            codes, scales = (own[1, half] for own in record.planes)
+            codes, scales = (own[1, half] for own in record.buffers)
             tokens = record.meta.tokens
             assert tokens < record.meta.padded
             codes[tokens, 0] ^= 1  # padding
             scales[-1, -1] ^= 1
             assert llm.cache.verify() == []
             corrupt = llm.cache.stats().corrupt
-            if plane:
+            if buffer:
                 scales[tokens - 1, -1] ^= 1
             else:
                 codes[0, 5] ^= 1
@@ -311,7 +311,7 @@ def test_names_of_codecs(name):
 def test_a_head_width_that_a_codec_does_not_do(made, monkeypatch):
     monkeypatch.setattr(vlcache_jax.service, "_load", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(
-        ValueError, match="head width must be even for codec 'int4' up to 32, or multiples of it, got 40"
+        ValueError, match="head width must be even and at most 32 or a multiple of 32 for codec 'int4', got 40"
     ):
         open_llm(made("qwen3_vl", head_dim=40), "int4")
 

@@ -42,7 +42,7 @@ from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.study.probe import Probe
 
-SETTINGS = SIZES | {"ladder": ALONE, "compressed_kv_bytes": 2**22, "use_tqdm": False}
+SETTINGS = SIZES | {"buckets": ALONE, "compressed_kv_bytes": 2**22, "use_tqdm": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TOLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 
@@ -74,7 +74,7 @@ def llm(opened, monkeypatch):
     spoil_compressed(opened, monkeypatch)
     yield opened
     assert_nothing_left(opened)
-    assert opened.stats().compressed_in_use == opened.stats().aside_bytes == 0
+    assert opened.stats().compressed_in_use == opened.stats().swapped_bytes == 0
     give_compressed_pages(opened)
 
 
@@ -164,7 +164,7 @@ def check(reference, conversation, output, compressor):
             assert abs(row[token] - logprob) < 3e-6 * largest  # float64 is 8e-7 from either at most
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @one_device
 @each_family
 @pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_5_vl-flat-tied")
@@ -179,10 +179,10 @@ def test_decoding_equals_a_masked_whole_cache(llm, conversations):
     assert min(kept) < PAGE < max(kept)
     # The pool is updated in place.
     runner = llm.service.device.runner
-    plan = runner.programs.program(CompressedWindow(8, runner.shapes.page_rungs[0])).memory_analysis()
-    pool, lanes = jax.tree.leaves(runner.compressed.arrays), runner.shapes.lanes
+    plan = runner.programs.program(CompressedWindow(8, runner.shapes.page_buckets[0])).memory_analysis()
+    pool, decode_slots = jax.tree.leaves(runner.compressed.arrays), runner.shapes.decode_slots
     pool_bytes = sum(x.nbytes for x in pool) // runner.devices.count
-    assert plan.alias_size_in_bytes == pool_bytes + sum(x.size * x.dtype.itemsize for x in lanes)
+    assert plan.alias_size_in_bytes == pool_bytes + sum(x.size * x.dtype.itemsize for x in decode_slots)
 
 
 ONE = pytest.mark.parametrize("family_checkpoint", ["qwen3_vl"], indirect=True, scope="session")
@@ -195,7 +195,7 @@ ONE = pytest.mark.parametrize("family_checkpoint", ["qwen3_vl"], indirect=True, 
     [
         "snapkv-0.2",
         *(
-            pytest.param(compress, marks=pytest.mark.ladder)
+            pytest.param(compress, marks=pytest.mark.slow)
             for compress in (
                 "postvision-0.2", "pyramidkv-0.2", "streaming-0.2", "random-0.2", "h2o-0.2", "zipcache-0.2",
                 VLCache(0.2, refill=True, granularity="layer"),
@@ -215,12 +215,12 @@ def test_each_policy_keeps_what_it_says(llm, conversations, compress):
         llm.reset_prefix_cache()
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @one_device
 @ONE
 def test_nothing_compiles_after_warmup(family_checkpoint, conversations):
     """Every policy that a word stands for; scores of one's own are compiled where they are first asked for."""
-    with LLM(family_checkpoint, **SIZES | {"ladder": FEW}, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
+    with LLM(family_checkpoint, **SIZES | {"buckets": FEW}, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
         programs = llm.service.device.runner.programs
         count, _ = llm.warmup(verbose=False)
         assert count == programs.num_programs
@@ -234,7 +234,7 @@ def test_nothing_compiles_after_warmup(family_checkpoint, conversations):
         assert programs.num_programs == count + 1
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @ONE
 def test_nothing_dropped_changes_nothing(llm, conversations, monkeypatch):
     before = llm.stats().compressed
@@ -318,7 +318,7 @@ def test_compressed_and_whole_requests_run_together(llm, conversations):
     wrong = iterated.pop(len(asked))
     assert wrong.error.startswith(f"conversations[{len(asked)}] compress must be one of vl-cache-A, ")
     assert tokens(iterated[i] for i in range(len(asked))) == [tokens(outputs)[0] for outputs in alone]
-    with pytest.raises(ValueError, match="compress must give one for each conversation, got fewer of them"):
+    with pytest.raises(ValueError, match="compress must have a value for each conversation, got fewer"):
         list(llm.chat_iter(rows, GREEDY, False, compress=compress[:2]))
 
 
@@ -370,8 +370,8 @@ def test_without_room_it_waits_and_what_never_fits_is_an_error(llm, conversation
     wrong = dataclasses.replace(GREEDY, max_tokens=800)
     for compress in ("vl-cache-0.3", "snapkv-0.3"):  # what is kept is known with the observation, and before it
         message = (
-            rf"conversations\[0\]: max_tokens must be .* compressed_kv_bytes, which holds {pages.count} pages .* "
-            rf"got 800, for which {compress} needs \d+$"
+            rf"conversations\[0\]: max_tokens must be .* compressed_kv_bytes, got 800: {compress} needs \d+ pages, "
+            rf"but the pool has {pages.count}; reduce"
         )
         with pytest.raises(ValueError, match=message):
             ask(llm, conversations[0], params=[wrong], compress=compress)
@@ -462,37 +462,37 @@ def give_some(llm, outputs):
 
 
 def watch_moves(llm, monkeypatch):
-    """Who is put aside is the last of those that have pages; what comes back is what it had, to the bit. Returns the
-    answers that were put aside, and a list of theirs that came back."""
+    """Who is swapped out is the last of those that have pages; what comes back is what it had, to the bit. Returns the
+    answers that were swapped out, and a list of theirs that came back."""
     scheduler, runner, compactor = (
         llm.service.engine.scheduler,
         llm.service.device.runner,
         llm.service.engine._compactor,
     )
     pages, gone, back = scheduler.compressed, [], []
-    put_aside, bring_back = pages.put_aside, compactor._bring_back
+    swap_out, bring_back = pages.swap_out, compactor._bring_back
 
-    def content(lease):
-        page = np.concatenate([np.arange(PAGE) + PAGE * number for number in lease.pages])
+    def content(block_table):
+        page = np.concatenate([np.arange(PAGE) + PAGE * number for number in block_table.pages])
         return [np.asarray(half)[page] for half in runner.compressed.arrays[0]]
 
-    def noted_aside(lease, held):
-        having = [one for one in scheduler.decoding if one.progress.compressed is not None and not one.is_aside]
+    def noted_swap(block_table, held):
+        having = [one for one in scheduler.decoding if one.progress.compressed is not None and not one.is_swapped_out]
         last = max(having, key=lambda one: (one.progress.priority, one.progress.arrived))
-        assert last.progress.compressed is lease
-        gone.append((last, content(lease)))
-        put_aside(lease, held)
+        assert last.progress.compressed is block_table
+        gone.append((last, content(block_table)))
+        swap_out(block_table, held)
 
-    def noted_back(lease):
-        [(answer, had)] = [pair for pair in gone if pair[0].progress.compressed is lease][-1:]
-        if bring_back(lease):
+    def noted_back(block_table):
+        [(answer, had)] = [pair for pair in gone if pair[0].progress.compressed is block_table][-1:]
+        if bring_back(block_table):
             back.append(answer)
-            for before, after in zip(had, content(lease), strict=True):
+            for before, after in zip(had, content(block_table), strict=True):
                 np.testing.assert_array_equal(before, after)
             return True
         return False
 
-    monkeypatch.setattr(pages, "put_aside", noted_aside)
+    monkeypatch.setattr(pages, "swap_out", noted_swap)
     monkeypatch.setattr(compactor, "_bring_back", noted_back)
     return gone, back
 
@@ -528,14 +528,14 @@ def test_put_aside_and_gone_on(llm, conversations, monkeypatch):
         same_logprobs(mine, its)
         assert (mine.compression.kept, mine.compression.seconds > 0) == (its.compression.kept, True)
         assert [one.finish_reason for one in mine.outputs] == [one.finish_reason for one in its.outputs]
-    assert len(back) == len(gone) == stats.put_aside - before.put_aside == stats.brought_back - before.brought_back > 0
+    assert len(back) == len(gone) == stats.swapped_out - before.swapped_out == stats.swapped_in - before.swapped_in > 0
     moved = 2 * sum(half.nbytes for _, had in gone for half in had)
     assert stats.moved_bytes - before.moved_bytes == moved
     # Nobody of the highest priority had to wait for others.
     assert jobs[2].sequences[0] not in {answer for answer, _ in gone}
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @ONE
 def test_who_ends_while_it_is_put_aside_leaves_nothing(llm, conversations):
     """Because nobody wants it any more, by an error of the engine, or as the engine closes."""
@@ -545,14 +545,14 @@ def test_who_ends_while_it_is_put_aside_leaves_nothing(llm, conversations):
     def begin():
         driver = Driver(llm)
         jobs = [driver.arrive(Asked(one, LONG, "exact", compress="vl-cache-0.3")) for one in conversations[:3]]
-        while not llm.stats().aside_bytes:
+        while not llm.stats().swapped_bytes:
             assert driver.step()
-        return driver, jobs, [job.sequences[0].is_aside for job in jobs].index(True)
+        return driver, jobs, [job.sequences[0].is_swapped_out for job in jobs].index(True)
 
     driver, jobs, aside = begin()
     driver.abort(jobs[aside])
     driver.step()
-    assert (jobs[aside].has_ended, llm.stats().aside_bytes) == (True, 0)
+    assert (jobs[aside].has_ended, llm.stats().swapped_bytes) == (True, 0)
     driver.finish()
     for number, (job, alone) in enumerate(zip(jobs, expected, strict=True)):
         [mine], [its] = tokens([driver.output(job)])[0], tokens([alone])[0]
@@ -562,7 +562,7 @@ def test_who_ends_while_it_is_put_aside_leaves_nothing(llm, conversations):
     assert all(job.has_ended for job in jobs)
     for job in jobs:
         llm.service.caller.end(job)
-    assert llm.stats().aside_bytes == llm.stats().compressed_in_use == 0
+    assert llm.stats().swapped_bytes == llm.stats().compressed_in_use == 0
     assert tokens(ask(llm, *conversations[:3], params=LONG, compress="vl-cache-0.3")) == tokens(expected)
 
 
@@ -631,13 +631,13 @@ def test_verified_it_is_compared_with_the_whole_cache(llm, conversations):
 
 
 @ONE
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_prompt_of_several_steps(llm, textured_image, monkeypatch):
     """What is observed does not depend on how the prompt was cut."""
     conversation = user(textured_image(420, 420, 5), "a b c d e f g h " * 30)
     [output] = ask(llm, conversation, params=TOLD, compress="vl-cache-0.2")
-    assert len(output.prompt_token_ids) > SIZES["ladder"].max_rows
-    monkeypatch.setattr(llm.service.device.runner, "ladder", dataclasses.replace(SIZES["ladder"], rows=(1024,)))
+    assert len(output.prompt_token_ids) > SIZES["buckets"].max_rows
+    monkeypatch.setattr(llm.service.device.runner, "buckets", dataclasses.replace(SIZES["buckets"], rows=(1024,)))
     check(Reference(llm), conversation, output, parse_compressor("vl-cache-0.2"))
 
 
@@ -646,7 +646,7 @@ def test_what_is_refused(llm, family_checkpoint, conversations):
     with pytest.raises(ValueError, match=r"^compress must be .*vl-cache-A"):
         ask(llm, conversations[2], compress="vl-cache")
     with LLM(family_checkpoint, **SIZES, use_tqdm=False) as plain:
-        with pytest.raises(ValueError, match=r"^compress must be left out where compressed_kv_bytes of the engine is"):
+        with pytest.raises(ValueError, match=r"^compress='.*' needs a compressed KV pool: "):
             ask(plain, conversations[2], compress="vl-cache-0.1")
         names = {one.name for one in plain.service.device.runner.programs.family_of(plain.service.policy)}
         assert not names & {"observe", "compact", "compressed_window", "sums", "compressed_pool"}

@@ -10,7 +10,7 @@ import pytest
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands import serve
 from vlcache_jax.config import EngineConfig
-from vlcache_jax.device.buckets import Ladder
+from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.server.config import ServerConfig
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def test_every_option_is_listed_with_its_default(config):
 def test_options_of_the_command_line_are_those_of_serve():
     command = serve.command()
     known = {one.name: "/".join([*one.opts, *one.secondary_opts]) for one in command.params if one.name != "same_model"}
-    known |= {"model": "MODEL", "cache": "", "neighbours": ""}
+    known |= {"model": "MODEL", "cache": "", "discovered_peers": ""}
     found = {
         name.strip("`"): option.strip("`")
         for config in (EngineConfig, CacheConfig, ServerConfig)
@@ -56,4 +56,4 @@ def test_what_a_server_has_otherwise_is_said():
 
 
 def test_every_bucket_size_is_listed():
-    assert [name for name, *_ in rows("Bucket sizes")] == [f"`{own.name}`" for own in dataclasses.fields(Ladder)]
+    assert [name for name, *_ in rows("Bucket sizes")] == [f"`{own.name}`" for own in dataclasses.fields(BucketSizes)]

@@ -13,12 +13,12 @@ import pytest
 
 from tests.cache.records import load
 from tests.engine.test_uploads import SlowTier
-from tests.helper import LADDER, SIZES, WITHIN, assert_nothing_left, one_device, user
-from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from tests.helper import BUCKETS, SIZES, WITHIN, assert_nothing_left, one_device, user
+from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.compressed_pages import Compression
-from vlcache_jax.engine.prefilling import Passage
+from vlcache_jax.engine.prefilling import ForwardPass
 from vlcache_jax.library import Library
 
 FORCED = "the quick brown fox"
@@ -34,12 +34,12 @@ def opened(checkpoints):
         @functools.cache
         def open_llm(family, codec, device_bytes, rows):
             cache = CacheConfig(codec=codec, device_bytes=device_bytes)
-            sizes = SIZES | {"ladder": dataclasses.replace(LADDER, rows=rows), "compressed_kv_bytes": 2**22}
+            sizes = SIZES | {"buckets": dataclasses.replace(BUCKETS, rows=rows), "compressed_kv_bytes": 2**22}
             return stack.enter_context(
                 LLM(checkpoints(family), cache=cache, enable_prefix_caching=False, use_tqdm=False, **sizes)
             )
 
-        def get(family="qwen3_vl", codec="auto", pages=None, rows=LADDER.rows, device_bytes=PLENTY):
+        def get(family="qwen3_vl", codec="auto", pages=None, rows=BUCKETS.rows, device_bytes=PLENTY):
             llm = open_llm(family, codec, device_bytes, rows)
             llm.reset_mm_cache()
             llm.service.cache.tier.clear()
@@ -84,7 +84,7 @@ MORE += [
 
 
 @pytest.mark.parametrize(
-    ("family", "codec", "reuse"), [*HITS, *(pytest.param(*case, marks=pytest.mark.ladder) for case in MORE)]
+    ("family", "codec", "reuse"), [*HITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_a_hit_on_the_device_moves_nothing_and_equals_one_in_host_memory(
     opened, pictures, monkeypatch, family, codec, reuse
@@ -106,7 +106,7 @@ def test_a_hit_on_the_device_moves_nothing_and_equals_one_in_host_memory(
     assert found[PLENTY].cache.rows == found[0].cache.rows
 
 
-@pytest.mark.parametrize("codec", ["auto", pytest.param("int8", marks=pytest.mark.ladder)])
+@pytest.mark.parametrize("codec", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 def test_what_is_linked_from_the_device_is_compressed(opened, pictures, monkeypatch, codec):
     """As what comes from host memory is, and coded K, V as they are read; compacted whole, it is what was linked."""
     params, found = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), {}
@@ -161,7 +161,7 @@ def test_without_room_a_request_goes_on(opened, pictures):
     assert_nothing_left(llm)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_an_image_of_several_steps(opened, textured_image):
     llm = opened(rows=(16,))
     picture = textured_image(120, 180)
@@ -202,7 +202,7 @@ def test_an_image_that_comes_twice(opened, pictures):
     assert llm.cache.stats().device_records == 1
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_call_means_its_requests_one_by_one(opened, pictures):
     llm = opened()
     rng = np.random.default_rng(3)
@@ -242,7 +242,7 @@ def test_after_an_error_the_device_is_empty(opened, pictures, monkeypatch):
     llm = opened()
     cold = score(llm, "See ", pictures[0], "?")
     with monkeypatch.context() as context:
-        context.setattr(Passage, "advance", lambda *_: 1 / 0)
+        context.setattr(ForwardPass, "advance", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             score(llm, "See ", pictures[0], "?")
     assert llm.cache.stats().device_records == 0
@@ -286,11 +286,11 @@ def test_half_a_record_is_not_taken_for_a_copy(opened, pictures):
     assert_nothing_left(llm)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", ["exact", "shift-0.3"])
 def test_nothing_compiles_after_warmup(checkpoints, pictures, reuse):
     with LLM(
-        checkpoints("qwen3_vl"), ladder=Ladder(rows=(64,), patches=(64,), sequences=(1,)), max_model_len=128,
+        checkpoints("qwen3_vl"), buckets=BucketSizes(rows=(64,), patches=(64,), sequences=(1,)), max_model_len=128,
         cache=CacheConfig(device_bytes=PLENTY), kv_cache_bytes=2**20, enable_prefix_caching=False, use_tqdm=False,
         reuse=reuse,
     ) as llm:  # fmt: skip
@@ -303,13 +303,13 @@ def test_nothing_compiles_after_warmup(checkpoints, pictures, reuse):
         assert llm.service.device.runner.programs.num_programs == count
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["auto", "int4"])
 def test_repeats_are_compiled_ahead(checkpoints, pictures, codec):
-    ladder = Ladder(rows=(64, 160), patches=(64, 256), sequences=(2,))
+    buckets = BucketSizes(rows=(64, 160), patches=(64, 256), sequences=(2,))
     with LLM(
-        checkpoints("qwen3_vl"), ladder=ladder, cache=CacheConfig(device_bytes=PLENTY, codec=codec), max_model_len=256,
-        kv_cache_bytes=2**20, enable_prefix_caching=False, use_tqdm=False, reuse="0.3",
+        checkpoints("qwen3_vl"), buckets=buckets, cache=CacheConfig(device_bytes=PLENTY, codec=codec),
+        max_model_len=256, kv_cache_bytes=2**20, enable_prefix_caching=False, use_tqdm=False, reuse="0.3",
     ) as llm:  # fmt: skip
         llm.service.ahead._stopped = False
         ask = functools.partial(llm.chat, user("See ", pictures[0], pictures[1], "?"), ONE, use_tqdm=False)
@@ -328,8 +328,8 @@ def test_repeats_are_compiled_ahead(checkpoints, pictures, codec):
     ("value", "error", "message"),
     [
         ("1KB", ValueError, r"device_bytes must be 0 or at least \d+, a page of 128 tokens, got 1000"),
-        (-1, ValueError, "device_bytes must be bytes of at least 0"),
-        ("much", ValueError, "device_bytes must be bytes of at least 0"),
+        (-1, ValueError, "device_bytes must be a non-negative number of bytes"),
+        ("much", ValueError, "device_bytes must be a non-negative number of bytes"),
         ("900TB", MemoryError, "device_bytes 811008"),
     ],
 )
@@ -392,7 +392,7 @@ def test_a_copy_that_lost_its_place_is_not_filled_any_further():
 
 
 def test_what_is_computed_again_changes_no_complete_copy():
-    """A request that was put back computes its prompt anew."""
+    """A request that was preempted computes its prompt again."""
     tier, one = DeviceTier(1, 10), record(20)
     assert tier.begin(one) is not None
     tier.fill(one, 20, 20)
@@ -407,7 +407,7 @@ def test_a_librarys_items_stay_on_the_device(opened, pictures, checkpoints):
     fit = int(4 * share)
     for i in range(fit):
         library.add(pictures[i], f"{i}")
-    with pytest.raises(ValueError, match=r"^image must fit in the share of device_bytes that pinned_share leaves"):
+    with pytest.raises(ValueError, match=r"^image must fit in the part of device_bytes that pinned_share allows"):
         library.add(pictures[fit], "more")
     assert [item.id for item in library.items()] == [f"{i}" for i in range(fit)]
     for _ in range(2):  # others come, and take turns in what is left
@@ -424,6 +424,6 @@ def test_a_librarys_items_stay_on_the_device(opened, pictures, checkpoints):
         library.remove(item.id)
     with (
         LLM(checkpoints("qwen3_vl"), use_tqdm=False, **SIZES) as without,
-        pytest.raises(ValueError, match=r"^tier must not be device without a device tier"),
+        pytest.raises(ValueError, match=r"^tier='device' needs a device tier"),
     ):
         Library(without, "shop", tier="device")

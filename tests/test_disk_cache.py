@@ -17,7 +17,7 @@ import pytest
 
 from tests.cache.records import verified_read
 from tests.helper import SIZES, assert_nothing_left, some_cases, user
-from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
 from vlcache_jax.cache.record import DamagedError, Tier, TierError, checksum
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.record_file import file_name, make_header, read_header
@@ -119,7 +119,7 @@ def test_what_was_computed_outlives_the_process(checkpoints, tmp_path, picture, 
         assert where(output) == [("none", "disk")]
 
 
-@pytest.mark.parametrize("reuse", ["shift-0.3", *(pytest.param(r, marks=pytest.mark.ladder) for r in ("0.3", "full"))])
+@pytest.mark.parametrize("reuse", ["shift-0.3", *(pytest.param(r, marks=pytest.mark.slow) for r in ("0.3", "full"))])
 def test_records_from_disk_give_the_answers_of_those_from_memory(llm, picture, reuse):
     chat(llm, user("See ", picture, " what?"))
     elsewhere = user("Elsewhere, what is ", picture, "?")
@@ -157,21 +157,21 @@ def test_a_batch_reports_what_its_requests_report_one_by_one(llm, picture, other
     assert where(together[2])[0][0] == "host"
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_another_ladder_reads_the_same_files(checkpoints, tmp_path, picture):
     conversation = user("See ", picture, " what?")
     with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:
         cold = chat(llm, conversation)
-        rungs = llm.service.device.runner.token_rungs
-    ladder = Ladder(rows=(32, 96), patches=(32, 96, 256), sequences=(4,))
-    with open_llm(checkpoints("qwen3_vl"), tmp_path, SIZES | {"ladder": ladder}) as llm:
-        assert llm.service.device.runner.token_rungs != rungs
+        sizes = llm.service.device.runner.token_buckets
+    buckets = BucketSizes(rows=(32, 96), patches=(32, 96, 256), sequences=(4,))
+    with open_llm(checkpoints("qwen3_vl"), tmp_path, SIZES | {"buckets": buckets}) as llm:
+        assert llm.service.device.runner.token_buckets != sizes
         output = chat(llm, conversation)
         assert where(output[0]) == [("disk", "none")]
         assert tokens(output) == tokens(cold)
 
 
-@pytest.mark.parametrize("codec", ["int8", pytest.param("int4", marks=pytest.mark.ladder)])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_coded_records(checkpoints, tmp_path, picture, codec):
     elsewhere = user("Elsewhere, what is ", picture, "?")
     with open_llm(checkpoints("qwen3_vl"), tmp_path, codec=codec) as llm:
@@ -378,9 +378,9 @@ def scenario(llm, picture, other):
     "fault",
     [
         pytest.param(TierError("the cable is out"), id="fails"),
-        pytest.param(DamagedError("it is damaged"), id="damages", marks=pytest.mark.ladder),
-        pytest.param(RuntimeError("a bug"), id="bug", marks=pytest.mark.ladder),
-        *(pytest.param(fault, marks=pytest.mark.ladder) for fault in COUNTER),
+        pytest.param(DamagedError("it is damaged"), id="damages", marks=pytest.mark.slow),
+        pytest.param(RuntimeError("a bug"), id="bug", marks=pytest.mark.slow),
+        *(pytest.param(fault, marks=pytest.mark.slow) for fault in COUNTER),
     ],
 )
 def test_no_fault_changes_an_answer(llm, picture, other, fault, caplog, monkeypatch):
@@ -469,7 +469,7 @@ class Filled:
 MOUNT = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs"]
 
 
-@pytest.fixture(params=[Limited, pytest.param(Filled, marks=pytest.mark.ladder)])
+@pytest.fixture(params=[Limited, pytest.param(Filled, marks=pytest.mark.slow)])
 def room(request, tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
         if request.param is Filled:

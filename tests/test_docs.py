@@ -68,7 +68,7 @@ def quick(found):
 def _later(block):
     """Studies take minutes each."""
     is_study = any(name in block.text for name in ("vlcache bench accuracy", "research.policies", "vlcache bench ttft"))
-    return pytest.mark.thorough if is_study else pytest.mark.ladder
+    return pytest.mark.thorough if is_study else pytest.mark.slow
 
 
 def commands(block):
@@ -81,7 +81,7 @@ def commands(block):
 def folder(tmp_path, monkeypatch, request):
     """With the files of a clone that the pages name."""
     if not re.search("vlcache bench|vlcache schedule|research", request.getfixturevalue("block").text):
-        request.getfixturevalue("few_rungs")  # measuring needs more room
+        request.getfixturevalue("few_buckets")  # measuring needs more room
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "vlcache_jax" / "assets").mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_python_blocks_run(block, folder):
     exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("block", quick([block for block in blocks("sh") if re.search("vlcache|research", block.text)]))
 def test_commands_run(block, folder):
     for words in commands(block):
@@ -210,7 +210,7 @@ def test_what_is_said_of_a_models_memory_is_what_is_counted():
         assert found == [f"{slot / 1e3:.0f} KB", f"{tokens} tokens", f"{kept / 1e6:.0f} MB"]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_what_is_said_to_fit_is_what_is_counted():
     """In the guide, and the smallest GPU of each model in the README."""
     rows = table("docs/guides/gpus.md", "model | weights in")

@@ -20,7 +20,7 @@ import vlcache_jax.calls.groups as serving
 import vlcache_jax.preparation.identification as identification
 import vlcache_jax.preparation.recognition as recognition
 from tests.helper import SIZES, WITHIN, user
-from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
+from vlcache_jax import LLM, BucketSizes, CacheConfig, RequestError, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.processor import ImageProcessor
@@ -74,7 +74,7 @@ def wrong_rows(pictures, tmp_path):
     Image.new("1", (9000, 9000)).save(big, "PNG")
     conversations = [user("a"), user("b", pictures[0])] + [user("c")] * 9
     wrong = {
-        2: (user("w " * 600), "prompt and answer must fit in max_model_len = 1024 tokens"),
+        2: (user("w " * 600), "prompt and output must fit in max_model_len = 1024 tokens"),
         3: (user("x", tmp_path / "missing.png"), "images[0] must be the path of a readable file"),
         4: (user("\ud800"), "must be text, got '\\ud800' at character"),
         5: ([{"role": "robot", "content": "x"}], "messages[0] must have the role"),
@@ -93,8 +93,8 @@ def test_all_wrong_rows_are_named_before_anything_runs(llm, wrong_rows, monkeypa
     monkeypatch.setattr(llm.service.device.runner, "run", lambda *_: pytest.fail("ran"))
     params = [GREEDY] * len(conversations)
     params[10] = SamplingParams(stop_token_ids=[10**6])
-    wrong = {**wrong, 10: "sampling_params[10] stop_token_ids must be below the vocabulary"}
-    with pytest.raises(RequestError, match=f"^{len(wrong)} requests are wrong:\n") as caught:
+    wrong = {**wrong, 10: "sampling_params[10] stop_token_ids must be below"}
+    with pytest.raises(RequestError, match=f"^{len(wrong)} requests failed:\n") as caught:
         chat(llm, conversations, params)
     assert caught.value.errors.keys() == wrong.keys()
     assert caught.value.outputs == []
@@ -128,7 +128,7 @@ def test_wrong_rows_come_back_and_the_others_are_answered(llm, wrong_rows):
 
 def test_other_calls_name_and_return_rows_too(llm, pictures):
     prompts = ["a", {"prompt": "no place", "multi_modal_data": {"image": pictures[0]}}, "b", "\udfff"]
-    with pytest.raises(RequestError, match=r"(?s)2 requests are wrong:.*prompts\[1\] must hold one.*prompts\[3\] must"):
+    with pytest.raises(RequestError, match=r"(?s)2 requests failed:.*prompts\[1\] must have one.*prompts\[3\] must"):
         llm.generate(prompts, GREEDY, use_tqdm=False)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False, on_error="return")
     assert [output.error is None for output in outputs] == [True, False, True, False]
@@ -144,7 +144,7 @@ def test_other_calls_name_and_return_rows_too(llm, pictures):
 
 
 def test_one_wrong_row_is_one_line(llm):
-    with pytest.raises(RequestError, match=r"^conversations\[1\]: prompt and answer must fit") as caught:
+    with pytest.raises(RequestError, match=r"^conversations\[1\]: prompt and output must fit") as caught:
         chat(llm, [user("a"), user("w " * 600)])
     assert "\n" not in str(caught.value)
 
@@ -165,7 +165,7 @@ def test_what_all_rows_share_is_no_row(llm, options):
 
 def test_limits_that_ask_for_too_much_name_the_image(llm, pictures):
     with pytest.raises(
-        RequestError, match=r"conversations\[1\] images\[0\] must .* or in mm_processor_kwargs, or open"
+        RequestError, match=r"conversations\[1\] images\[0\] must .* or those of mm_processor_kwargs, or open"
     ):
         chat(llm, [user("a"), user(pictures[0])], mm_processor_kwargs={"min_pixels": 2**40})
     huge = {"type": "image", "image": pictures[0], "resized_height": 9000, "resized_width": 9000}
@@ -181,7 +181,7 @@ def test_one_picture_in_several_sizes_has_a_key_for_each(llm, pictures):
     def shown(**asked):
         return {"type": "image", "image": pictures[0], **asked}
 
-    block = 2 * llm.service.intake.processor.patch_size
+    block = 2 * llm.service.preparation.processor.patch_size
     sizes = [
         {},
         {"max_pixels": 6 * block**2},
@@ -377,7 +377,7 @@ def test_closing_ends_a_call_between_its_windows(directory, pictures, monkeypatc
 
 
 def test_decoding_has_a_budget_that_is_given_in_order():
-    budget = recognition.Budget(100)
+    budget = recognition.DecodingBudget(100)
     running, most, order = [], [], []
 
     def work(amount):
@@ -434,7 +434,7 @@ for bomb in bombs:
 """
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_refused_pictures_take_little_memory():
     bombs = [
         ("1", 13000, 13000, "PNG", 0),
@@ -526,7 +526,8 @@ def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeyp
     outputs = chat(llm, rows, params, on_error="return")
     assert tokens([outputs[0], outputs[2]]) == tokens([expected[0], expected[2]])
     assert outputs[1].error == (
-        "conversations[1]: logits must be finite, got NaN or inf: weights or an image's record may be damaged"
+        "conversations[1]: logits must be finite, got NaN or inf: the weights or a cache entry of "
+        "an image may be damaged"
     )
     [answer] = outputs[1].outputs
     assert answer.finish_reason == "error"
@@ -590,16 +591,16 @@ def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
     assert [output.error is None for output in outputs] == [True, False, *[True] * 10]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_request_that_cannot_choose_its_rows_blocks_nobody(checkpoints, textured_image):
     """It never runs, so who would link what it was to compute has to compute that."""
     a, b = (png(textured_image(64, 64, seed)) for seed in (1, 2))
-    small = SIZES | {"ladder": Ladder(rows=(32, 64), patches=(64, 256), sequences=(1, 4))}
+    small = SIZES | {"buckets": BucketSizes(rows=(32, 64), patches=(64, 256), sequences=(1, 4))}
     with LLM(checkpoints("qwen3_vl"), **small) as choosing:
         chat(choosing, [user("z", a)])
         rows = [user("some words before", a, "y" * 90, b, "q"), user("other", b, "z")]
         outputs = chat(choosing, rows, on_error="return", reuse="cacheblend-0.1")
-        assert "conversations[0]: reuse cacheblend-0.1 chooses among all rows" in outputs[0].error
+        assert "conversations[0]: reuse cacheblend-0.1 must compute a prompt in one prefill chunk" in outputs[0].error
         assert outputs[1].error is None
         assert tokens([outputs[1]]) == tokens(chat(choosing, [rows[1]], reuse="off"))
 
@@ -617,7 +618,7 @@ def test_an_answer_that_cannot_be_verified_is_told_alone(directory, pictures):
         trusting.generate(prompt, GREEDY, use_tqdm=False)
         junk = {**prompt, "multi_modal_data": {"image": b"junk"}}
         outputs = trusting.generate([junk, "b"], GREEDY, use_tqdm=False, on_error="return", verify=True)
-        assert "prompts[0]: the answer cannot be verified: prompts[0] images[0] must be an image" in outputs[0].error
+        assert "prompts[0]: the output cannot be verified: prompts[0] images[0] must be an image" in outputs[0].error
         assert outputs[1].error is None
         assert outputs[1].verification.max_logit_difference < 1e-4
         # Nor does its lie touch a row that shows the true picture.

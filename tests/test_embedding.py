@@ -23,7 +23,7 @@ JUDGE = (
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.ladder)], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def directory(request, tmp_path_factory):
     """As the smaller and the larger one of the published sizes, with tokens for yes and no."""
     return make_checkpoint(
@@ -34,7 +34,7 @@ def directory(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(directory):
-    with LLM(directory, **SIZES | {"ladder": ALONE}) as engine:
+    with LLM(directory, **SIZES | {"buckets": ALONE}) as engine:
         yield engine
 
 
@@ -128,7 +128,7 @@ def test_a_repeat_computes_its_last_token(empty, pictures):
     [first] = empty.embed([given], use_tqdm=False)
     [again] = empty.embed([given], use_tqdm=False)
     assert first.cache.images[0].encoder == "computed"
-    assert again.cache.images[0].kv == "resident"
+    assert again.cache.images[0].kv == "kv_pool"
     assert again.num_cached_tokens > len(pictures[3]) // 32
     np.testing.assert_allclose(again.outputs.embedding, first.outputs.embedding, atol=1e-5)
     assert again.metrics.ttft > 0
@@ -137,7 +137,7 @@ def test_a_repeat_computes_its_last_token(empty, pictures):
         [{"role": "system", "content": "Represent the user's input."}, {"role": "user", "content": given}],
         use_tqdm=False,
     )
-    assert answer.cache.images[0].kv == "resident"
+    assert answer.cache.images[0].kv == "kv_pool"
 
 
 @pytest.mark.parametrize("reuse", ["off", "full", 0.5])
@@ -184,7 +184,7 @@ def test_a_page_behind_twenty_queries_is_encoded_once(empty, pictures):
     assert empty.cache.stats().encoder_hits == before.encoder_hits + 19
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_nothing_compiles_after_warmup(directory, pictures):
     with LLM(directory, **SIZES) as engine:
         engine.warmup(verbose=False)
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_said(llm, pictures, checkpoints):
     with pytest.raises(ValueError, match=r"^instruction must be"):
         llm.embed("a", instruction=3)
     for given in ({"prompt": "a"}, [{"role": "system", "content": "b"}, *user("a")]):
-        with pytest.raises(ValueError, match=r"instruction must be left out beside .*, got both for inputs"):
+        with pytest.raises(ValueError, match=r"instruction cannot be combined with .* inputs: "):
             llm.embed(given, instruction="Find")
     empty = {"role": "assistant", "content": ""}
     for given in ([*user("a"), empty], {"messages": [*user("a"), empty], "continue_final_message": False}):
@@ -219,11 +219,14 @@ def test_what_is_wrong_is_said(llm, pictures, checkpoints):
         ):
             llm.embed(given, use_tqdm=False)
     for given, message in (
-        ({"messages": user("a"), "speed": 3}, r"inputs must hold only messages, chat_template, "),
+        (
+            {"messages": user("a"), "speed": 3},
+            r"inputs: unknown field 'speed'; expected one of messages, chat_template, ",
+        ),
         ({"messages": [{"content": "a"}]}, r"inputs messages\[0\] must have the role "),
         (
             {"messages": [*user("a"), empty], "continue_final_message": True, "add_generation_prompt": True},
-            r"inputs add_generation_prompt must be False where continue_final_message is True",
+            r"inputs add_generation_prompt and continue_final_message are mutually exclusive",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -273,7 +276,7 @@ def test_requests_that_come_one_by_one(llm, empty, pictures):
     np.testing.assert_allclose([one.score for one in found], [one.score for one in ranked], atol=1e-5)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_model_without_an_output_head_embeds(tmp_path, load_oracle, pictures, caplog):
     """As Qwen3-VL-Embedding-8B, whose configuration speaks of a head that its files do not have."""
     whole = make_checkpoint(tmp_path / "whole", "qwen3_vl", seed=6)

@@ -51,7 +51,7 @@ def test_what_cannot_be_written_is_known_before(tmp_path):
 @pytest.mark.parametrize("content", ["[1,\n 2,\n 3]", '{"format": "vlcache-schedule/1"}', "12", "index\tquestion"])
 def test_a_file_of_another_kind_is_no_work_log(tmp_path, content):
     (tmp_path / "other").write_text(content)
-    with pytest.raises(ValueError, match=r"work must be a file of finished parts, or a new one, got .*other"):
+    with pytest.raises(ValueError, match=r"work must be a new file or one that an earlier run .*other"):
         WorkLog(tmp_path / "other", "mine")
     assert (tmp_path / "other").read_text() == content
 
@@ -76,5 +76,5 @@ def test_files_to_read_are_there_and_named_once(tmp_path):
         check_all_readable("data", [tmp_path / "a", tmp_path / "b", tmp_path / "link"])
     with pytest.raises(ValueError, match=r"data must be a file that can be read, got .*nothing: no such file"):
         check_all_readable("data", [tmp_path / "a", tmp_path / "nothing"])
-    with pytest.raises(ValueError, match=r"data must be a file that can be read, got .*: no file"):
+    with pytest.raises(ValueError, match=r"data must be a file that can be read, got .*: not a regular file"):
         check_all_readable("data", [tmp_path])

@@ -41,7 +41,7 @@ def picture(textured_image):
 
 def asked(directory, disk, *questions):
     """Answers of an engine with records in a folder; questions are texts before the picture, and how it is reused."""
-    with LLM(directory, cache=CacheConfig(disk=disk), use_tqdm=False, **SIZES | {"ladder": FEW}) as llm:
+    with LLM(directory, cache=CacheConfig(disk=disk), use_tqdm=False, **SIZES | {"buckets": FEW}) as llm:
         found = [ask(llm, *parts, **options) for *parts, options in questions]
         llm.cache.flush()
     return found
@@ -53,7 +53,7 @@ def assert_alike(found, expected):
         np.testing.assert_allclose(chosen, others, atol=2e-5)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_model_in_8_bits_answers_and_its_conversion_finds_what_it_kept(made, picture, tmp_path):
     source, converted, _ = made
     first = asked(source, tmp_path, ("See ", picture, {}))
@@ -63,7 +63,7 @@ def test_a_model_in_8_bits_answers_and_its_conversion_finds_what_it_kept(made, p
     assert_alike(again, first)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_answers_are_those_of_what_8_bits_stand_for(made, picture, tmp_path):
     """And so are reused ones; the other model finds none of the records."""
     source, _, twin = made
@@ -75,7 +75,7 @@ def test_answers_are_those_of_what_8_bits_stand_for(made, picture, tmp_path):
     assert_alike(found, expected)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_layers_with_and_without_matrices_in_8_bits_answer_together(made, picture, tmp_path):
     """As the model that they stand for; kinds of layers have programs of their own, and memory is planned for each."""
     names = [f"model.language_model.layers.1.{name}" for name in ("mlp.down_proj", "self_attn.q_proj")]
@@ -101,16 +101,16 @@ def test_a_schedule_of_one_is_none_of_the_other(made):
 
 def test_what_is_kept_of_a_layer_is_planned(made):
     """Programs hold no more than the plan has for them, and weights take what it says."""
-    with LLM(made[0], use_tqdm=False, **SIZES | {"ladder": FEW}) as llm:
+    with LLM(made[0], use_tqdm=False, **SIZES | {"buckets": FEW}) as llm:
         ask(llm, "Hello", np.zeros((64, 64, 3), np.uint8))
         runner, checkpoint = llm.service.device.runner, llm.service.checkpoint
-        config, ladder = runner.config, runner.ladder
+        config, buckets = runner.config, runner.buckets
         planned = dequantized_bytes(config, True)
         assert planned == 3 * 4 * 2 * 100 * 80  # gate and up
         weights = runner.text, runner.head_weights, runner._visual
         held = sum(leaf.nbytes for leaf in {id(x): x for tree in weights for x in jax.tree.leaves(tree)}.values())
         assert held == weight_bytes(config, checkpoint.dtype) == checkpoint.nbytes()
-        most = activation_bytes(config, runner.shapes.kv, ladder) + planned
+        most = activation_bytes(config, runner.shapes.kv, buckets) + planned
         layer = next(program for program in runner.programs.kernels if program.name == "layer")
         temp = layer.lowered(runner.shapes).compile().memory_analysis().temp_size_in_bytes
         assert 0 < temp < most

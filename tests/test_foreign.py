@@ -107,25 +107,28 @@ def llm(checkpoints):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"download_dir": "/x"}, "LLM cannot do what vLLM's download_dir asks for: set HF_HOME$"),
+        ({"download_dir": "/x"}, "LLM does not support vLLM's download_dir: set HF_HOME$"),
         (
             {"hf_token": "x"},
-            "LLM cannot do what vLLM's hf_token asks for: log in with `hf auth login`, or set HF_TOKEN$",
+            "LLM does not support vLLM's hf_token: log in with `hf auth login`, or set HF_TOKEN$",
         ),
-        ({"generation_config": "vllm"}, "LLM cannot .* generation_config asks for: give sampling_params to each call$"),
+        (
+            {"generation_config": "vllm"},
+            "LLM does not support .* generation_config: pass sampling_params to each call$",
+        ),
         (
             {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size must be None or 1, as nothing else is supported here, got 2$",
+            "pipeline_parallel_size must be None or 1, the only supported values, got 2$",
         ),
-        ({"quantization": "awq"}, "quantization must be None, as nothing else is supported here, got 'awq'$"),
-        ({"tokenizer": "somewhere"}, "tokenizer must be None, as nothing else is supported here, got 'somewhere'$"),
+        ({"quantization": "awq"}, "quantization must be None, the only supported value, got 'awq'$"),
+        ({"tokenizer": "somewhere"}, "tokenizer must be None, the only supported value, got 'somewhere'$"),
         (
             {"max_num_batched_tokens": 64, "max_rows": 64},
-            "LLM must be given either max_rows or vLLM's max_num_batched_tokens, got both$",
+            "max_rows and vLLM's max_num_batched_tokens are mutually exclusive, got both$",
         ),
-        ({"max_modellen": 5}, "LLM has no argument max_modellen; is it max_model_len[?]$"),
-        ({"enforce_eagr": True}, "LLM has no argument enforce_eagr; is it enforce_eager[?]$"),
-        ({"tensor_paralel_size": 1}, "LLM has no argument tensor_paralel_size; is it tensor_parallel_size[?]$"),
+        ({"max_modellen": 5}, "LLM has no argument max_modellen; did you mean max_model_len[?]$"),
+        ({"enforce_eagr": True}, "LLM has no argument enforce_eagr; did you mean enforce_eager[?]$"),
+        ({"tensor_paralel_size": 1}, "LLM has no argument tensor_paralel_size; did you mean tensor_parallel_size[?]$"),
         ({"xyzzy": 5}, "LLM has no argument xyzzy$"),
         ({"temperature": 5}, "LLM has no argument temperature$"),
     ],
@@ -170,7 +173,7 @@ def test_one_model_may_have_several_fronts(llm):
     assert other.service.config == EngineConfig(llm.service.config.model, **SETTINGS, limit_mm_per_prompt={"image": 1})
     assert [one.outputs for one in other.chat([{"role": "user", "content": "a"}], GREEDY)]
     for given in (llm.service, llm.service.config):
-        with pytest.raises(TypeError, match=f"^dtype must be left out beside {type(given).__name__}, got both"):
+        with pytest.raises(TypeError, match=f"^dtype cannot be combined with {type(given).__name__}: "):
             LLM(given, dtype="float32")
 
 
@@ -186,11 +189,11 @@ def test_what_no_answer_depends_on_is_told_once():
         assert ours("LLM", ENGINE, given | {"mm_processor_cache_gb": 4, "enable_chunked_prefill": True}, []) == {}
     [one] = told
     assert str(one.message) == (
-        "trust_remote_code, enforce_eager, mm_processor_cache_gb have no meaning here and are ignored "
-        "(cache=CacheConfig(host_bytes=...) bounds what is kept of images)"
+        "trust_remote_code, enforce_eager, mm_processor_cache_gb have no effect here and are ignored "
+        "(set cache=CacheConfig(host_bytes=...) to size the image cache)"
     )
     assert one.filename == __file__
-    with pytest.warns(UserWarning, match="^enable_chunked_prefill has no meaning here and is ignored$"):
+    with pytest.warns(UserWarning, match="^enable_chunked_prefill has no effect here and is ignored$"):
         ours("LLM", ENGINE, {"enable_chunked_prefill": False}, [])
 
 
@@ -216,22 +219,22 @@ def test_sampling_parameters_of_others():
     usual = {"detokenize": True, "spaces_between_special_tokens": True, "structured_outputs": None, "best_of": 1}
     for kind in (OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY, 0, 2):
         assert SamplingParams(temperature=1, **usual, output_kind=kind, logits_processors=[]) == plain
-    with pytest.warns(UserWarning, match="^detokenize, flat_logprobs have no meaning here and are ignored$"):
+    with pytest.warns(UserWarning, match="^detokenize, flat_logprobs have no effect here and are ignored$"):
         assert SamplingParams(temperature=1, detokenize=False, flat_logprobs=True) == plain
-    with pytest.warns(UserWarning, match="^extra_args has no meaning here"):
+    with pytest.warns(UserWarning, match="^extra_args has no effect here"):
         plain.extra_args = {"a": 1}
     for given, message in (
-        ({"output_kind": OutputKind.DELTA}, "SamplingParams cannot do what vLLM's output_kind asks for: outputs hold"),
-        ({"output_kind": 1}, "SamplingParams cannot do what vLLM's output_kind asks for: outputs hold"),
+        ({"output_kind": OutputKind.DELTA}, "SamplingParams does not support vLLM's output_kind: outputs contain"),
+        ({"output_kind": 1}, "SamplingParams does not support vLLM's output_kind: outputs contain"),
         ({"do_sample": True}, "SamplingParams has no argument do_sample; set temperature, where 0 is greedy$"),
         ({"response_format": {}}, "SamplingParams has no argument response_format; set structured_outputs="),
-        ({"best_of": 2}, "SamplingParams cannot do what vLLM's best_of asks for: set n, and choose"),
-        ({"logprob_token_ids": [5]}, "SamplingParams cannot do .* logprob_token_ids asks for: set logprobs, up to 20"),
+        ({"best_of": 2}, "SamplingParams does not support vLLM's best_of: set n, and choose"),
+        ({"logprob_token_ids": [5]}, "SamplingParams does not support .* logprob_token_ids: set logprobs, up to 20"),
         (
             {"guided_decoding": {"json": {}}},
-            "SamplingParams cannot do .* guided_decoding asks for: set structured",
+            "SamplingParams does not support .* guided_decoding: set structured",
         ),
-        ({"thinking_token_budget": 9}, "thinking_token_budget must be None or -1, as nothing else"),
+        ({"thinking_token_budget": 9}, "thinking_token_budget must be None or -1, the only supported values"),
     ):
         with pytest.raises(TypeError, match=f"^{message}"):
             SamplingParams(**given)
@@ -242,7 +245,9 @@ def test_sampling_parameters_of_others():
 
 def test_what_has_another_name_here(checkpoints):
     assert ours("LLM", ENGINE, {"max_num_batched_tokens": 64, "use_tqdm_on_load": None}, []) == {"max_rows": 64}
-    settings = {name: value for name, value in SETTINGS.items() if name not in ("ladder", "kv_cache_bytes", "use_tqdm")}
+    settings = {
+        name: value for name, value in SETTINGS.items() if name not in ("buckets", "kv_cache_bytes", "use_tqdm")
+    }
     model = checkpoints("qwen3_vl")
     others = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": "4MiB", "use_tqdm_on_load": False}
     unset = {"tensor_parallel_size": 1, "tokenizer": str(model), "seed": None, "enable_prefix_caching": None}
@@ -251,13 +256,13 @@ def test_what_has_another_name_here(checkpoints):
         warnings.simplefilter("always")
         llm = LLM(model, **settings, **others, **unset, enforce_eager=True, limit_mm_per_prompt=limits)
     with llm:
-        assert llm.service.device.runner.ladder.max_rows == 64
+        assert llm.service.device.runner.buckets.max_rows == 64
         assert repr(llm).startswith(f"LLM('{model}', dtype='float32'")
         assert (llm.service.renderer.max_images, llm.service.renderer.max_videos) == (2, 1)
     assert [str(one.message) for one in told] == [
-        "enforce_eager has no meaning here and is ignored",
+        "enforce_eager has no effect here and is ignored",
         "limit_mm_per_prompt['video']['num_frames'], limit_mm_per_prompt['video']['width'], "
-        "limit_mm_per_prompt['audio']['length'] have no meaning here and are ignored",
+        "limit_mm_per_prompt['audio']['length'] have no effect here and are ignored",
     ]
     with pytest.raises(TypeError, match="chat has no argument tool"):
         ours("chat", CALLS, {"tool": 1}, ["chat_template"])
@@ -275,9 +280,9 @@ def test_sizes_in_other_words(llm, checkpoints, monkeypatch):
     )
     assert (llm.service.device.runner.num_slots, llm.service.device.runner.dtype) == (128 * (pages + 1), np.float32)
     settings = SETTINGS | {"kv_cache_bytes": None, "gpu_memory_utilization": 0.001, "max_num_seqs": 2, "dtype": "half"}
-    settings["ladder"] = dataclasses.replace(SIZES["ladder"], sequences=(1, 4))
+    settings["buckets"] = dataclasses.replace(SIZES["buckets"], sequences=(1, 4))
     with LLM(checkpoints("qwen3_vl"), **settings) as small:
-        assert small.service.device.runner.ladder.sequences == (1, 2)
+        assert small.service.device.runner.buckets.sequences == (1, 2)
         assert small.service.device.runner.dtype == np.float16
     with pytest.raises(MemoryError, match="model and KV pool must fit"):
         LLM(checkpoints("qwen3_vl"), **settings | {"gpu_memory_utilization": 1e-9})
@@ -316,21 +321,23 @@ def test_calls_as_others_write_them(llm, textured_image):
     assert '<tools>\n{"type": "function", "function": {"name": "look"}}\n</tools>' in told.prompt
     with pytest.raises(ValueError, match=r'^tools\[0\] must be an object of the type "function", got 1$'):
         llm.chat(continued, GREEDY, False, tools=[1])
-    with pytest.raises(TypeError, match=r"^generate cannot do what vLLM's tools asks for: call chat, whose"):
+    with pytest.raises(TypeError, match=r"^generate does not support vLLM's tools: call chat, which"):
         llm.generate("a", GREEDY, False, tools=[1])
     with pytest.raises(TypeError, match=r"^chat has no argument template"):
         llm.chat(continued, GREEDY, False, template="x")
     for call in (llm.generate, llm.chat):
         for near in ("sampling_param", "sampling"):
-            with pytest.raises(TypeError, match=f"^{call.__name__} has no argument {near}; is it sampling_params[?]$"):
+            with pytest.raises(
+                TypeError, match=f"^{call.__name__} has no argument {near}; did you mean sampling_params[?]$"
+            ):
                 call(continued, use_tqdm=False, **{near: GREEDY})
         with pytest.raises(TypeError, match=r"no argument temperature; write it into sampling_params=SamplingParams"):
             call(continued, use_tqdm=False, temperature=0)
-    with pytest.raises(ValueError, match=r"^conversations must be left out beside messages, got both$"):
+    with pytest.raises(ValueError, match=r"^conversations and messages are mutually exclusive, got both$"):
         llm.chat(continued, messages=continued)
     [score] = llm.score(continued, ["a"], use_tqdm=False, continue_final_message=True)
     assert len(score.token_ids) == 1
-    with pytest.raises(ValueError, match="must hold at most 1 images, got 2"):
+    with pytest.raises(ValueError, match="must have at most 1 images, got 2"):
         llm.chat(
             [{"role": "user", "content": [*asked[0]["content"], {"type": "text", "text": "x"}] * 2}], GREEDY, False
         )
@@ -358,8 +365,8 @@ def test_errors_name_what_was_written(llm, textured_image):
         (lambda: llm.chat(wrong), r"messages images\[0\] must be an image that Pillow can read"),
         (lambda: llm.chat([wrong]), r"conversations\[0\] images\[0\] must be an image"),
         (lambda: llm.chat(messages=[robot]), r"messages\[0\]\[0\] must have the role"),
-        (lambda: llm.generate({"prompt": 5}), r"prompts must hold a string as 'prompt'"),
-        (lambda: llm.generate([{"prompt": 5}]), r"prompts\[0\] must hold a string as 'prompt'"),
+        (lambda: llm.generate({"prompt": 5}), r"prompts must have a string as 'prompt'"),
+        (lambda: llm.generate([{"prompt": 5}]), r"prompts\[0\] must have a string as 'prompt'"),
         (lambda: llm.cache.precompute([b"no"]), r"images\[0\] must be an image that Pillow can read"),
         (lambda: llm.cache.precompute([None]), r"images\[0\] must be an image, got None"),
         (lambda: llm.cache.precompute([], system=5), r"system must be a string, got 5"),
@@ -370,7 +377,7 @@ def test_errors_name_what_was_written(llm, textured_image):
         llm.cache.evict(textured_image(64, 64), salt="a")
     with pytest.raises(TypeError, match=r"^LLM\(\) missing 1 required positional argument: 'model'$"):
         LLM()
-    with pytest.raises(TypeError, match=r"^score has no argument chat_templat; is it chat_template\?$"):
+    with pytest.raises(TypeError, match=r"^score has no argument chat_templat; did you mean chat_template\?$"):
         llm.score(robot, ["a"], chat_templat="x")
 
 
@@ -407,7 +414,10 @@ def test_a_conversation_with_a_template_of_its_own(llm):
         assert texts[given.index(asked)] == llm.chat(asked, GREEDY, False)[0].prompt
     with pytest.raises(ValueError, match=r"^conversations\[0\] chat_template must be a string, got 5$"):
         llm.chat([own | {"chat_template": 5}])
-    with pytest.raises(ValueError, match=r"^conversations\[0\] must hold only messages, chat_template, .*, got 'tool'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^conversations\[0\]: unknown field 'tool'; expected one of messages, .*; did you mean 'tools'\?",
+    ):
         llm.chat([own | {"tool": 5}])
     with pytest.raises(ValueError, match=r"^conversations\[0\] tools must be a list, got 5$"):
         llm.chat([own | {"tools": 5}])
@@ -451,7 +461,7 @@ def test_each_row_of_a_job_has_its_own_parameters(llm):
     assert [found[i].request_id for i in range(11)] == list(map(str, range(11)))
     assert len(list(llm.chat_iter(iter(rows), itertools.cycle(params), False))) == 11  # more than are needed
     before = []
-    with pytest.raises(ValueError, match=r"^sampling_params must give one for each conversation, got fewer of them$"):
+    with pytest.raises(ValueError, match=r"^sampling_params must have a value for each conversation, got fewer$"):
         before.extend(index for index, _ in llm.chat_iter(iter(rows), params[:9], False))
     assert sorted(before) == list(range(9))  # what came before the fault is answered
     mixed = [*params[:4], {"max_tokens": 3}, *params[5:]]
@@ -515,7 +525,7 @@ def test_guided_parameters_say_what_to_write(kind):
     [
         ("tight", "must be an object such as"),
         ({"disable_any_whitespace": 1}, "disable_any_whitespace must be true or false, got 1"),
-        ({"disable_any_whitespac": True}, "no argument disable_any_whitespac; is it disable_any_whitespace"),
+        ({"disable_any_whitespac": True}, "no argument disable_any_whitespac; did you mean disable_any_whitespace"),
         ({"enable_in_reasoning": "yes"}, "enable_in_reasoning must be true or false, got 'yes'"),
         ({"disable_additional_properties": True}, "write additionalProperties into each schema"),
     ],
@@ -531,7 +541,7 @@ def test_what_asks_for_nothing_of_a_structured_outputs_config_is_taken():
         EngineConfig("tiny-vqa", structured_outputs_config=given).structured_outputs_config
     )
     assert taken == StructuredOutputsConfig(disable_any_whitespace=True, enable_in_reasoning=False)
-    with pytest.warns(UserWarning, match="backend has no meaning here"):
+    with pytest.warns(UserWarning, match="backend has no effect here"):
         EngineConfig("tiny-vqa", structured_outputs_config={"backend": "xgrammar"})
 
 

@@ -92,7 +92,7 @@ def test_approximate_reuse_takes_what_is_shared(llm, picture):
 
 
 def test_what_is_shared_has_no_salt(llm, picture):
-    with pytest.raises(ValueError, match="cache_salt must be None for what is shared, got 'a'"):
+    with pytest.raises(ValueError, match="cache_salt must be None if shared is set, got 'a'"):
         llm.cache.precompute([picture], shared=True, cache_salt="a")
     with pytest.raises(ValueError, match="shared must be a bool"):
         llm.cache.precompute([picture], shared="yes")
@@ -125,7 +125,7 @@ def test_an_image_lives_as_long_as_it_is_told(checkpoints, picture, tmp_path):
         cold = ask(llm, picture, long, reuse="off")
         ask(llm, picture, long)
         again = ask(llm, picture, long)
-        assert seen(again)[1] == "resident"
+        assert seen(again)[1] == "kv_pool"
         assert again.num_cached_tokens > 100
         now[0] += 61
         late = ask(llm, picture, long)

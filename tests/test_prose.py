@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.prose import ROOT, Banned, faults, pages, paragraphs, sentences, words
+from tests.prose import DIALECT, ROOT, Banned, docstrings, errors, faults, opening, pages, paragraphs, sentences, words
 
 OLD = pathlib.Path(__file__).with_name("old_addresses.txt").read_text(encoding="utf-8").split()
 
@@ -17,6 +17,40 @@ def test_pages_have_short_sentences_and_plain_words(path):
 
 def test_there_are_pages():
     assert len(pages(ROOT)) > 40
+
+
+MOST_FRAGMENTS = 30  # docstrings that may open as one
+
+
+def test_docstrings_open_with_an_imperative_or_a_noun_phrase():
+    texts = list(docstrings(ROOT))
+    assert len(texts) > 2000
+    found = [f"{place}: {text.splitlines()[0]}" for place, text in texts if opening(text)]
+    assert len(found) <= MOST_FRAGMENTS, "\n".join(found)
+
+
+def test_errors_have_plain_words():
+    texts = list(errors(ROOT))
+    assert len(texts) > 500
+    found = [
+        f"{place}: {one!r}; write {word.instead}"
+        for place, text in texts
+        for word in DIALECT
+        for one in word.found(text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["Of a request.", "What is kept.", "Whether it ended.", "The same for videos."])
+def test_what_is_a_fragment(text):
+    assert opening(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["Return the key.", "Bytes of a record.", "Offset in bytes.", "Asserts.", "Somewhere."]
+)
+def test_what_is_no_fragment(text):
+    assert not opening(text)
 
 
 def page(tmp_path, text):

@@ -116,7 +116,7 @@ def test_ids_that_no_text_has_stay_as_they_came(directory):
 
 
 def test_frames_without_a_rate(directory):
-    with pytest.warns(UserWarning, match="video should have fps beside it: the frames are taken for 2 a second"):
+    with pytest.warns(UserWarning, match="video should have fps: 2 frames per second are assumed"):
         video = read_video(np.zeros((10, 56, 56, 3), np.uint8))
     processor, seen = cut(directory("qwen2_5_vl"), video)
     assert (processor.times(seen), seen.step) == ((0, 2, 4, 6, 8), 1.0)

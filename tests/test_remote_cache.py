@@ -67,7 +67,7 @@ def serving(directory, **options):
             tier.close()
 
 
-@pytest.mark.parametrize("kind", ["remote", "peer", "neighbour"])
+@pytest.mark.parametrize("kind", ["remote", "peer", "discovered_peer"])
 def test_another_machine_takes_up_what_one_has_computed(checkpoints, tmp_path, conversations, kind, monkeypatch):
     directory, token = tmp_path / "shared", "secret"
     first = {"remote": directory.as_uri()} if kind == "remote" else {"disk": directory}
@@ -80,10 +80,10 @@ def test_another_machine_takes_up_what_one_has_computed(checkpoints, tmp_path, c
         else:
             _, url = stack.enter_context(serving(directory, token=token))
             second = {"peers": [url], "peer_token": token}
-        if kind == "neighbour":  # of those that are named, one has gone
+        if kind == "discovered_peer":  # of those that are named, one has gone
             holders, kind = RecentPeers(), "peer"
             holders.note(["http://127.0.0.1:9", url])
-            second = {"neighbours": holders, "peer_token": token}
+            second = {"discovered_peers": holders, "peer_token": token}
         llm = stack.enter_context(open_llm(checkpoints("qwen3_vl"), disk=tmp_path / "own", **second))
         monkeypatch.setattr(llm.service.device.runner, "encode", lambda *_: pytest.fail("encoded"))
         monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut"))

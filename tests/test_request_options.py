@@ -28,7 +28,7 @@ def test_an_option_stands_in_one_place():
         rest = RequestOptions(**{other: own for other, own in SET.items() if other != name})
         defaults = {field.name: field.default for field in dataclasses.fields(RequestOptions)}
         assert RequestOptions.of(rest, **{**defaults, name: value}) == RequestOptions(**SET)
-        with pytest.raises(ValueError, match=f"{name} must be left out beside options that have it, got both"):
+        with pytest.raises(ValueError, match=f"{name} must be set in options or as a keyword, got both"):
             RequestOptions.of(RequestOptions(**{name: value}), **{name: value})
     with pytest.raises(ValueError, match="options must be RequestOptions or None, got dict"):
         RequestOptions.of({"reuse": "off"})
@@ -63,7 +63,7 @@ def test_compression_of_each_row_stands_beside_other_options(llm):
     given = {"options": RequestOptions(reuse="off"), "compress": ["snapkv-0.1", None]}
     found = dict(llm.chat_iter([HELLO, HELLO], GREEDY, **given))
     assert [found[i].cache.policy for i in range(2)] == ["off", "off"]
-    with pytest.raises(ValueError, match="compress must be left out beside options that have it, got both"):
+    with pytest.raises(ValueError, match="compress must be set in options or as a keyword, got both"):
         llm.chat_iter([HELLO], GREEDY, options=RequestOptions(compress="snapkv-0.1"), compress=["snapkv-0.1"])
 
 
@@ -72,9 +72,19 @@ def test_compression_of_each_row_stands_beside_other_options(llm):
     [
         ("chat", (HELLO,), {"priority": "high"}, "priority must be an integer, got 'high'"),
         ("chat", (HELLO,), {"cache_salt": 1}, "cache_salt must be a string or None"),
-        ("score", ([HELLO], ["a"]), {"compress": "snapkv-0.1"}, "compress must be left out where no answer is gen"),
-        ("embed", ("Hello",), {"compress": "snapkv-0.1"}, "compress must be left out where no answer is generated"),
-        ("generate", ("Hello",), {"mm_processor_kwargs": {}}, "mm_processor_kwargs must stand in the prompt's dict"),
+        (
+            "score",
+            ([HELLO], ["a"]),
+            {"compress": "snapkv-0.1"},
+            "compress must be None for a method that does not generate text",
+        ),
+        (
+            "embed",
+            ("Hello",),
+            {"compress": "snapkv-0.1"},
+            "compress must be None for a method that does not generate text",
+        ),
+        ("generate", ("Hello",), {"mm_processor_kwargs": {}}, "mm_processor_kwargs must be a key of the prompt's dict"),
         ("embed", (["Hello"],), {"reuse": "some"}, "reuse must be"),
     ],
 )

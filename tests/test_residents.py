@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from research.compiled import abstract_runner
-from tests.helper import SIZES, damage_first_passage, give_pages, spoil, user
-from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
+from tests.helper import SIZES, damage_first_forward_pass, give_pages, spoil, user
+from vlcache_jax import LLM, BucketSizes, RequestError, SamplingParams
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.cache import keys
 from vlcache_jax.device.kv_shape import KVShape
@@ -87,7 +87,7 @@ def test_a_repeat_computes_one_row(llm, picture, monkeypatch):
     assert set(again.cache.rows) == {1}
     [image] = again.cache.images
     assert (image.kv, image.encoder, image.match, image.bytes_moved, image.why) == (
-        "resident",
+        "kv_pool",
         "none",
         "exact",
         0,
@@ -122,7 +122,7 @@ def test_requests_of_one_call_share_before_any_has_run(llm, picture):
     lengths = [len(output.prompt_token_ids) for output in together]
     begin = len(chat(llm, user(picture[0], LONG), reuse="off")[0].prompt_token_ids)
     assert [output.num_cached_tokens > begin - 20 for output in together] == [False, True, True, False]
-    assert [output.cache.images[0].kv for output in together] == ["none", "resident", "resident", "none"]
+    assert [output.cache.images[0].kv for output in together] == ["none", "kv_pool", "kv_pool", "none"]
     assert len({output.metrics.wave for output in together}) == 1
     rows = [output.cache.rows[0] for output in together]
     assert rows == [n - output.num_cached_tokens for n, output in zip(lengths, together, strict=True)]
@@ -186,7 +186,7 @@ def test_an_image_exchanged_under_equal_text_is_never_found(llm, picture):
     assert tokens([second]) == tokens(chat(llm, user(LONG, other, LONG), reuse="off"))
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_images_that_alternate_under_one_text(llm, picture, textured_image, monkeypatch):
     """Over 200 pages, in a pool of 12, and though their hashes in the tree of pages collide: each answer is that of its
     own image."""
@@ -252,9 +252,9 @@ def test_what_is_told_to_go_goes(llm, picture):
         return [output.cache.images[0].kv for output in chat(llm, shown, other)]
 
     found()
-    assert kv() == ["resident"] * 2
+    assert kv() == ["kv_pool"] * 2
     assert llm.cache.evict(picture[0]) > 0
-    assert kv() == ["none", "resident"]
+    assert kv() == ["none", "kv_pool"]
     llm.reset_prefix_cache()
     assert kv() == ["host"] * 2
     llm.reset_mm_cache()
@@ -305,7 +305,7 @@ def test_memory_never_turns_approximate_reuse_into_exact(llm, picture):
     assert output.num_cached_tokens <= output.prompt_token_ids.tolist().index(llm.service.renderer.image_token_id)
 
 
-@pytest.mark.ladder_for("cacheblend-0.2", "shift-0.2", "full-two-pass")
+@pytest.mark.slow_for("cacheblend-0.2", "shift-0.2", "full-two-pass")
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2", "cacheblend-0.2", "full-two-pass"])
 def test_answers_to_one_request_share_its_pages(llm, picture, reuse):
     chat(llm, user("Elsewhere: ", picture[1], picture[0]))
@@ -335,14 +335,14 @@ def test_answers_to_one_request_share_its_pages(llm, picture, reuse):
 EVERY_KIND = [
     "exact",
     "cacheblend-0.2",
-    *(pytest.param(n, marks=pytest.mark.ladder) for n in ("0.2", "shift-0.2", "full-two-pass")),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("0.2", "shift-0.2", "full-two-pass")),
 ]
 
 
-@pytest.mark.ladder_for("cacheblend-0.2")
+@pytest.mark.slow_for("cacheblend-0.2")
 @pytest.mark.parametrize("reuse", EVERY_KIND)
 def test_tiny_pools(llm, directory, picture, reuse, monkeypatch):
-    """Pages run out while answers grow: who is put back goes on as if nothing had been."""
+    """Pages run out while answers grow: who is preempted goes on as if nothing had been."""
     requests = [
         user("One ", picture[0], "?"), user("Two ", picture[1], "and so on"), user("Three"), user("Four ", picture[0]),
         user("One ", picture[0], "?"), user(picture[1], picture[0]), user("Two ", picture[1], "and so on, and more"),
@@ -376,10 +376,10 @@ def test_tiny_pools(llm, directory, picture, reuse, monkeypatch):
 def damage_first_prefill(monkeypatch):
     """The first row whose logits are wanted is not finite."""
 
-    def damage(passage):
-        passage.x = passage.x.at[0].set(jnp.nan)
+    def damage(forward_pass):
+        forward_pass.x = forward_pass.x.at[0].set(jnp.nan)
 
-    damage_first_passage(monkeypatch, damage)
+    damage_first_forward_pass(monkeypatch, damage)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -392,8 +392,8 @@ def test_who_counts_on_one_that_fails_computes(llm, picture, monkeypatch, n):
         outputs = chat(llm, *requests, params=params, on_error="return")
     assert "logits must be finite" in outputs[0].error
     assert tokens(outputs[1:]) == cold
-    assert len({output.metrics.wave for output in outputs}) == 1  # they were put back, and went on
-    assert outputs[2].num_cached_tokens > PAGE  # of the second, which was computed anew
+    assert len({output.metrics.wave for output in outputs}) == 1  # they were preempted, and went on
+    assert outputs[2].num_cached_tokens > PAGE  # of the second, which was computed again
     llm.reset_mm_cache()
     with monkeypatch.context() as context:
         damage_first_prefill(context)
@@ -420,7 +420,7 @@ def test_scores_take_and_leave_pages(llm, picture):
     before = llm.stats().hits
     scores = [llm.score([request], ["and so on"], keep_logits=True, use_tqdm=False)[0] for _ in range(2)]
     [cold] = llm.score([request], ["and so on"], keep_logits=True, reuse="off", use_tqdm=False)
-    assert scores[1].cache.images[0].kv == "resident"
+    assert scores[1].cache.images[0].kv == "kv_pool"
     assert scores[1].cache.rows[0] == 1 + len(scores[1].token_ids)
     for score in scores:
         np.testing.assert_allclose(score.logits, cold.logits, atol=1e-5)
@@ -458,25 +458,25 @@ def test_forks_of_prompts_that_end_with_an_image(llm, picture, reuse, more):
 def test_the_youngest_is_put_back(directory, llm, monkeypatch):
     with open_llm(directory) as tiny:
         give_pages(tiny, 7)
-        put_back = []
-        put = tiny.service.engine.scheduler.put_back
-        monkeypatch.setattr(tiny.service.engine.scheduler, "put_back", lambda one: (put_back.append(one), put(one)))
+        requeue = []
+        put = tiny.service.engine.scheduler.requeue
+        monkeypatch.setattr(tiny.service.engine.scheduler, "requeue", lambda one: (requeue.append(one), put(one)))
         requests = [user(LONG), user(LONG, "?"), user("another one")]
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         outputs = chat(tiny, *requests, params=params)
         assert len({output.metrics.wave for output in outputs}) == 1
-    assert put_back[0].progress.arrived == 2
+    assert requeue[0].progress.arrived == 2
     assert tokens(outputs) == tokens(chat(llm, *requests, params=params))
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize(("pages", "questions"), [(10, 16), pytest.param(64, 64, marks=pytest.mark.thorough)])
 def test_questions_about_a_document_hold_it_once(engine, tmp_path, monkeypatch, pages, questions):
     directory = make_checkpoint(tmp_path, model_type="qwen3_vl", seed=4, text={"max_position_embeddings": 9000})
-    ladder = Ladder(rows=(2048,), patches=(64,), sequences=(64,))
+    buckets = BucketSizes(rows=(2048,), patches=(64,), sequences=(64,))
     size, answer = pages * PAGE, 20
     with open_llm(
-        directory, ladder=ladder, max_model_len=size + 2 * PAGE, kv_cache_bytes=200 * page_bytes(engine)
+        directory, buckets=buckets, max_model_len=size + 2 * PAGE, kv_cache_bytes=200 * page_bytes(engine)
     ) as llm:
         tokenizer = llm.service.renderer.tokenizer
         ids = tokenizer("lorem ipsum dolor sit amet " * 2000)["input_ids"][:size]

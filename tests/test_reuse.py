@@ -25,7 +25,7 @@ import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
 from tests.helper import SIZES, compilations, one_copy, one_device, user
-from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
+from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder, rope
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.request_options import ResolvedOptions
@@ -83,7 +83,7 @@ def kv_records(llm):
     return [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.ladder), "qwen3_vl"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"])
 def directory(request, checkpoints):
     return checkpoints(request.param)
 
@@ -93,9 +93,9 @@ def engine(directory):
     with open_llm(directory) as llm:
         end = llm.service.cache.pages.end
 
-        def noted(lease, *args, **options):
-            llm.last_table = lease.table
-            end(lease, *args, **options)
+        def noted(block_table, *args, **options):
+            llm.last_table = block_table.table
+            end(block_table, *args, **options)
 
         llm.service.cache.pages.end = noted
         yield llm
@@ -112,7 +112,7 @@ def llm(engine):
 @pytest.fixture
 def from_records(llm, monkeypatch):
     """What comes again is linked, though its pages may be there."""
-    monkeypatch.setattr(llm.service.intake.planner, "_keeps_pages", False)
+    monkeypatch.setattr(llm.service.preparation.planner, "_keeps_pages", False)
 
 
 @pytest.fixture
@@ -169,10 +169,10 @@ def falling(llm, *levels):
 
 
 # P1-P7 of the algorithms' specification, for every family; in short, of one.
-IN_LADDER = "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe-sharded"
+IN_SLOW = "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe-sharded"
 each_family = pytest.mark.parametrize(
     "directory",
-    [*(pytest.param(name, marks=pytest.mark.ladder) for name in IN_LADDER), "qwen3_vl"],
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in IN_SLOW), "qwen3_vl"],
     indirect=True,
     scope="module",
 )
@@ -285,15 +285,15 @@ def test_p5_neighbours_and_padding_change_nothing(llm, target, donors, a, b):
 @pytest.mark.thorough
 @each_family
 def test_p5_in_steps_of_other_sizes(llm, directory, target, donors, a, b):
-    ladder = Ladder(rows=(40, 100), patches=(2000,), sequences=(3,))
-    with open_llm(directory, ladder=ladder, max_rows=100) as other:
+    buckets = BucketSizes(rows=(40, 100), patches=(2000,), sequences=(3,))
+    with open_llm(directory, buckets=buckets, max_rows=100) as other:
         chat(other, user("unrelated ", a[::-1].copy()))
         chat(other, user("Something else entirely, longer than the other: ", b, a, "?"))
         for reuse in (0.3, "shift-0.3"):
             assert_close(logits(other, target, reuse=reuse), logits(llm, target, reuse=reuse))
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @one_copy
 @each_family
 @pytest.mark.parametrize("make", [lambda k, t, n: (t * 7 + k) % 5, lambda k, t, n: 4 * (t % 3 == 1)])
@@ -348,10 +348,10 @@ def through_layer(shapes, params, x, k, v, rows, added):
 
 def dense_reference(llm, conversation, policy):
     """K, V of a plan: every row goes through every layer, and only those that the plan names write."""
-    runner, planner = llm.service.device.runner, llm.service.intake.planner
+    runner, planner = llm.service.device.runner, llm.service.preparation.planner
     config = runner.config.text
     prompt = llm.service.renderer.from_conversation(conversation)
-    [request] = llm.service.intake.identifier.identify([prompt])
+    [request] = llm.service.preparation.identifier.identify([prompt])
     planned = planner.plan(request, ResolvedOptions(reuse=policy))
     with contextlib.ExitStack() as stack:
         stack.callback(planned.hold.leave)
@@ -491,15 +491,15 @@ def test_bytes_moved_are_those_of_the_records(llm, target, donors, monkeypatch, 
     moved = []
     put, stage = llm.service.device.runner.put, llm.service.device.runner.stage
 
-    def noted_put(planes):
-        moved.append(sum(plane.nbytes for plane in planes))
-        return put(planes)
+    def noted_put(buffers):
+        moved.append(sum(buffer.nbytes for buffer in buffers))
+        return put(buffers)
 
     monkeypatch.setattr(llm.service.device.runner, "put", noted_put)
 
     def staged(rows, place):
         if isinstance(rows, np.ndarray):  # and not what was encoded on the device
-            moved.append(rows[:, place < llm.service.device.runner.ladder.max_rows].nbytes)
+            moved.append(rows[:, place < llm.service.device.runner.buckets.max_rows].nbytes)
         return stage(rows, place)
 
     monkeypatch.setattr(llm.service.device.runner, "stage", staged)
@@ -529,7 +529,7 @@ def test_the_answer_reads_what_is_linked_and_nothing_else(llm, target, donors):
     before = {ratio: logits(llm, target, reuse=ratio) for ratio in (0, 0.3)}
     records = kv_records(llm)
     saved = [record.data.copy() for record in records]
-    for record in records:  # the rows that the plan computes anew
+    for record in records:  # the rows that the plan computes again
         record.data[:, :, : int(Fraction("0.3") * record.meta.tokens)] = np.nan
         record.data[:, :, record.meta.tokens :] = np.nan  # padding
     assert_close(logits(llm, target, reuse=0.3), before[0.3])
@@ -582,9 +582,9 @@ def settled(report):
     return dataclasses.replace(report, images=images)
 
 
-@pytest.mark.ladder_for("100000")
+@pytest.mark.slow_for("100000")
 @pytest.mark.parametrize(
-    "reuse", [*(pytest.param(one, marks=pytest.mark.ladder) for one in ("exact", "0.2")), "shift-0.2"]
+    "reuse", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("exact", "0.2")), "shift-0.2"]
 )
 @pytest.mark.parametrize(("host_bytes", "variants"), [("1GiB", 2), (100_000, None)])
 def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes, variants):
@@ -593,7 +593,7 @@ def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, mo
     requests[7] = user("both ", images[2], images[1])
     requests[15] = user(images[3], "twice", images[3])
     encoded = []
-    with open_llm(directory, cache=CacheConfig(host_bytes=host_bytes, variants=variants)) as other:
+    with open_llm(directory, cache=CacheConfig(host_bytes=host_bytes, max_contexts_per_image=variants)) as other:
         one_by_one = [chat(other, request, reuse=reuse)[0] for request in requests]
         other.reset_mm_cache()
         encode = other.service.device.runner.encode
@@ -718,11 +718,11 @@ def test_uuids(llm, directory, a, b, monkeypatch):
     assert generate(llm, a, "one").match == "miss"
     assert generate(llm, a, "one").match == "exact"
     stored = llm.cache.stats()
-    with pytest.raises(ValueError, match=r"uuid of prompts images\[0\] must stay with one picture, but 'one'"):
+    with pytest.raises(ValueError, match=r"uuid of prompts images\[0\] must identify one image, but 'one'"):
         generate(llm, b, "one")
     assert llm.cache.stats() == stored
     assert not llm.cache.release_uuid("one", cache_salt="tenant")
-    with pytest.raises(ValueError, match=r"cache\.release_uuid sets it free"):
+    with pytest.raises(ValueError, match=r"release it with cache\.release_uuid"):
         generate(llm, b, "one")
     assert llm.cache.release_uuid("one")
     assert not llm.cache.release_uuid("one")
@@ -738,7 +738,7 @@ def test_uuids(llm, directory, a, b, monkeypatch):
         # Once pixels are needed, they must be those: under the first picture's key others would mislead everyone.
         trusting.cache.evict(a)
         for other in (b, a[:40], a[::-1].copy()):
-            with pytest.raises(ValueError, match="must stay with one picture"):
+            with pytest.raises(ValueError, match="must identify one image"):
                 generate(trusting, other, "one")
         assert generate(trusting, a, "one").match == "miss"
         assert generate(trusting, a, "one").match == "exact"
@@ -815,7 +815,7 @@ def test_blended_rows_are_never_stored(llm, target, donors):
 @pytest.mark.usefixtures("from_records")
 @pytest.mark.parametrize("variants", [None, 2])
 def test_an_image_shown_in_three_contexts_in_turn(llm, a, monkeypatch, variants):
-    monkeypatch.setattr(llm.service.cache.store, "config", CacheConfig(variants=variants))
+    monkeypatch.setattr(llm.service.cache.store, "config", CacheConfig(max_contexts_per_image=variants))
     turns = [user(text, a) for text in ("one ", "two ", "three ")]
     images = [output.cache.images[0] for turn in turns * 2 for output in chat(llm, turn)]
     assert [image.why.value for image in images[:3]] == ["unknown_image", "other_context", "other_context"]
@@ -843,7 +843,7 @@ def test_an_earlier_image_is_part_of_the_context(llm, a, b):
 # Budgets, faults, and what a user can do.
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_small_budgets(directory, textured_image):
     rng = np.random.default_rng(0)
     images = [textured_image(*rng.integers(40, 200, 2), seed=i) for i in range(12)]
@@ -972,7 +972,7 @@ def test_pins_end_with_what_they_pin(llm, a, monkeypatch):
     assert llm.cache.unpin(a) == 2
     monkeypatch.setattr(llm.service.cache.store, "config", CacheConfig(pinned_share=0))
     key = output.cache.images[0].key
-    with pytest.raises(ValueError, match=rf"image must fit in the 0 bytes that pinned_share leaves, got \d+ .* {key}"):
+    with pytest.raises(ValueError, match=rf"image must fit in the 0 bytes left for pinned entries, got \d+ .* {key}"):
         llm.cache.pin(a)
     assert llm.cache.stats().pinned == 0
 
@@ -1068,15 +1068,15 @@ def test_several_answers_and_scores_reuse_too(llm, a):
     assert chat(llm, user("y", a))[0].cache.images[0].match == "exact"
 
 
-@pytest.mark.ladder  # test_llm.py has it in short
+@pytest.mark.slow  # test_llm.py has it in short
 @pytest.mark.thorough_for("qwen2_5_vl")
 def test_nothing_compiles_after_warmup(directory, textured_image):
     """Images of random sizes stored and linked, in every way."""
     approximate = []
     rng = np.random.default_rng(0)
     images = [png(textured_image(*rng.integers(30, 300, 2), seed=i)) for i in range(20)]
-    ladder = Ladder(rows=(16, 64), patches=(1024,), sequences=(8,))  # steps end inside images
-    with open_llm(directory, ladder=ladder) as llm:
+    buckets = BucketSizes(rows=(16, 64), patches=(1024,), sequences=(8,))  # steps end inside images
+    with open_llm(directory, buckets=buckets) as llm:
         schedule = falling(llm, 500, 500, 100, 20)
         assert llm.warmup(reuse=schedule, verbose=False)[0] == llm.service.device.runner.programs.num_programs
         moving = Spread(schedule=schedule, shift=True)
@@ -1128,10 +1128,10 @@ def test_bad_arguments(llm, a, directory):
         with pytest.raises(ValueError, match="uuid must be a non-empty string, got"):
             llm.cache.release_uuid(uuid)
     for changes, message in (
-        ({"host_bytes": -1}, "host_bytes must be bytes of at least 0"),
-        ({"host_bytes": "4 potatoes"}, "host_bytes must be bytes of at least 0"),
-        ({"variants": 0}, "variants must be a positive integer or None, got 0"),
-        ({"variants": True}, "variants must be a positive integer or None, got True"),
+        ({"host_bytes": -1}, "host_bytes must be a non-negative number of bytes"),
+        ({"host_bytes": "4 potatoes"}, "host_bytes must be a non-negative number of bytes"),
+        ({"max_contexts_per_image": 0}, "max_contexts_per_image must be a positive integer or None, got 0"),
+        ({"max_contexts_per_image": True}, "max_contexts_per_image must be a positive integer or None, got True"),
         ({"pinned_share": 1.1}, "pinned_share must be a number from 0 to 1, got 1.1"),
         ({"pinned_share": float("nan")}, "pinned_share must be a number from 0 to 1, got nan"),
         ({"pinned_share": True}, "pinned_share must be a number from 0 to 1, got True"),

@@ -45,13 +45,13 @@ def test_the_model_is_a_small_directory_as_the_hub_has_them():
     assert config["text_config"]["head_dim"] == 64  # as the kernels take
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_opening_imports_no_torch_and_says_what_is_done():
     """Nor does it keep others from importing it."""
     code = f"""
 import sys
-from vlcache_jax import LLM, Ladder, SamplingParams
-with LLM({str(TINY_VQA)!r}, ladder={ALONE}) as llm:
+from vlcache_jax import LLM, BucketSizes, SamplingParams
+with LLM({str(TINY_VQA)!r}, buckets={ALONE}) as llm:
     [output] = llm.chat([{{"role": "user", "content": "Hello"}}], SamplingParams(max_tokens=2, ignore_eos=True))
     print(len(output.outputs[0].token_ids), "torch" in sys.modules)
 from transformers import is_torch_available
@@ -77,9 +77,11 @@ def test_the_answers_of_the_demo_are_right():
         assert turn.answer == solve(turn.question, [pictures[name] for name in turn.images])
 
 
+@pytest.mark.usefixtures("few_buckets")
 @pytest.mark.parametrize("questions", some_cases(6, 20))
 def test_transformers_gives_the_same_answers_and_most_are_right(questions):
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)  # as in `load_oracle`
     from research.tiny_vqa.agreement import compare
 
     found = compare(load_samples([], questions=questions), "text_first")
@@ -94,8 +96,8 @@ def test_the_schedules_are_the_models():
     assert [len(Schedule.load(path).levels) for path in SCHEDULES] == [layers] * len(SCHEDULES)
 
 
-@pytest.mark.ladder
-@pytest.mark.usefixtures("few_rungs")
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_buckets")
 def test_the_schedules_decide_what_is_recomputed():
     prompt = [{"role": "user", "content": user_turn([(PICTURES / "left.png").read_bytes()], "Hi", "text_first", "Ho.")}]
     with LLM(TINY_VQA) as llm:
@@ -119,7 +121,7 @@ def test_openais_client_parses_json_of_the_shipped_model():
     image = "data:image/png;base64," + base64.b64encode((PICTURES / "picture.png").read_bytes()).decode()
     question = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "What is at C2?"}]
     given = {"model": "tiny-vqa", "messages": [{"role": "user", "content": question}], "max_completion_tokens": 60}
-    engine = AsyncLLM("tiny-vqa", ladder=ALONE, use_tqdm=False, allowed_local_media_path=None)
+    engine = AsyncLLM("tiny-vqa", buckets=ALONE, use_tqdm=False, allowed_local_media_path=None)
     with listening(Server(engine, ServerConfig(port=0))) as url, openai.OpenAI(base_url=url, api_key="none") as client:
         [choice] = client.chat.completions.parse(**given, response_format=Glyph).choices
         assert isinstance(choice.message.parsed, Glyph)

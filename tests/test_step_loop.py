@@ -14,14 +14,14 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, some_seeds, spoil, spoil_compressed, user
-from vlcache_jax import LLM, Ladder, SamplingParams
+from tests.helper import BUCKETS, SIZES, give_compressed_pages, give_pages, some_seeds, spoil, spoil_compressed, user
+from vlcache_jax import LLM, BucketSizes, SamplingParams
 from vlcache_jax.cache.record import Lost, Record, State, Why
 from vlcache_jax.device.programs.base import Demand
 from vlcache_jax.device.programs.window import ANSWER
-from vlcache_jax.device.sampler import NO_ANSWER, NO_LANE
+from vlcache_jax.device.sampler import NO_ANSWER, NO_DECODE_SLOT
 from vlcache_jax.engine import engine as engine_module
-from vlcache_jax.engine.request import Generation, Holding
+from vlcache_jax.engine.request import CacheReservation, Generation
 from vlcache_jax.engine.uploads import Transfers
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.pallas_kernels import PAGE
@@ -30,7 +30,8 @@ from vlcache_jax.reuse.policies import Spread
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import parse_policy
 
-SHORT_STEPS = dataclasses.replace(LADDER, rows=(16, 96))
+SHORT_STEPS = dataclasses.replace(BUCKETS, rows=(96,))
+FEW_ROWS = dataclasses.replace(BUCKETS, rows=(64, 512))
 PLENTY = 1 << 28  # bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -61,7 +62,7 @@ def engine(directory):
 @pytest.fixture(scope="module")
 def short_steps(directory):
     """Prompts take several steps."""
-    with open_llm(directory, ladder=SHORT_STEPS) as llm:
+    with open_llm(directory, buckets=SHORT_STEPS) as llm:
         yield llm
 
 
@@ -273,7 +274,7 @@ class Fences:
         self._reading = {}  # where a record's memory begins -> number of the results that follow its last launch
         run, start = llm.service.device.runner.run, Transfers.start
         device_put = jax.device_put
-        init, leave, removed = Holding.__init__, Holding.leave, llm.service.cache.store._forget
+        init, leave, removed = CacheReservation.__init__, CacheReservation.leave, llm.service.cache.store._forget
 
         def noted_run(key, *args):
             self._keep(args)
@@ -309,8 +310,8 @@ class Fences:
         monkeypatch.setattr(llm.service.device.runner, "run", noted_run)
         monkeypatch.setattr(Transfers, "start", noted_start)
         monkeypatch.setattr(jax, "device_put", noted_device_put)
-        monkeypatch.setattr(Holding, "__init__", noted_init)
-        monkeypatch.setattr(Holding, "leave", noted_leave)
+        monkeypatch.setattr(CacheReservation, "__init__", noted_init)
+        monkeypatch.setattr(CacheReservation, "leave", noted_leave)
         monkeypatch.setattr(llm.service.cache.store, "_forget", noted_removed)
 
     def check(self):
@@ -332,30 +333,30 @@ class Fences:
         return array.ctypes.data
 
     def _read(self, data):
-        self._reading[self._place(data)] = self._llm.service.engine._flight.launched + 1
+        self._reading[self._place(data)] = self._llm.service.engine._in_flight.launched + 1
 
     def _released(self, record):
-        if self._users[record] or "planes" not in record.__dict__:
+        if self._users[record] or "buffers" not in record.__dict__:
             return
-        self.early += self._reading.get(self._place(record.data), 0) > self._llm.service.engine._flight.read
+        self.early += self._reading.get(self._place(record.data), 0) > self._llm.service.engine._in_flight.read
         self._gone(record)
 
     def _gone(self, record):
         """It is spoiled if nobody is to read it any more. What is still to be filled is whole afterwards, but lost."""
         is_placed = self._llm.service.cache.store.tier.get(record.meta.name) is record
-        if not (self._users[record] or is_placed) and record.is_settled and "planes" in record.__dict__:
+        if not (self._users[record] or is_placed) and record.is_settled and "buffers" in record.__dict__:
             self._reading.pop(self._place(record.data), None)
             record.data[...] = np.nan
             self.spoiled += 1
 
 
-COMPRESSED = 20  # pages, of four layers: some of the answers that outgrow the other pool are put aside
+COMPRESSED = 20  # pages, of four layers: some of the answers that outgrow the other pool are swapped out
 POLICIES = ["off", "exact", "exact", "0.3", "shift-0.2", "cacheblend-0.2", SCHEDULE]
 
 
-# 121: all results are read early, as pages run out with a step under way; 241: rows whose last bits once depended on
+# 121: all results are read early, as pages run out with a step in flight; 241: rows whose last bits once depended on
 # the others of their step
-@pytest.mark.parametrize("seed", some_seeds(1, ladder=(0, 2, 3, 4, 5, 12, 14, 121, 241), thorough=range(200)))
+@pytest.mark.parametrize("seed", some_seeds(1, buckets=(0, 2, 3, 4, 5, 12, 14, 121, 241), thorough=range(200)))
 def test_together_as_one_by_one(request, engine, reference, pictures, monkeypatch, seed):
     llm = request.getfixturevalue("short_steps") if seed // 6 % 3 == 2 else engine
     assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed)
@@ -363,9 +364,9 @@ def test_together_as_one_by_one(request, engine, reference, pictures, monkeypatc
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl_moe-every"])
 def others(request, checkpoints):
-    """Engines of other families as `engine` and `reference` are."""
+    """Engines of other families as `engine` and `reference` are, with fewer programs."""
     directory = checkpoints(request.param)
-    with open_llm(directory) as llm, open_llm(directory) as alone:
+    with open_llm(directory, buckets=FEW_ROWS) as llm, open_llm(directory, buckets=FEW_ROWS) as alone:
         alone.service.device.runner.programs, alone.service.device.runner.run = (
             llm.service.device.runner.programs,
             llm.service.device.runner.run,
@@ -373,7 +374,7 @@ def others(request, checkpoints):
         yield llm, alone
 
 
-@pytest.mark.parametrize("seed", some_seeds(ladder=(302,), thorough=range(300, 312)))
+@pytest.mark.parametrize("seed", some_seeds(buckets=(302,), thorough=range(300, 312)))
 def test_other_families_together_as_one_by_one(others, pictures, monkeypatch, seed):
     assert_together_as_one_by_one(*others, pictures, monkeypatch, seed)
 
@@ -382,7 +383,7 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
     rng = np.random.default_rng(seed)
     kind = ("plain", "tiny", "aborts", "tiny", "thread", "small cache")[seed % 6]
     policies = POLICIES
-    if llm.service.device.runner.ladder.max_rows == SHORT_STEPS.max_rows:
+    if llm.service.device.runner.buckets.max_rows == SHORT_STEPS.max_rows:
         policies = [policy for policy in POLICIES if policy != "cacheblend-0.2"]  # all of its rows stand in one step
     if kind == "aborts" and rng.random() < 0.5:
         policies = policies[:3]
@@ -434,8 +435,8 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
         llm.service.cache.writer.flush()
         fences.check()
     stats = llm.stats()
-    assert stats.in_use == stats.waiting == stats.running == stats.compressed_in_use == stats.aside_bytes == 0
-    assert sorted(llm.service.engine.scheduler._lanes) == list(range(LADDER.max_sequences))
+    assert stats.in_use == stats.waiting == stats.running == stats.compressed_in_use == stats.swapped_bytes == 0
+    assert sorted(llm.service.engine.scheduler._decode_slots) == list(range(BUCKETS.max_sequences))
     assert not llm.service.engine.scheduler._fillers
     was_plenty = is_plain and stats.evictions == before.evictions and stats.preemptions == before.preemptions
     memory = "short" if host_bytes < PLENTY else "plenty" if was_plenty else ""
@@ -464,19 +465,19 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
                 assert_same_work(output, world[k])
 
 
-@pytest.mark.parametrize("seed", some_seeds(ladder=(0, 1), thorough=range(6)))
+@pytest.mark.parametrize("seed", some_seeds(buckets=(0, 1), thorough=range(6)))
 def test_many_that_are_put_back(request, engine, reference, pictures, monkeypatch, seed):
     llm = request.getfixturevalue("short_steps") if seed % 2 else engine
     assert_put_back(llm, reference, pictures, monkeypatch, seed)
 
 
-@pytest.mark.parametrize("seed", some_seeds(ladder=(0,), thorough=range(3)))
+@pytest.mark.parametrize("seed", some_seeds(buckets=(0,), thorough=range(3)))
 def test_many_of_other_families_that_are_put_back(others, pictures, monkeypatch, seed):
     assert_put_back(*others, pictures, monkeypatch, seed)
 
 
 def assert_put_back(llm, reference, pictures, monkeypatch, seed):
-    """Prompts of almost a page whose answers fill two more, in a pool of four pages: most are put back."""
+    """Prompts of almost a page whose answers fill two more, in a pool of four pages: most are preempted."""
     rng = np.random.default_rng(seed)
     requests = random_requests(rng, pictures, ["exact", "exact", "0.3", "shift-0.2", "off"], 8, 20)
     for one in requests:
@@ -515,23 +516,23 @@ def agrees(k, was_aborted, outputs, worlds, memory):
 
 def at_once(llm, monkeypatch):
     """A request that ends leaves at once, whatever of it is still to be read."""
-    flight = llm.service.engine._flight
-    leave = flight.leave
-    monkeypatch.setattr(flight, "leave", lambda sequence, now: leave(sequence, now=True))
+    in_flight = llm.service.engine._in_flight
+    leave = in_flight.leave
+    monkeypatch.setattr(in_flight, "leave", lambda sequence, now: leave(sequence, now=True))
 
 
 def at_launch(llm, monkeypatch):
     """A request leaves when its prompt has been launched."""
-    flight = llm.service.engine._flight
-    launched, leave = llm.service.engine.scheduler.launched, flight.leave
+    in_flight = llm.service.engine._in_flight
+    launched, leave = llm.service.engine.scheduler.launched, in_flight.leave
 
-    def leaving(turn):
-        launched(turn)
-        for prefill in turn:
+    def leaving(group):
+        launched(group)
+        for prefill in group:
             leave(prefill.sequence, now=True)
 
     monkeypatch.setattr(llm.service.engine.scheduler, "launched", leaving)
-    monkeypatch.setattr(flight, "leave", lambda sequence, now: None)
+    monkeypatch.setattr(in_flight, "leave", lambda sequence, now: None)
 
 
 @pytest.mark.parametrize("broken", [None, at_once, at_launch])
@@ -608,12 +609,12 @@ def test_what_another_request_encodes_is_found_though_nothing_is_stored_yet(engi
     for state, told in ((State.filling, "host"), (State.ready, "host"), (Lost(Why.load_failed), "computed")):
         with monkeypatch.context() as context:
             context.setattr(record, "state", state)
-            context.setattr(Record, "planes", None)  # nobody looks at memory that may not be there
+            context.setattr(Record, "buffers", None)  # nobody looks at memory that may not be there
             assert reporter.output(job.planned, job.sequences).cache.images[0].encoder == told
     driver.output(job)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictures, monkeypatch):
     """The prompt takes several steps, and two of them have rows of an image whose K, V nobody has."""
     renew(short_steps)
@@ -635,7 +636,7 @@ def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictur
 
 
 class WindowWrites:
-    """Checks of each window which slots of keys and values it changes, and which lanes.
+    """Checks of each window which slots of keys and values it changes, and which decode slots.
 
     Attributes:
       tokens: of each window, how many tokens each of its rows came to.
@@ -648,19 +649,21 @@ class WindowWrites:
     def _noted(self, program, *given):
         if "window" not in program.name:
             return self._run(program, *given)
-        pool, lanes, rows = given[2], jax.tree.map(np.array, given[3]), np.asarray(given[4])
+        pool, decode_slots, rows = given[2], jax.tree.map(np.array, given[3]), np.asarray(given[4])
         before = jax.tree.map(np.array, pool)
         chosen, after, pool = came = self._run(program, *given)
-        lane, counts = rows[:, ANSWER], (np.asarray(chosen.token) != NO_ANSWER).sum(0)
-        own = np.flatnonzero(lane != NO_LANE)
-        assert not counts[lane == NO_LANE].any()
+        decode_slot, counts = rows[:, ANSWER], (np.asarray(chosen.token) != NO_ANSWER).sum(0)
+        own = np.flatnonzero(decode_slot != NO_DECODE_SLOT)
+        assert not counts[decode_slot == NO_DECODE_SLOT].any()
         self.tokens.append(counts[own].tolist())
-        # Lanes of other answers, and of those that had ended, are as they were.
-        other = np.ones(len(lanes.step), bool)
-        other[lane[own][counts[own] > 0]] = False
-        for old, new in zip(lanes, after, strict=True):
+        # Decode slots of other answers, and of those that had ended, are as they were.
+        other = np.ones(len(decode_slots.step), bool)
+        other[decode_slot[own][counts[own] > 0]] = False
+        for old, new in zip(decode_slots, after, strict=True):
             np.testing.assert_array_equal(old[other], np.asarray(new)[other])
-        begin = rows[own, 0] + lanes.step[lane[own]] - 1  # what is computed first is the token that was chosen last
+        begin = (
+            rows[own, 0] + decode_slots.step[decode_slot[own]] - 1
+        )  # what is computed first is the token that was chosen last
         written = self._written(program, given[5:], own, rows[:, 0], begin, counts[own])
         for old, new, slots in zip(before, pool, written, strict=True):
             for one, other in zip(old, new, strict=True):
@@ -697,7 +700,7 @@ def test_a_row_that_has_ended_writes_nothing(engine, pictures, monkeypatch, comp
     runner = engine.service.device.runner
     texts, long = ("One ", "Two ", "Three "), dataclasses.replace(GREEDY, max_tokens=14)
     scheduler = engine.service.engine.scheduler
-    monkeypatch.setattr(scheduler, "_lanes", sorted(scheduler._lanes)[-3:])  # the last one is in use, too
+    monkeypatch.setattr(scheduler, "_decode_slots", sorted(scheduler._decode_slots)[-3:])  # the last one is in use, too
 
     def answered(*params):
         renew(engine)
@@ -724,7 +727,7 @@ def test_a_row_that_has_ended_writes_nothing(engine, pictures, monkeypatch, comp
     assert any(0 < min(tokens) < max(tokens) for tokens in windows.tokens)  # some end while others go on
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", [None, "snapkv-0.5"])
 def test_windows_of_a_number_of_steps_answer_the_same(engine, pictures, monkeypatch, compress):
     """As a GPU has them: the host says how many, and what rows may ask for."""
@@ -756,24 +759,24 @@ def test_windows_of_a_number_of_steps_answer_the_same(engine, pictures, monkeypa
     monkeypatch.setattr(runner.shapes, "is_host", False)
     assert [answered(*params) for params in cases] == expected
     windows = {is_host: [one for one in programs if "window" in one.name] for is_host, programs in ran.items()}
-    assert {(one.choice, one.steps) for one in windows[True]} == {("asked", None)}
-    steps = runner.ladder.window
+    assert {(one.choice, one.steps) for one in windows[True]} == {("dynamic", None)}
+    steps = runner.buckets.window
     assert {(one.choice, one.steps) for one in windows[False]} == {("greedy", steps), ("drawn", steps), ("any", 1)}
     # They are what a warm-up makes.
-    known = type(windows[False][0]).family(runner.shapes, Demand(runner.ladder))
+    known = type(windows[False][0]).family(runner.shapes, Demand(runner.buckets))
     assert set(windows[False]) <= set(known)
     assert {one.choice for one in ran[False] if one.name == "sample"} == {"greedy", "drawn", "any"}
 
 
 # What a pass may cost.
 
-MANY = Ladder(rows=(128,), patches=(256,), sequences=(4, 64))
+MANY = BucketSizes(rows=(128,), patches=(256,), sequences=(4, 64))
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def many(directory):
-    with open_llm(directory, ladder=MANY, max_model_len=4 * PAGE) as llm:
+    with open_llm(directory, buckets=MANY, max_model_len=4 * PAGE) as llm:
         yield llm
 
 
@@ -791,15 +794,15 @@ class Windows:
         decode, read, end = engine_module.decode, llm.service.engine._read_next, llm.service.engine._end
         number, reading, results_of = {}, [], []  # whose ids stay theirs
 
-        def noted_decode(runner, lanes, active, tokens):
-            results = decode(runner, lanes, active, tokens)
+        def noted_decode(runner, decode_slots, active, tokens):
+            results = decode(runner, decode_slots, active, tokens)
             number[id(results)] = len(self.rows)
             results_of.append(results)
             self.rows.append(list(active))
             return results
 
         def noted_read():
-            results = llm.service.engine._flight.oldest
+            results = llm.service.engine._in_flight.oldest
             reading[:] = [number.get(id(results))]
             before = {sequence: len(sequence.generated) for row in self.rows for sequence in row}
             read()
@@ -817,7 +820,7 @@ class Windows:
         monkeypatch.setattr(llm.service.engine, "_end", noted_end)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
     renew(many)
     driver = Driver(many)
@@ -836,7 +839,7 @@ def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
     many.reset_prefix_cache()  # so that they are linked, not found in pages
     hit = driver.arrive(Asked(shown[0], GREEDY, "exact"))
     [sequence] = hit.sequences
-    passes = 0  # there are lanes and pages, so the first one admits it
+    passes = 0  # there are decode slots and pages, so the first one admits it
     while not sequence.generated:
         driver.step()
         passes += 1
@@ -870,9 +873,9 @@ def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
     assert many.stats().in_use == 0
 
 
-@pytest.mark.parametrize("seed", some_seeds(0, ladder=(1, 2), thorough=range(20)))
+@pytest.mark.parametrize("seed", some_seeds(0, buckets=(1, 2), thorough=range(20)))
 def test_who_has_ended_decodes_no_more(engine, pictures, monkeypatch, seed):
-    """A stop string ends a row that the device knows nothing of: it is in the window under way, and in no other."""
+    """A stop string ends a row that the device knows nothing of: it is in the window in flight, and in no other."""
     renew(engine)
     rng = np.random.default_rng(seed)
     requests = random_requests(rng, pictures, ["off", "exact"], 8, 60)
@@ -941,12 +944,12 @@ def test_an_engine_that_cannot_go_on_says_so(engine, pictures):
     driver = Driver(engine)
     conversation = user("See ", pictures[0], "?")
     prompt = engine.service.renderer.from_conversation(conversation)
-    [lost] = engine.service.intake.identifier.identify([prompt])
-    planned = engine.service.intake.planner.plan(lost, ResolvedOptions(reuse=parse_policy("exact")))
-    with pytest.raises(RuntimeError, match="nothing can go on: 0 requests wait and 1 run"):
+    [lost] = engine.service.preparation.identifier.identify([prompt])
+    planned = engine.service.preparation.planner.plan(lost, ResolvedOptions(reuse=parse_policy("exact")))
+    with pytest.raises(RuntimeError, match="the engine is stuck: 0 requests wait and 1 run"):
         engine.chat(conversation, GREEDY, use_tqdm=False)
     job = driver.arrive(Asked(conversation, GREEDY, "exact"))
-    with pytest.raises(RuntimeError, match="nothing can go on"):
+    with pytest.raises(RuntimeError, match="the engine is stuck"):
         driver.finish()
     engine.service.engine.fail(RuntimeError("stuck"))
     assert job.has_ended
@@ -980,7 +983,7 @@ class Librarys:
         """Float32 [n, V] of the prompt's n tokens and the answer's, and the prompt's token ids."""
         torch = pytest.importorskip("torch")
         prompt = self.llm.service.renderer.from_conversation(conversation)
-        processor = self.llm.service.intake.processor
+        processor = self.llm.service.preparation.processor
         patches = [processor.patches(image.decode()) for image in prompt.images]
         counts = [processor.num_tokens(p.grid) for p in patches]
         prompt_ids = self.llm.service.renderer.expander.expand(prompt.token_ids, counts)[0].tolist()
@@ -1121,7 +1124,7 @@ def greedy_cases(many, asking):
     return cases
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [0, 1])
 def test_greedy_answers_are_the_reference_loops(many, librarys, asking, greedy_cases, half):
     cases = greedy_cases[half::2]  # of every second one, the image or the text alone
@@ -1136,7 +1139,7 @@ def test_greedy_answers_are_the_reference_loops(many, librarys, asking, greedy_c
     assert min(reasons["stop"], reasons["length"]) >= 6
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_answers_without_a_limit_fill_the_context(many, librarys):
     conversation = user(STARTS[1] * 2 + "Why?")
     for changes in ({}, PENALTIES):
@@ -1146,7 +1149,7 @@ def test_answers_without_a_limit_fill_the_context(many, librarys):
         assert_is_greedy(many, librarys, conversation, params, output)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_special_tokens_are_in_the_text_if_they_are_wanted(many, asking):
     biased = {"allowed_token_ids": [260, 261, 97, 98], "frequency_penalty": 2.0, "logit_bias": {260: 3.0}}
     texts = {}
@@ -1162,7 +1165,7 @@ def test_special_tokens_are_in_the_text_if_they_are_wanted(many, asking):
     assert {260, 97} <= set(answer.token_ids)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("is_again", [False, True])
 def test_prompt_logprobs_are_the_librarys(short_steps, librarys, pictures, is_again):
     """Of prompts that take one step or several, also of what a repeat finds in pages or in records."""
@@ -1204,7 +1207,7 @@ def sampled(many, asking):
     return params, [many.chat(asking[i % 2], own, use_tqdm=False)[0] for i, own in enumerate(params)]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_sampled_answers_are_the_same_in_a_batch(many, librarys, asking, sampled, greedy_cases):
     params, alone = sampled
     others = [own for _, own in greedy_cases[:12]]
@@ -1230,14 +1233,14 @@ def test_sampled_answers_are_the_same_in_a_batch(many, librarys, asking, sampled
                 assert_told(many, told, answer.token_ids, answer.logprobs, own.logprobs)
 
 
-@pytest.mark.parametrize("window", some_seeds(ladder=(3,), thorough=(1, 20)))
+@pytest.mark.parametrize("window", some_seeds(buckets=(3,), thorough=(1, 20)))
 def test_windows_of_any_length_give_the_same_tokens(directory, asking, sampled, greedy_cases, many, window):
     params, alone = sampled
     cases = greedy_cases[:19:2]
     expected = [answers(output) for output in alone]
     expected += [answers(many.chat(asking[i], own, use_tqdm=False)[0]) for i, own in cases]
-    ladder = Ladder(rows=(128,), patches=(256,), sequences=(4,), window=window)
-    with open_llm(directory, ladder=ladder) as llm:
+    buckets = BucketSizes(rows=(128,), patches=(256,), sequences=(4,), window=window)
+    with open_llm(directory, buckets=buckets) as llm:
         conversations = [asking[i % 2] for i in range(len(params))] + [asking[i] for i, _ in cases]
         outputs = llm.chat(conversations, params + [own for _, own in cases], use_tqdm=False)
     assert [answers(output) for output in outputs] == expected

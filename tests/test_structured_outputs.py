@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.helper import LADDER, SIZES, WITHIN, assert_nothing_left, give_pages, user
+from tests.helper import BUCKETS, SIZES, WITHIN, assert_nothing_left, give_pages, user
 from vlcache_jax import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutputs
-from vlcache_jax.device.programs.memory import HoldLanes
+from vlcache_jax.device.programs.memory import HoldDecodeSlots
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine import scheduler
 from vlcache_jax.engine.grammars import Matcher
@@ -65,22 +65,22 @@ def test_what_is_said_can_be_compared():
     assert StructuredOutputs(choice=["a", "b"]).choice == ("a", "b")
     assert SamplingParams(structured_outputs=None) == SamplingParams()
     assert StructuredOutputs(json={}, json_object=None).kind == "json"
-    with pytest.warns(UserWarning, match="^disable_fallback has no meaning here"):
+    with pytest.warns(UserWarning, match="^disable_fallback has no effect here"):
         assert StructuredOutputs(regex="a", disable_fallback=True) == StructuredOutputs(regex="a")
 
 
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({}, ValueError, r"structured_outputs must have one of json, json_object, regex.*, got \[\]"),
-        ({"json": {}, "regex": "a"}, ValueError, r"structured_outputs must have one of .*, got \['json', 'regex'\]"),
+        ({}, ValueError, r"structured_outputs must have exactly one of json, json_object, regex.*, got \[\]"),
+        ({"json": {}, "regex": "a"}, ValueError, r"structured_outputs must have exactly .*, got \['json', 'regex'\]"),
         ({"json": "{"}, ValueError, "structured_outputs.json must be JSON: Expecting property name"),
         ({"json": 5}, ValueError, "structured_outputs.json must be a JSON object, got 5"),
         ({"json": "[]"}, ValueError, "structured_outputs.json must be a JSON object"),
         ({"json": {"a": {1}}}, ValueError, "structured_outputs.json must be JSON: Object of type set"),
         ({"json": '{"a":' * 10**5}, ValueError, "structured_outputs.json must be JSON: "),
-        ({"json": {"multipleOf": 1000003}}, ValueError, "structured_outputs.json must have multipleOf of a common"),
-        ({"json": {"multipleOf": 1e-300}}, ValueError, "structured_outputs.json must have multipleOf of a common"),
+        ({"json": {"multipleOf": 1000003}}, ValueError, "structured_outputs.json must have multipleOf values"),
+        ({"json": {"multipleOf": 1e-300}}, ValueError, "structured_outputs.json must have multipleOf values"),
         ({"grammar": r'start: %json {"multiple\u004ff": 700001}'}, ValueError, "structured_outputs.grammar must have"),
         ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, ValueError, ".*json must have"),
         ({"grammar": '"multipleOf": 1e999999999'}, ValueError, ".*grammar must have multipleOf"),
@@ -92,7 +92,7 @@ def test_what_is_said_can_be_compared():
         ({"choice": []}, ValueError, "structured_outputs.choice must be a list of texts"),
         ({"choice": ["a", ""]}, ValueError, "structured_outputs.choice must be texts of at least one character"),
         ({"choice": ["a", 5]}, ValueError, "structured_outputs.choice must be a list of texts, got 5"),
-        ({"jsn": {}}, TypeError, "StructuredOutputs has no argument jsn; is it json"),
+        ({"jsn": {}}, TypeError, "StructuredOutputs has no argument jsn; did you mean json"),
         ({"json": {}, "disable_additional_properties": True}, TypeError, ".* write additionalProperties into"),
     ],
 )  # fmt: skip
@@ -179,7 +179,7 @@ def test_added_tokens(llm):
 
 def test_ends(llm):
     """An end token comes exactly where the answer may end; where it can only end, it does."""
-    ends = llm.service.intake.sequences._end_tokens
+    ends = llm.service.preparation.sequences._end_tokens
     told = answer(llm, held(regex="ab?", seed=1))
     assert told.text in ("a", "ab")
     assert told.token_ids[-1] in ends
@@ -209,7 +209,7 @@ def test_with_other_parameters(llm):
     assert all(re.fullmatch("[a-z]{9}", text) for text in drawn)
     for left in ({"bad_words": ["a"]}, {"allowed_token_ids": [98]}):
         for regex in ("aaa", "b" + "a" * 40):  # so many forced tokens would be a step of their own
-            with pytest.raises(RequestError, match="sampling_params must leave a token that is allowed, got none"):
+            with pytest.raises(RequestError, match="sampling_params must leave a token to sample, got none"):
                 llm.chat([QUESTION], held(regex=regex, **left))
 
 
@@ -238,7 +238,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(st.lists(SCHEMAS, min_size=3, max_size=5))
 def test_a_batch_of_schemas(llm, schemas):
@@ -262,7 +262,7 @@ def test_windows(llm):
     try:
         llm.chat([QUESTION] * 2, params)
         windows = {(rows, tokens) for rows, _, tokens in trace}
-        window = LADDER.window
+        window = BUCKETS.window
         assert windows == {(1, window), (1, 1)}
         assert [tokens for _, _, tokens in trace].count(window) == 32 // window
         del trace[:]
@@ -383,13 +383,13 @@ def test_masks_have_a_thread_of_their_own(llm, monkeypatch):
 def test_who_does_not_ask_has_no_program_for_it(checkpoints):
     with LLM(checkpoints("qwen3_vl"), **SIZES, use_tqdm=False) as llm:
         programs = llm.service.device.runner.programs
-        assert not any(isinstance(one, HoldLanes) for one in programs.family_of(llm.service.policy))
+        assert not any(isinstance(one, HoldDecodeSlots) for one in programs.family_of(llm.service.policy))
         for _ in range(2):
             llm.chat([QUESTION], SamplingParams(max_tokens=9, ignore_eos=True))
         before = set(programs._compiled)
-        assert not any(isinstance(one, HoldLanes) for one in before)
+        assert not any(isinstance(one, HoldDecodeSlots) for one in before)
         assert answer(llm, held(regex="abc")).text == "abc"
-        assert set(programs._compiled) - before == {HoldLanes(8)}
+        assert set(programs._compiled) - before == {HoldDecodeSlots(8)}
 
 
 BOMBS = {
@@ -414,12 +414,14 @@ BOMBS = {
 def test_what_cannot_be_used_reaches_no_device(llm, name):
     asked = StructuredOutputs(**BOMBS[name])
     before = llm.stats().launches
-    with pytest.raises(ValueError, match=rf"^sampling_params {re.escape(asked.name)} must be usable: .*, got '"):
+    with pytest.raises(
+        ValueError, match=rf"^sampling_params {re.escape(asked.name)} must compile to a grammar: .*, got '"
+    ):
         answer(llm, SamplingParams(structured_outputs=asked))
     assert llm.stats().launches == before
     params = [SamplingParams(structured_outputs=asked), held(choice=["left", "right"])]
     wrong, good = llm.chat([QUESTION] * 2, params, on_error="return")
-    assert wrong.error.startswith(f"sampling_params[0] {asked.name} must be usable")
+    assert wrong.error.startswith(f"sampling_params[0] {asked.name} must compile to a grammar")
     assert good.outputs[0].text in ("left", "right")
 
 
@@ -435,19 +437,19 @@ def test_a_schema_that_is_nested_too_deep_is_refused():
     [
         ("unclosed", r"unclosed group, got '\(a'"),
         ("nested groups", r"exceed the maximum [^,]+, got '\(\(\("),
-        ("endless reference", "no text fits it: it may refer to itself in a loop without an end, got '{"),
-        ("endless rule", "no text fits it: it may refer to itself in a loop without an end, got 'start"),
+        ("endless reference", "no text matches it, for example because of an endless recursion, got '{"),
+        ("endless rule", "no text matches it, for example because of an endless recursion, got 'start"),
         ("no character", r"it matches no text, got '\[\^"),
         ("repeats", "lexer error: too many expressions constructed, got 'a"),
         (
             "tag without anything",
-            "structures must be a list of objects with begin, schema and end, triggers a list of te",
+            "structures must be a list of objects with begin, schema and end, and triggers a list",
         ),
     ],
 )
 def test_why_something_cannot_be_used(llm, name, message):
     """Without the grammar that is made of it."""
-    with pytest.raises(ValueError, match=f"must be usable: {message}"):
+    with pytest.raises(ValueError, match=f"must compile to a grammar: {message}"):
         answer(llm, SamplingParams(structured_outputs=BOMBS[name]))
 
 
@@ -463,7 +465,7 @@ def test_why_something_cannot_be_used(llm, name, message):
 )
 def test_repeats_of_repeats_are_counted(given):
     """Before any compiler sees them."""
-    with pytest.raises(ValueError, match=r"must have repetitions of at most 100000 together, got \d+$"):
+    with pytest.raises(ValueError, match=r"must have at most 100000 nested repetitions, got \d+$"):
         StructuredOutputs(**given)
 
 
@@ -494,7 +496,8 @@ def test_who_leaves_the_grammar_fails_alone(llm, monkeypatch):
     params = [held(regex="[a-z]{9}", seed=77), held(regex="[a-z]{9}", seed=5), SamplingParams(max_tokens=9)]
     failed, *others = llm.chat([QUESTION] * 3, params, on_error="return")
     assert failed.error == (
-        "conversations[0]: structured_outputs must be followed to the end, got the lexer has too many states"
+        "conversations[0]: structured_outputs must constrain the full output, but the matcher failed: "
+        "the lexer has too many states"
     )
     assert all(output.error is None for output in others)
     assert_nothing_left(llm)
@@ -554,7 +557,7 @@ def test_what_the_tokenizer_does_not_have_never_comes(llm):
     """The model's vocabulary is larger."""
     size, known = llm.service.checkpoint.config.text.vocab_size, len(llm.get_tokenizer())
     assert known < size
-    matcher = llm.service.intake.sequences.grammars.matcher(held(regex="(.|\n)*"))
+    matcher = llm.service.preparation.sequences.grammars.matcher(held(regex="(.|\n)*"))
     assert matcher.wait(WITHIN)
     flags = np.unpackbits(matcher.mask(0).view(np.uint8), bitorder="little")
     assert len(flags) >= size
@@ -563,8 +566,10 @@ def test_what_the_tokenizer_does_not_have_never_comes(llm):
 
 
 def test_a_checkpoint_without_end_tokens(llm, monkeypatch):
-    monkeypatch.setattr(llm.service.intake.sequences.grammars, "_ends", frozenset())
-    with pytest.raises(ValueError, match=r"structured_outputs\.regex must be usable: the checkpoint must have end"):
+    monkeypatch.setattr(llm.service.preparation.sequences.grammars, "_ends", frozenset())
+    with pytest.raises(
+        ValueError, match=r"structured_outputs\.regex must compile to a grammar: the checkpoint has no end"
+    ):
         answer(llm, held(regex="never[0-9]asked"))
 
 
@@ -582,7 +587,7 @@ def test_streams_and_aborts(llm):
             await engine.abort("endless")
             reasons.append(out.outputs[0].finish_reason)
         assert reasons[-1] == "abort"
-        with pytest.raises(ValueError, match=r"structured_outputs\.regex must be usable"):
+        with pytest.raises(ValueError, match=r"structured_outputs\.regex must compile to a grammar"):
             [_ async for _ in engine.generate(QUESTION, held(regex="(a"))]
 
     asyncio.run(run())

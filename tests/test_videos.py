@@ -13,13 +13,13 @@ from PIL import Image
 import vlcache_jax.engine.prefilling as prefilling
 import vlcache_jax.inputs.layout as layout
 from tests import release
-from tests.helper import LADDER
+from tests.helper import BUCKETS
 from tests.inputs.test_videos import encoded
 from tests.test_llm import open_llm as open_plain_llm
 from tests.test_reuse import FORCED, GREEDY, assert_close, chat, falling, kv_records, logits, open_llm, tokens
 from vlcache_jax.cache import keys
 from vlcache_jax.inputs.images import ImageSource
-from vlcache_jax.inputs.videos import FilmFile
+from vlcache_jax.inputs.videos import VideoFile
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.preparation import planner
 from vlcache_jax.request_options import ResolvedOptions
@@ -55,7 +55,7 @@ def picture(textured_image):
     return {"type": "image", "image": textured_image(90, 60, 9)}
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.ladder)])
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def directory(request, checkpoints):
     return checkpoints(request.param)
 
@@ -75,14 +75,14 @@ def llm(engine):
 @pytest.fixture
 def from_records(llm, monkeypatch):
     """What comes again is linked, though its pages may be there."""
-    monkeypatch.setattr(llm.service.intake.planner, "_keeps_pages", False)
+    monkeypatch.setattr(llm.service.preparation.planner, "_keeps_pages", False)
 
 
 @pytest.fixture
 def decoded(monkeypatch):
     """The frames that are decoded."""
     frames = []
-    for kind in (ImageSource, FilmFile):
+    for kind in (ImageSource, VideoFile):
         real = kind.decode
 
         def counted(self, *args, real=real):
@@ -100,7 +100,7 @@ def matches(output):
 # Parity.
 
 
-@pytest.mark.ladder_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe")
+@pytest.mark.slow_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe")
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe-every"])
 def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture):
     """Videos with times that reach beyond their size and with an odd number of frames, and a picture and text behind:
@@ -110,11 +110,11 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
     config = model.config
     other = [frame[:60, :58] for frame in film[:6]]
     conversation = user("See ", video(other, 0.3), picture, " and ", video(film[:5], 3.0), "? Tell.")
-    with open_plain_llm(checkpoints(name), ladder=LADDER) as llm:
+    with open_plain_llm(checkpoints(name), buckets=BUCKETS) as llm:
         [output] = chat(llm, conversation, reuse="off", params=GREEDY)
         answer = output.outputs[0].token_ids
         [score] = llm.score([conversation], [answer], reuse="off", keep_logits=True, use_tqdm=False)
-        [request] = llm.service.intake.identifier.identify(
+        [request] = llm.service.preparation.identifier.identify(
             [llm.service.renderer.from_conversation(conversation)], lookup=False
         )
         images = list(zip(request.images, request.moments, strict=True))
@@ -122,12 +122,12 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
             np.asarray(llm.service.device.runner.encode([one.patches.pixels], [one.grid]))[:, : one.num_tokens]
             for one, _ in images
         ]
-        values = llm.service.intake.processor.pixel_values
+        values = llm.service.preparation.processor.pixel_values
         pixels = [
             torch.tensor(np.concatenate([values(i.patches) for i, m in images if (m is None) == p])) for p in (1, 0)
         ]
         options = ResolvedOptions(reuse=llm.service.policy)
-        planned = llm.service.intake.planner.plan(request, options).layout
+        planned = llm.service.preparation.planner.plan(request, options).layout
     assert [(m.video, m.chunk) for _, m in images if m] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     [chunk, *_, last] = [one.grid for one, moment in images if moment]
     grids = torch.tensor([[3, *chunk[1:]], [3, *last[1:]]])
@@ -214,7 +214,7 @@ def test_a_film_is_not_opened_again(llm, film, decoded, monkeypatch):
     shown = {"type": "video", "video": data, "num_frames": 6}
     [first] = chat(llm, user(shown, "?"))
     assert len(decoded) == 1
-    monkeypatch.setattr(FilmFile, "_opened", lambda self: pytest.fail("it was opened"))
+    monkeypatch.setattr(VideoFile, "_opened", lambda self: pytest.fail("it was opened"))
     [again] = chat(llm, user("Now ", shown, "?"))
     assert [one.encoder for one in again.cache.images] == ["host"] * 3
     assert [one.key for one in again.cache.images] == [one.key for one in first.cache.images]
@@ -305,9 +305,9 @@ def test_what_is_kept_of_a_video(llm, film):
     chat(llm, user(part, "?"))
     count = len(kv_records(llm))
     assert llm.cache.keys(part) == [one.key for one in chat(llm, user(part, "?"))[0].cache.images]
-    with pytest.raises(ValueError, match="`keys` gives those of a video's chunks"):
+    with pytest.raises(ValueError, match="`keys` returns the keys of a video's chunks"):
         llm.cache.key(part)
-    with pytest.raises(ValueError, match=r"image must be an image itself, a video's part .*, or an entry key, got \{"):
+    with pytest.raises(ValueError, match=r"image must be a path, .*, video message part or entry key, got \{"):
         llm.cache.pin({"type": "image", "image": film[0]})
     assert llm.cache.pin(part) == 2 * count
     assert llm.cache.evict(part) == 0
@@ -323,14 +323,14 @@ def test_wrong_videos_are_told_of(llm, film):
         "videos[1] must be a video that FFmpeg can read": user(video(film[:2]), {"type": "video", "video": b"\0" * 99}),
         "must fit in max_model_len = 1024": user(video(film[:4] * 60), "?"),
         "must be a dict of type text": user({"type": "film", "film": film}),
-        "videos[0] must hold only video": user(video(film[:2], speed=2)),
+        "videos[0]: unknown field 'speed'": user(video(film[:2], speed=2)),
     }
     outputs = chat(llm, *rows.values(), on_error="return")
     for message, output in zip(rows, outputs, strict=True):
         assert message in output.error, output.error
     llm.service.renderer.max_videos = 1
     try:
-        with pytest.raises(ValueError, match="must hold at most 1 videos, got 2"):
+        with pytest.raises(ValueError, match="must have at most 1 videos, got 2"):
             chat(llm, user(video(film[:2]), "and", video(film[:2])))
     finally:
         llm.service.renderer.max_videos = None

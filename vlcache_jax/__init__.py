@@ -1,4 +1,4 @@
-"""Serves Qwen vision-language models in JAX and reuses the work done on images it has seen."""
+"""Inference of Qwen vision-language models in JAX, with reuse of cached images."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vlcache_jax.calls.groups import RequestError as RequestError
     from vlcache_jax.calls.in_flight import QueueFullError as QueueFullError
     from vlcache_jax.config import EngineConfig as EngineConfig
-    from vlcache_jax.device.buckets import Ladder as Ladder
+    from vlcache_jax.device.buckets import BucketSizes as BucketSizes
     from vlcache_jax.llm import LLM as LLM
     from vlcache_jax.outputs import RequestOutput as RequestOutput
     from vlcache_jax.outputs import Score as Score
@@ -36,7 +36,7 @@ _HOMES = {
     "CacheConfig": "vlcache_jax.cache.config",
     "EngineConfig": "vlcache_jax.config",
     "LLM": "vlcache_jax.llm",
-    "Ladder": "vlcache_jax.device.buckets",
+    "BucketSizes": "vlcache_jax.device.buckets",
     "MPIC": "vlcache_jax.reuse.policies",
     "QueueFullError": "vlcache_jax.calls.in_flight",
     "RequestError": "vlcache_jax.calls.groups",
@@ -47,13 +47,14 @@ _HOMES = {
     "Score": "vlcache_jax.outputs",
     "StructuredOutputs": "vlcache_jax.sampling",
 }
+_RENAMED = {"Ladder": "BucketSizes"}
 __all__ = [
     "LLM",
     "MPIC",
     "AsyncLLM",
+    "BucketSizes",
     "CacheConfig",
     "EngineConfig",
-    "Ladder",
     "QueueFullError",
     "RequestError",
     "RequestOptions",
@@ -66,24 +67,33 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported at first use: a command's --help need not wait for JAX.
+    # Imports at first use: the --help of a command then does not wait for JAX.
+    import importlib
+
+    if name in _RENAMED:
+        from vlcache_jax.common.renamed import warn_renamed
+
+        warn_renamed(f"vlcache_jax.{name}", _RENAMED[name])
+        name = _RENAMED[name]
     if name not in _HOMES:
         raise _no_such(name)
-    import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def _no_such(name: str) -> Exception:
-    """The error for a name; of vLLM's names it says what to write. An import would hide an AttributeError."""
+    """Return the error for an unknown name, with the equivalent of vLLM's names.
+
+    An import statement hides the message of an AttributeError, so it gets an ImportError.
+    """
     from vlcache_jax.common.vllm_compat import NAMES
 
-    told = f"module {__name__!r} has no attribute {name!r}"
+    message = f"module {__name__!r} has no attribute {name!r}"
     if name not in NAMES:
-        return AttributeError(told)
-    told = f"{told}; {NAMES[name]}"
+        return AttributeError(message)
+    message = f"{message}; {NAMES[name]}"
     is_import = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
-    return ImportError(told, name=__name__) if is_import else AttributeError(told)
+    return ImportError(message, name=__name__) if is_import else AttributeError(message)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The engine for programs that serve: requests come one by one, answers come as they grow."""
+"""Public engine for asynchronous programs: serves requests one by one and streams their outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.calls.caller import Conversation, PromptLike, is_token_ids
 from vlcache_jax.calls.groups import RequestChunk, RequestError
 from vlcache_jax.calls.in_flight import QueueFullError as QueueFullError
-from vlcache_jax.calls.in_flight import UnderWay
+from vlcache_jax.calls.in_flight import RequestsInFlight
 from vlcache_jax.common.vllm_compat import Absent
 from vlcache_jax.config import EngineConfig, EngineOptions, shows_options
 from vlcache_jax.embedding import AsyncEmbedder
@@ -30,27 +30,29 @@ from vlcache_jax.service import Service, template_options
 
 
 class AsyncLLM(AsyncEmbedder):
-    """Serves one model to any number of requests at once::
+    """Engine that serves one model to any number of concurrent requests::
 
         engine = AsyncLLM("Qwen/Qwen3-VL-8B-Instruct")
         async for output in engine.generate("Hello", SamplingParams(max_tokens=20)):
             print(output.outputs[0].text)
 
-    Requests run together and end when they are done; each means the same as it would alone. One thread drives the
-    device. It may be used from several event loops.
+    Requests run together, and each gives the output that it gives alone. One thread drives the device. The engine may
+    be used from several event loops.
 
     Args:
-      model: see `LLM`. A `Service` may have several fronts; the first that is closed closes it for all.
-      max_waiting: requests at most that are not answered yet, those that run included.
-      when_full: what happens to one more: "wait" until there is room, or "raise" a `QueueFullError`.
+      model: see `LLM`. Several engines may share a `Service`; the first one that is closed closes it for all.
+      max_waiting: maximum number of requests in flight, queued and running. Default 1024.
+      when_full: effect of one more request. "wait" (default): it waits until there is room. "raise": it raises a
+        `QueueFullError`.
       options: see `LLM`.
 
     Attributes:
-      service: the parts, for who measures them.
-      max_model_len: tokens of prompt and answer at most.
+      service: the parts of the engine, for measurements.
+      max_model_len: maximum number of tokens of a prompt and its output.
 
     Raises:
-      ValueError: `max_waiting` or `when_full` is wrong. Else what `LLM` raises.
+      ValueError: `max_waiting` or `when_full` is wrong.
+      FileNotFoundError, ValueError, TypeError, NotImplementedError, MemoryError: see `LLM`.
     """
 
     from_engine_args = Absent("write AsyncLLM(model, ...) with the same arguments")
@@ -71,7 +73,7 @@ class AsyncLLM(AsyncEmbedder):
             raise ValueError(f'when_full must be "wait" or "raise", got {when_full!r}')
         self.service = Service.of(model, **options)
         self.max_model_len: int = self.service.device.memory.max_model_len
-        self._requests = UnderWay(max_waiting, when_full, shows=self.service.config.use_tqdm)
+        self._requests = RequestsInFlight(max_waiting, when_full, shows=self.service.config.use_tqdm)
 
     async def generate(
         self,
@@ -87,23 +89,24 @@ class AsyncLLM(AsyncEmbedder):
         options: RequestOptions | None = None,
         **template: Unpack[TemplateOptions],
     ) -> AsyncIterator[RequestOutput]:
-        """Answers a request; yields its output whenever there is more of it, the last time with `finished` set.
+        """Run a request; yield its output each time it grows, the last time with `finished` set.
 
-        Each output holds all there is so far; see `deltas` for what is new alone. Who stops asking for more aborts it.
+        Each output contains everything generated so far; `deltas` yields only what is new. A caller that stops
+        iterating aborts the request.
 
         Args:
-          prompt: as for `LLM.generate`, or a conversation as for `LLM.chat`.
-          sampling_params: None is the checkpoint's own.
-          request_id: by which it can be aborted; None: one is drawn.
+          prompt: a prompt as in `LLM.generate`, or a conversation as in `LLM.chat`.
+          sampling_params: None: the checkpoint's defaults.
+          request_id: name of the request for `abort`, unique among the requests in flight. None: a generated one.
           reuse, compress, cache_salt, options: see `LLM.chat`.
-          mm_processor_kwargs, template: see `LLM.chat`; they are of conversations.
-          priority: lower ones run first; among equals, who came first.
+          mm_processor_kwargs, template: see `LLM.chat`; only for conversations.
+          priority: requests with lower values run first, those with equal values in the order of arrival. Default 0.
 
         Raises:
-          QueueFullError: there are too many requests, and the engine was made to raise.
+          QueueFullError: `max_waiting` requests are in flight, and `when_full` is "raise".
           RequestError: the request is wrong. It is a ValueError.
           NotFiniteError: logits are not finite. It is a RequestError.
-          ValueError: another argument is wrong.
+          ValueError: another argument is wrong, or a request with this `request_id` is in flight.
           RuntimeError: the engine is closed, or failed.
         """
         options = RequestOptions.of(
@@ -136,10 +139,10 @@ class AsyncLLM(AsyncEmbedder):
         options: RequestOptions | None = None,
         **template: Unpack[TemplateOptions],
     ) -> AsyncGenerator[RequestDelta]:
-        """Answers a request as `generate` does, and yields what is new whenever there is something.
+        """Run a request as `generate` does, and yield only what is new.
 
-        A delta is as large as what is new in it, so that a long answer costs no more for each token than a short one.
-        Joined they are what `generate` yields last: `vlcache_jax.outputs.OutputCollector` does that.
+        The size of a delta does not depend on the length of the output so far, so the cost per token stays constant.
+        `vlcache_jax.outputs.OutputCollector` joins deltas to the output that `generate` yields last.
 
         Args:
           prompt, sampling_params, request_id: see `generate`.
@@ -148,7 +151,7 @@ class AsyncLLM(AsyncEmbedder):
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
         """
-        asked = RequestOptions.of(
+        requested = RequestOptions.of(
             options,
             reuse=reuse,
             compress=compress,
@@ -159,20 +162,20 @@ class AsyncLLM(AsyncEmbedder):
         name = self._requests.named(request_id)
         if not isinstance(sampling_params, SamplingParams | None):
             raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
-        params = None if sampling_params is None else sampling_params.clone()  # the caller's may be set meanwhile
+        params = None if sampling_params is None else sampling_params.clone()  # the caller may change its object
         caller, called_at = self.service.caller, time.perf_counter()
 
         def chunk() -> RequestChunk[RequestOutput]:
-            """All that is checked, in a thread: how long it takes is the caller's choice."""
-            render, own = self._renders(prompt, asked, template), {"params": params, "called_at": called_at}
-            return caller.to_answer(self.service.call("prompt", [prompt], render, asked, "return", **own))
+            """Check the request. It runs in a thread, since its time depends on the caller's arguments."""
+            render, own = self._renders(prompt, requested, template), {"params": params, "called_at": called_at}
+            return caller.to_answer(self.service.call("prompt", [prompt], render, requested, "return", **own))
 
-        async with self._requests.job(chunk, caller, name) as (job, more):
+        async with self._requests.job(chunk, caller, name) as (job, progress):
             deltas = Deltas(caller.reporter, job.planned, job.answers, name)
-            while True:  # it may have ended long ago
-                await more.wait()
-                more.clear()
-                delta = deltas.take()  # first: it may be the last one because of an error
+            while True:  # at least once: the job may have ended already
+                await progress.wait()
+                progress.clear()
+                delta = deltas.take()  # before the check: the last delta may end with an error
                 self._requests.check(job, caller)
                 if delta is not None:
                     yield delta
@@ -191,22 +194,22 @@ class AsyncLLM(AsyncEmbedder):
     ) -> None:
         """Check prompts that belong together, so that none of them runs if one is wrong.
 
-        Only faults that show in pixels or logits are left to `generate`.
+        It does not find faults of pixels or logits; `generate` raises them.
 
         Args:
-          prompts: texts, token ids or dicts.
-          sampling_params, reuse, compress, cache_salt, options: of all of them, see `generate`.
+          prompts: texts, lists of token IDs, or dicts.
+          sampling_params, reuse, compress, cache_salt, options: of all prompts, see `generate`.
 
         Raises:
-          RequestError: a prompt is wrong; its `errors` has the first one, by its index.
+          RequestError: a prompt is wrong; `errors` has the first one, by its index.
           ValueError, RuntimeError: see `generate`.
         """
 
-        asked = RequestOptions.of(options, reuse=reuse, compress=compress, cache_salt=cache_salt)
+        requested = RequestOptions.of(options, reuse=reuse, compress=compress, cache_salt=cache_salt)
 
         def first_error() -> tuple[int, ValueError] | None:
-            render = self.service.continues(asked)
-            call = self.service.call("prompt", prompts, render, asked, "return", params=sampling_params)
+            render = self.service.continues(requested)
+            call = self.service.call("prompt", prompts, render, requested, "return", params=sampling_params)
             return min(self.service.caller.to_answer(call).arrivals.errors.items(), default=None)
 
         if (found := await self._requests.run(first_error)) is not None:
@@ -214,7 +217,7 @@ class AsyncLLM(AsyncEmbedder):
             raise RequestError({index: str(error)})
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its last output has the finish reason "abort". One that is not under way is none."""
+        """End a request; its last output has the finish reason "abort". Does nothing if it is not in flight."""
         self._requests.abort(request_id)
 
     async def tokenize(
@@ -224,13 +227,13 @@ class AsyncLLM(AsyncEmbedder):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template: Unpack[TemplateOptions],
     ) -> npt.NDArray[np.int32]:
-        """Token ids of a prompt as the model sees it, images expanded; no pixel is decoded.
+        """Return the token IDs of a prompt with its images expanded, int32 [n]. It decodes no pixels.
 
         Args:
           prompt, mm_processor_kwargs, template: see `generate`.
 
         Raises:
-          ValueError: it is wrong.
+          ValueError: the prompt is wrong.
           RuntimeError: the engine is closed.
         """
 
@@ -241,40 +244,40 @@ class AsyncLLM(AsyncEmbedder):
         return await self._requests.run(tokens)
 
     async def check_health(self) -> None:
-        """Raises a RuntimeError if no request will be answered any more."""
+        """Raise a RuntimeError if the engine can serve no more requests."""
         self.service.loop.check_alive()
 
     def stats(self) -> EngineStats:
-        """See `LLM.stats`."""
+        """Return counters and the current content of the KV pool, see `LLM.stats`."""
         return self.service.stats()
 
     async def get_tokenizer(self) -> Any:
-        """See `LLM.get_tokenizer`."""
+        """Return the checkpoint's transformers tokenizer."""
         return self.service.renderer.tokenizer
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """See `LLM.get_default_sampling_params`."""
-        return self.service.intake.sequences.default_params()
+        """Return the checkpoint's sampling parameters, the default of all requests."""
+        return self.service.preparation.sequences.default_params()
 
     @property
     def cache(self) -> ImageCache:
-        """The image cache; its methods that decode or wait block."""
+        """The image cache. Its methods that decode or wait block the event loop."""
         return self.service.images
 
     async def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
-        """See `LLM.warmup`."""
+        """Prepare the engine so that the first requests do not wait, see `LLM.warmup`."""
         return await asyncio.to_thread(self.service.warmup, reuse, verbose=verbose)
 
     async def reset_mm_cache(self) -> None:
-        """See `LLM.reset_mm_cache`."""
+        """Forget all cached images, and all prompts in the KV pool."""
         await asyncio.to_thread(self.service.reset_mm_cache)
 
     async def reset_prefix_cache(self) -> None:
-        """See `LLM.reset_prefix_cache`."""
+        """Forget all prompts in the KV pool; cached images stay."""
         await asyncio.to_thread(self.service.reset_prefix_cache)
 
     async def close(self) -> None:
-        """Ends all requests with a RuntimeError, and gives back the memory of weights and pool."""
+        """End all requests with a RuntimeError, and free the memory of weights and KV pool."""
         await asyncio.to_thread(self.service.close)
         self._requests.close()
 
@@ -285,12 +288,12 @@ class AsyncLLM(AsyncEmbedder):
         await self.close()
 
     def _renders(self, prompt: Any, options: RequestOptions, template: TemplateOptions) -> Callable[..., Prompt]:
-        """What renders the prompt."""
+        """Return the function that renders the prompt."""
         if isinstance(prompt, (str, Mapping)) or is_token_ids(prompt):
             render = self.service.continues(options)
-            beside = template_options(self.generate, template)
-            if given := [name for name, value in beside.items() if value is not None]:
-                raise ValueError(f"{given[0]} must be left out, got it beside a prompt that has no messages")
+            options_given = template_options(self.generate, template)
+            if given := [name for name, value in options_given.items() if value is not None]:
+                raise ValueError(f"{given[0]} requires a prompt with messages, got a prompt without messages")
             return render
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")

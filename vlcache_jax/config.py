@@ -1,4 +1,4 @@
-"""What an engine is opened with: every option, checked before anything is loaded.
+"""Engine options, checked before anything is loaded.
 
 Imported without jax, so that `vlcache serve --help` need not wait for it; checks import it.
 """
@@ -12,9 +12,10 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.common.checks import check_flags, check_whole, is_a, parse_bytes
+from vlcache_jax.common.checks import check_flags, check_whole, is_a, parse_bytes, unknown
+from vlcache_jax.common.renamed import current, renamed
 from vlcache_jax.common.vllm_compat import ENGINE, VllmOptions, ours, warn_ignored
-from vlcache_jax.device.buckets import Ladder
+from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
 from vlcache_jax.inputs.messages import MediaSettings, read_settings
@@ -24,9 +25,11 @@ from vlcache_jax.sampling import StructuredOutputsConfig
 if TYPE_CHECKING:
     from vlcache_jax.reuse.policies import Policy
 
+_RENAMED = {"ladder": "buckets"}
 _NONE_IS_DEFAULT = ("cache", "seed", "enable_prefix_caching")
 
 
+@renamed(_RENAMED)
 @dataclass(frozen=True)
 class EngineConfig:
     """Options of `LLM` and `AsyncLLM`. `EngineConfig.of` also accepts vLLM's names.
@@ -39,34 +42,33 @@ class EngineConfig:
         (file), or a policy such as "mpic-K" or "shift-R".
       cache: the image cache.
       kv_cache_bytes: size of the KV pool, a number or a string such as "4GiB"; by default most of the memory that
-        weights and activations leave free. It is rounded down to KV blocks of 128 tokens; `stats().kv_cache_bytes` is
-        the usable size.
+        weights and activations leave free. It is rounded down to KV blocks of 128 tokens.
       compressed_kv_bytes: size of the pool for compressed requests; 0 disables compression.
       gpu_memory_utilization: fraction of the free memory for weights, activations and KV pool, if `kv_cache_bytes` is
         not set; by default the pool takes 0.9 of what weights and activations leave, on a CPU a quarter.
       tensor_parallel_size: number of devices that share the model; each computes its own heads, columns and experts;
         sizes in bytes are totals of all devices; cache entries do not depend on it.
-      max_num_seqs: maximum number of outputs that run together; by default 64, or the last `sequences` of `ladder`.
+      max_num_seqs: maximum number of outputs that run together; by default 64, or the last `sequences` of `buckets`.
       max_rows: maximum number of tokens in one prefill chunk; longer prompts take several; by default 8192, or fewer if
-        a GPU's memory requires it; 4096 on a CPU; or the last `rows` of `ladder`.
+        a GPU's memory requires it; 4096 on a CPU; or the last `rows` of `buckets`.
       max_model_len: maximum number of tokens of a prompt and its output; by default what the model and the KV pool
         allow.
-      mm_processor_kwargs: defaults for images and videos: min_pixels and max_pixels of images, or
-        `size={"shortest_edge": ..., "longest_edge": ...}`; fps, num_frames, min_frames, max_frames and do_sample_frames
-        of videos. The settings of a request, or next to a video, override them.
+      mm_processor_kwargs: defaults for images and videos: `min_pixels` and `max_pixels` of images, or
+        `"size": {"shortest_edge": ..., "longest_edge": ...}`; fps, num_frames, min_frames, max_frames and
+        do_sample_frames of videos. The settings of a request, or next to a video, override them.
       limit_mm_per_prompt: maximum number of images and videos per request: `{"image": n, "video": n}`; a value may also
         be `{"count": n}`; by default no limit.
       implementation: kernels: "xla", "mosaic_gpu" (Hopper GPUs), "mosaic_gpu_mma" (NVIDIA GPUs since Ampere), or one of
         the last two with "_interpreted" appended (on a CPU, for tests); by default the best for each case. When an
         engine first opens on a GPU, a separate process runs the kernel self-test, and XLA replaces kernels that fail.
-        `llm.kernels` lists the kernels in use, and why.
-      ladder: the bucket sizes that programs are compiled for.
+        `vlcache doctor` lists the kernels and the reason for each.
+      buckets: the bucket sizes that programs are compiled for.
       enable_prefix_caching: prefix caching; outputs do not depend on it.
       allow_remote_images: fetch images from http(s) URLs, each within 20 seconds.
       allowed_media_domains: hosts that URLs and redirects may name; ".example.com" allows its subdomains; by default
         all; a private address must be listed as a number, and the URL must name that number.
-      allowed_local_media_path: folder that image paths must be in; "/" allows all files; None or "" refuses paths,
-        which is right if messages come from untrusted users.
+      allowed_local_media_path: folder that image paths must be in; "/" allows all files, and "" none, which is right if
+        messages come from untrusted users.
       max_image_bytes: maximum size of an image file, of encoded bytes or of a download.
       max_image_pixels: maximum number of pixels before scaling; larger images are refused by their file header;
         decoding takes 7 bytes per pixel, and about 512 MiB are decoded at a time.
@@ -77,7 +79,7 @@ class EngineConfig:
         JSON tokens, `enable_in_reasoning` applies the grammar also during reasoning; by default as in the checkpoint's
         `generation_config.json`.
       seed: seed of sampling for requests that set none.
-      use_tqdm: print the progress of loading to stderr; calls have their own `use_tqdm`.
+      use_tqdm: print the progress of loading to stderr.
       policy: what `reuse` means.
       settings: what `mm_processor_kwargs` means.
       limits: how many images and videos a request may have; any number of what is not in it.
@@ -102,7 +104,7 @@ class EngineConfig:
     mm_processor_kwargs: Mapping[str, Any] | None = None
     limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None
     implementation: str | None = None
-    ladder: Ladder | None = None
+    buckets: BucketSizes | None = None
     enable_prefix_caching: bool = True
     allow_remote_images: bool = False
     allowed_media_domains: Sequence[str] | None = None
@@ -162,8 +164,8 @@ class EngineConfig:
             as_dtype(dtype, "auto")
         if not isinstance(self.cache, CacheConfig):
             raise ValueError(f"cache must be a CacheConfig, got {self.cache!r}")
-        if not isinstance(self.ladder, Ladder | None):
-            raise ValueError(f"ladder must be a Ladder or None, got {self.ladder!r}")
+        if not isinstance(self.buckets, BucketSizes | None):
+            raise ValueError(f"buckets must be a BucketSizes or None, got {self.buckets!r}")
         if not isinstance(self.revision, str | None):
             raise ValueError(f"revision must be a string or None, got {self.revision!r}")
         StructuredOutputsConfig.of(self.structured_outputs_config)
@@ -177,7 +179,7 @@ class EngineConfig:
           TypeError: there is no such option; of vLLM's the error says what to write.
           ValueError: an option is wrong.
         """
-        names = [own.name for own in fields(cls) if own.init]
+        names, options = [own.name for own in fields(cls) if own.init], current("LLM", _RENAMED, options)  # type: ignore[assignment]
         given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
         # Some of vLLM's say once more what ours say already, which says nothing.
         again = {"tokenizer": model, "tokenizer_revision": given.get("revision"), "hf_config_path": model}
@@ -189,7 +191,7 @@ class EngineConfig:
         translated = ours("LLM", ENGINE, foreign, names)
         for name in translated.keys() & given.keys():
             [other] = [other for other in foreign if ENGINE.renamed.get(other) == name]
-            raise TypeError(f"LLM must be given either {name} or vLLM's {other}, got both")
+            raise TypeError(f"{name} and vLLM's {other} are mutually exclusive, got both")
         given |= translated
         missing = [name for name in _NONE_IS_DEFAULT if name in given and given[name] is None]
         return cls(model, **{name: value for name, value in given.items() if name not in missing})
@@ -212,7 +214,7 @@ class EngineOptions(VllmOptions, total=False):
     mm_processor_kwargs: Mapping[str, Any] | None
     limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None
     implementation: str | None
-    ladder: Ladder | None
+    buckets: BucketSizes | None
     enable_prefix_caching: bool | None
     allow_remote_images: bool
     allowed_media_domains: Sequence[str] | None
@@ -235,18 +237,18 @@ def shows_options[**P](init: Callable[P, None]) -> Callable[P, None]:
     return init
 
 
-_LIMIT_KEYS = ("count", "num_frames", "width", "height", "length")  # vLLM's; but for the first they size its rehearsal
+_LIMIT_KEYS = ("count", "num_frames", "width", "height", "length")  # vLLM sizes its profiling run by the others
 
 
 def _limits_per_prompt(limits: Any) -> dict[str, int]:
-    """How many images and videos a request may have; any number of what is not in it."""
+    """Return the maximum number of images and videos of a request; other kinds have no limit."""
     if limits is None:
         return {}
     if not isinstance(limits, Mapping):
         raise ValueError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {limits!r}')
     for kind in limits:
-        if kind not in ("image", "video", "audio"):
-            raise ValueError(f"limit_mm_per_prompt must hold only image, video, audio, got {kind!r}")
+        if kind not in (kinds := ("image", "video", "audio")):
+            raise ValueError(unknown(kind, kinds, where="limit_mm_per_prompt"))
     found: dict[str, int] = {}
     idle: list[str] = []
     for kind, given in limits.items():
@@ -255,9 +257,7 @@ def _limits_per_prompt(limits: Any) -> dict[str, int]:
             most = given.get("count")
             for key in given:
                 if key not in _LIMIT_KEYS:
-                    raise ValueError(
-                        f"limit_mm_per_prompt[{kind!r}] must hold only {', '.join(_LIMIT_KEYS)}, got {key!r}"
-                    )
+                    raise ValueError(unknown(key, _LIMIT_KEYS, where=f"limit_mm_per_prompt[{kind!r}]"))
             idle += [f"limit_mm_per_prompt[{kind!r}][{key!r}]" for key in given if key != "count"]
             if most is None:
                 continue

@@ -1,4 +1,4 @@
-"""Embeddings and scores of documents, for both fronts of a service."""
+"""Embeddings and reranking for `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vlcache_jax.cache.keys import Salt
 from vlcache_jax.calls.caller import in_order
 from vlcache_jax.calls.groups import Call, RequestError
-from vlcache_jax.calls.in_flight import UnderWay, together
+from vlcache_jax.calls.in_flight import RequestsInFlight, together
 from vlcache_jax.common.checks import check_flags, check_whole
 from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.retrieval import ANSWERS, InputRenderer, PairRenderer, listed_inputs
@@ -24,15 +24,15 @@ from vlcache_jax.request_options import RequestOptions, Reuse
 from vlcache_jax.service import Service
 
 Input = str | Mapping[str, Any] | Sequence[Any]
-"""A string, a part of a message, a list of parts, a conversation, a dict of `messages` with `TemplateOptions`, or one
-with a `prompt` as it is."""
+"""A string, a part of a message, a list of parts, a conversation, a dict with `messages` and `TemplateOptions`, or a
+dict with a `prompt` that is used without a chat template."""
 Document = str | Mapping[str, Any] | Sequence[Any]
 """A string, a part of a message, or a list of parts."""
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """A vector of length 1.
+    """Embedding vector of length 1.
 
     Attributes:
       embedding: float32 [n].
@@ -42,13 +42,13 @@ class Embedding:
 
     @property
     def hidden_size(self) -> int:
-        """n."""
+        """Number of dimensions n of the vector."""
         return len(self.embedding)
 
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """The embedding of one input, in the place of the input in the call.
+    """Embedding of one input.
 
     Attributes:
       outputs: the embedding; NaN if the input was wrong.
@@ -63,31 +63,34 @@ class EmbeddingOutput:
     request_id: str = ""
     error: str | None = None
 
-    finished: ClassVar[bool] = True  # vLLM has it
+    finished: ClassVar[bool] = True  # for compatibility with vLLM
 
     @classmethod
     def of(cls, state: HiddenState, dimensions: int | None, request_id: str) -> EmbeddingOutput:
-        """Of a hidden state the first `dimensions`, as long as 1 (Matryoshka embeddings may be cut); None: all."""
+        """Return the first `dimensions` of a hidden state, normalized to length 1; None: all dimensions.
+
+        Matryoshka embeddings may be cut.
+        """
         values = state.values[:dimensions]
         with np.errstate(invalid="ignore"):
             values = values / np.maximum(np.linalg.norm(values), 1e-12)
-        told = (state.prompt_token_ids, state.num_cached_tokens, state.metrics, state.cache)
-        return cls(Embedding(values), *told, request_id=request_id, error=state.error)
+        report = (state.prompt_token_ids, state.num_cached_tokens, state.metrics, state.cache)
+        return cls(Embedding(values), *report, request_id=request_id, error=state.error)
 
     def to_dict(self) -> dict[str, Any]:
-        """See `RequestOutput.to_dict`."""
+        """Return the values as dicts, lists, strings and numbers, ready for `json.dumps`."""
         return cast(dict[str, Any], plain(self))
 
 
 @dataclass(frozen=True)
 class RerankOutput:
-    """How well a document suits a query.
+    """Relevance of a document to a query.
 
     Attributes:
-      index: which document of the call.
-      score: the probability of "yes" beside "no"; NaN if the document was wrong.
+      index: index of the document in the call.
+      score: probability of "yes" rather than "no", 0 to 1; NaN if the document was wrong.
+      num_tokens: number of prompt tokens: query, document and template.
       num_cached_tokens, metrics, cache, error: see `RequestOutput`.
-      num_tokens: of query and document with all that stands around them.
     """
 
     index: int
@@ -99,12 +102,12 @@ class RerankOutput:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """See `RequestOutput.to_dict`."""
+        """Return the values as dicts, lists, strings and numbers, ready for `json.dumps`."""
         return cast(dict[str, Any], plain(self))
 
 
 class Pooling:
-    """What both fronts check, and what they make of the hidden states of documents.
+    """Checks and results of pooling requests, shared by `Embedder` and `AsyncEmbedder`.
 
     Args:
       service: an open model.
@@ -114,38 +117,41 @@ class Pooling:
         self._service = service
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raises a ValueError unless vectors can be cut to so many."""
-        most = self._service.checkpoint.config.text.hidden_size
-        check_whole("dimensions", dimensions, 1, most, or_none=True)
+        """Raise a ValueError unless vectors can be cut to `dimensions`."""
+        max_dimensions = self._service.checkpoint.config.text.hidden_size
+        check_whole("dimensions", dimensions, 1, max_dimensions, or_none=True)
 
     def check_answers(self) -> None:
-        """Raises a ValueError unless the model can say yes and no."""
+        """Raise a ValueError unless the tokenizer has the tokens "yes" and "no"."""
         _ = self._margin
 
     def ranked(self, states: Sequence[HiddenState]) -> list[RerankOutput]:
-        """Documents, whose hidden states these are, the best first."""
+        """Return the scores of documents with these hidden states, the best first."""
         outputs = [self._scored(index, state) for index, state in enumerate(states)]
         return sorted(outputs, key=lambda one: (math.isnan(one.score), -one.score, one.index))
 
     def _scored(self, index: int, state: HiddenState) -> RerankOutput:
-        # In double precision, as the difference of two logits is all that counts.
+        # Double precision, because the score depends on a small difference of two logits.
         margin = float(self._margin.astype(float) @ state.values.astype(float))
         score = 1 / (1 + math.exp(-margin)) if margin > 0 else math.exp(margin) / (1 + math.exp(margin))
-        told = len(state.prompt_token_ids), state.num_cached_tokens, state.metrics, state.cache
-        return RerankOutput(index, score, *told, error=state.error)
+        report = len(state.prompt_token_ids), state.num_cached_tokens, state.metrics, state.cache
+        return RerankOutput(index, score, *report, error=state.error)
 
     @functools.cached_property
     def _margin(self) -> Any:
-        """What a hidden state is multiplied with to get the logit of "yes" less that of "no"; float32 [M]."""
+        """Difference of the output head's rows for "yes" and "no", float32 [M]."""
         known = self._service.renderer.tokenizer.get_vocab()
         if missing := [token for token in ANSWERS if token not in known]:
-            raise ValueError(f"the model's tokenizer must have the tokens yes and no, but {missing[0]} is none of its")
+            raise ValueError(
+                f"the model's tokenizer must have the tokens yes and no, but {missing[0]!r} is missing: "
+                "use a reranker checkpoint"
+            )
         yes, no = self._service.device.runner.head_rows([known[token] for token in ANSWERS])
         return yes - no
 
 
 class Embedder:
-    """Embedding and reranking, of an engine that answers calls."""
+    """Embedding and reranking of an engine that serves calls."""
 
     service: Service
 
@@ -166,19 +172,22 @@ class Embedder:
         use_tqdm: bool = True,
         on_error: str = "raise",
     ) -> list[EmbeddingOutput]:
-        """Vectors of length 1, which are the closer the more alike inputs are. Any checkpoint of the family gives some;
-        those of Qwen3-VL-Embedding are made for it.
+        """Return embeddings: vectors of length 1 that are closer the more similar their inputs are.
+
+        Any checkpoint of the family works; those of Qwen3-VL-Embedding are trained for it.
 
         Args:
-          inputs: a string, a part of a message, such as `{"type": "image", "image": "shoe.jpg"}`, or a conversation; or
-            a list of inputs, of which each may also be a list of parts. A dict of "messages" is a conversation with
-            options of the template, such as `"continue_final_message": True`. One with a "prompt" is taken as it is.
-          instruction: what the vectors are for, as the system message; None: "Represent the user's input."
-          dimensions: of the vectors; None: as many as the model has. Shorter ones are the first of these.
+          inputs: an input or a list of inputs. An input is a string, a part of a message such as `{"type": "image",
+            "image": "shoe.jpg"}`, or a conversation; in a list also a list of parts. A dict with "messages" is a
+            conversation with template options, such as `"continue_final_message": True`. A dict with "prompt" is used
+            without a chat template.
+          instruction: purpose of the vectors, used as the system message. None: "Represent the user's input."
+          dimensions: number of dimensions, up to the model's width; shorter vectors are normalized prefixes. None: the
+            model's width.
           reuse, cache_salt, mm_processor_kwargs, options, use_tqdm, on_error: see `chat`.
 
         Returns:
-          One output for each input, in their order; the vector is `output.outputs.embedding`, float32.
+          One output per input, in the order of the inputs; the vector is `output.outputs.embedding`, float32 [n].
 
         Raises:
           RequestError, ValueError: see `chat`.
@@ -207,20 +216,22 @@ class Embedder:
         use_tqdm: bool = True,
         on_error: str = "raise",
     ) -> list[RerankOutput]:
-        """How well documents suit a query. Any checkpoint of the family tells; Qwen3-VL-Reranker is made for it.
+        """Score documents by their relevance to a query.
+
+        Any checkpoint of the family works; Qwen3-VL-Reranker is trained for it.
 
         Args:
           query: a string, a part of a message, or a list of parts.
-          documents: a list of these.
-          instruction: what makes a document a good one; None: the model's own words.
-          reuse, cache_salt, mm_processor_kwargs, options, use_tqdm, on_error: see `chat`. Images of documents come
-            again with each query.
+          documents: a list of documents, each in the form of a query.
+          instruction: description of a relevant document. None: the model's default.
+          reuse, cache_salt, mm_processor_kwargs, options, use_tqdm, on_error: see `chat`. Images of documents repeat
+            with each query, so the cache applies to them.
 
         Returns:
-          One output for each document, the best first; `score` is the probability of "yes" beside "no".
+          One output per document, the best first; `score` is the probability of "yes" rather than "no".
 
         Raises:
-          RequestError, ValueError: see `chat`; also where the model's tokenizer has no tokens "yes" and "no".
+          RequestError, ValueError: see `chat`; also if the model's tokenizer lacks the token "yes" or "no".
         """
         check_flags(use_tqdm=use_tqdm)
         options = RequestOptions.of(
@@ -237,10 +248,10 @@ class Embedder:
 
 
 class AsyncEmbedder:
-    """Embedding and reranking, of an engine that answers requests as they come."""
+    """Embedding and reranking of an engine that serves requests one by one."""
 
     service: Service
-    _requests: UnderWay
+    _requests: RequestsInFlight
 
     @functools.cached_property
     def _pooling(self) -> Pooling:
@@ -259,7 +270,7 @@ class AsyncEmbedder:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         options: RequestOptions | None = None,
     ) -> EmbeddingOutput:
-        """The vector of one input; see `LLM.embed`.
+        """Return the embedding of one input; see `LLM.embed`.
 
         Args:
           given: a string, a part of a message, a list of parts, a conversation, or a dict; see `LLM.embed`.
@@ -269,15 +280,15 @@ class AsyncEmbedder:
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
         """
-        asked = RequestOptions.of(
+        requested = RequestOptions.of(
             options, reuse=reuse, cache_salt=cache_salt, priority=priority, mm_processor_kwargs=mm_processor_kwargs
         )
         self._pooling.check_dimensions(dimensions)
         name, called_at = self._requests.named(request_id), time.perf_counter()
 
         def call() -> Call:
-            render = InputRenderer(self.service.renderer, read_settings(asked.mm_processor_kwargs), instruction)
-            return self.service.call("input", [given], render, asked, "return", called_at=called_at)
+            render = InputRenderer(self.service.renderer, read_settings(requested.mm_processor_kwargs), instruction)
+            return self.service.call("input", [given], render, requested, "return", called_at=called_at)
 
         return EmbeddingOutput.of(await self._hidden_state(call, name), dimensions, name)
 
@@ -294,27 +305,27 @@ class AsyncEmbedder:
         options: RequestOptions | None = None,
         most: int = 32,
     ) -> list[RerankOutput]:
-        """How well documents suit a query; see `LLM.rerank`.
+        """Score documents by their relevance to a query; see `LLM.rerank`.
 
         Args:
           query, documents, instruction: see `LLM.rerank`.
           reuse, cache_salt, priority, mm_processor_kwargs, options: see `generate`.
-          most: documents that are under way at a time.
+          most: maximum number of documents in flight.
 
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`. The first error ends the call.
         """
         called_at = time.perf_counter()
-        asked = RequestOptions.of(
+        requested = RequestOptions.of(
             options, reuse=reuse, cache_salt=cache_salt, priority=priority, mm_processor_kwargs=mm_processor_kwargs
         )
 
         def work() -> list[Callable[[], Coroutine[Any, Any, HiddenState]]]:
             listed, name = listed_inputs(documents, "documents")
-            settings = read_settings(asked.mm_processor_kwargs)
+            settings = read_settings(requested.mm_processor_kwargs)
             render = PairRenderer(self.service.renderer, query, settings, instruction)
             self._pooling.check_answers()
-            rest, call = (render, asked, "return"), functools.partial(self.service.call, called_at=called_at)
+            rest, call = (render, requested, "return"), functools.partial(self.service.call, called_at=called_at)
             calls = [functools.partial(call, name.format(i), [one], *rest) for i, one in enumerate(listed)]
             return [functools.partial(self._hidden_state, one, None) for one in calls]
 
@@ -322,15 +333,15 @@ class AsyncEmbedder:
         return await self._requests.run(functools.partial(self._pooling.ranked, states))
 
     async def _hidden_state(self, call: Callable[[], Call], name: str | None) -> HiddenState:
-        """Of the one request of a call, which is made in a thread."""
+        """Return the hidden state of a call with one request; `call` runs in a thread."""
         caller = self.service.caller
         async with self._requests.job(lambda: caller.to_pool(call()), caller, self._requests.named(name)) as (
             job,
-            more,
+            progress,
         ):
             while not job.has_ended:
-                await more.wait()
-                more.clear()
+                await progress.wait()
+                progress.clear()
             self._requests.check(job, caller)
             if any(one.end.is_aborted for one in job.sequences):
                 raise RequestError({0: f"{job.kind.call.name} was aborted"})

@@ -1,4 +1,4 @@
-"""`llm.cache`: what a user can see and do about the images that the engine keeps."""
+"""Public API of the image cache, `llm.cache`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ from vlcache_jax.sampling import SamplingParams
 
 
 class ImageCache:
-    """The images of an engine.
+    """Image cache of an engine.
 
-    Wherever a method takes an image, it takes what messages take: a path, bytes, a `data:` URL, a PIL image, an array;
-    or a video as the part of a message that shows it, a dict of type video, which stands for all its chunks.
-    `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it; `keys`, `pin`, `unpin`, `evict`
-    and `delete` also take `shared=True`, for what `precompute` keeps for everyone. Where it also takes an entry key,
-    one that was made under another salt is like one that nobody knows.
+    An image is given as in messages: a path, bytes, a `data:` URL, a PIL image or an array. A video is given as the
+    part of a message, a dict of type video, and stands for all its chunks. Many methods also accept an entry key; one
+    that was made under another salt matches nothing.
+
+    `cache_salt` and `mm_processor_kwargs` are those of the calls that use the image. `shared=True` addresses the images
+    that `precompute` stored for all salts. Methods raise a ValueError for arguments of a wrong type and for images that
+    cannot be read, and a RuntimeError if they read images or wait for the cache of a closed engine.
     """
 
     def __init__(
@@ -65,19 +67,19 @@ class ImageCache:
         cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Computes and keeps images as the first thing of a user's turn, so that prompts that begin so hit exactly.
+        """Compute images at the start of a user's turn and cache them; prompts that begin like this hit exactly.
 
         Args:
-          images: each on its own.
-          system: the system message that those prompts have, if any.
-          shared: keep them for calls of every `cache_salt`. Such records were computed behind the system message alone,
-            so that no caller's context is in them. It holds until the engine is closed or the cache is reset.
+          images: list of images; each is computed in a prompt of its own.
+          system: system message of those prompts, or None.
+          shared: cache them for calls of every `cache_salt`, until the engine is closed or the cache is reset. Their
+            prefix is only the system message, so no caller's context is in them.
 
         Returns:
-          The images' entry keys, in their order.
+          The entry keys of the images, in their order.
 
         Raises:
-          ValueError: an image cannot be read, or a salt is given for what is shared.
+          ValueError: an argument or an image is wrong (`RequestError`), or `shared` is combined with `cache_salt`.
         """
         _salt(cache_salt, shared)
         if isinstance(images, (str, bytes)) or not isinstance(images, Sequence):
@@ -102,8 +104,10 @@ class ImageCache:
         shared: bool = False,
         cache_salt: str | TenantSalt | None = None,
     ) -> list[ValueError | None]:
-        """The same, of images of which some may be wrong: of each what is, under this name. Their records are of this
-        salt, even where others are kept for everyone."""
+        """Precompute images under a name for errors; return the error of each image, or None.
+
+        The entries belong to this salt, even if shared entries of the images exist.
+        """
         outputs = self._outputs(images, system, name, mm_processor_kwargs, "return", cache_salt, shared, apart=True)
         return [None if output.error is None else ValueError(output.error) for output in outputs]
 
@@ -124,7 +128,7 @@ class ImageCache:
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
         ]
         self._check_open()
-        settings = read_settings(mm_processor_kwargs)  # wrong ones are the call's, not an image's
+        settings = read_settings(mm_processor_kwargs)  # checked here, so that errors do not name an image
 
         def render(conversation: Sequence[Mapping[str, Any]], *, name: str) -> Prompt:
             return self._renderer.from_conversation(conversation, settings=settings, name=name, image_name=name)
@@ -146,9 +150,9 @@ class ImageCache:
         cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The image's entry key. Decodes it if it was not seen before."""
+        """Return the entry key of an image. It decodes an image that is not cached."""
         if isinstance(image, Mapping):
-            raise ValueError("image must be an image, got a dict; `keys` gives those of a video's chunks")
+            raise ValueError("image must be an image, got a dict; `keys` returns the keys of a video's chunks")
         [key] = self.keys(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs)
         return key
 
@@ -160,7 +164,7 @@ class ImageCache:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> list[str]:
-        """The entry keys of an image, which has one, or of a video, which has one for each chunk."""
+        """Return the entry keys of an image, which has one, or of a video, which has one per chunk."""
         return [one.key for one in self._images(image, _salt(cache_salt, shared), mm_processor_kwargs)]
 
     def lookup(
@@ -171,18 +175,18 @@ class ImageCache:
         cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Handle:
-        """Finds and pins what is kept for an image, to be used in a `with`. Takes an image or its entry key, which
-        chunks of videos have, too.
+        """Find and pin the cache entries of an image; use the result in a `with` statement.
 
         Args:
-          context: digest of what stands before it (`Record.meta.context`); None: any.
+          image: an image or an entry key; chunks of videos need their entry key.
+          context: digest of the image's prefix (`Record.meta.context`). Default None: any context.
         """
         if context is not None and not isinstance(context, str):
             raise ValueError(f"context must be a string or None, got {context!r}")
         self.flush()
         if isinstance(image, Mapping):
             raise ValueError(
-                "image must be an image or an entry key, got a dict; `keys` gives those of a video's chunks"
+                "image must be an image or an entry key, got a dict; `keys` returns the keys of a video's chunks"
             )
         [(entry, grid)] = self._entries(image, cache_salt, mm_processor_kwargs)
         owner = owner_key(cache_salt)
@@ -196,15 +200,15 @@ class ImageCache:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
-        """Keeps an image's present records until `unpin` or until all are forgotten. Takes an image or its entry key.
+        """Pin the present entries of an image, a video or an entry key until `unpin` or a reset of the cache.
 
-        On the disk they stay until `unpin`, also after this process.
+        Entries on disk stay pinned until `unpin`, also after this process ends.
 
         Returns:
-          How many records in host memory were not pinned before.
+          The number of entries in host memory that were not pinned before.
 
         Raises:
-          ValueError: the records do not fit in `CacheConfig.pinned_share` any more; none of the image is pinned then.
+          ValueError: the entries exceed `CacheConfig.pinned_share`. Nothing of the image is pinned then.
         """
         self.flush()
         count = 0
@@ -221,7 +225,7 @@ class ImageCache:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
-        """Takes `pin` back; returns of how many records."""
+        """Undo `pin` for an image, a video or an entry key; return the number of entries in host memory unpinned."""
         count = 0
         for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
             self._store.keep_outside(entry, False)
@@ -236,9 +240,9 @@ class ImageCache:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
-        """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key.
+        """Remove the entries of an image, a video or an entry key, except pinned ones; return their number.
 
-        Prompts that show the image leave the KV pool, too.
+        Prompts that contain the image are also removed from the KV pool.
         """
         self.flush()
         names: set[str] = set()
@@ -257,47 +261,46 @@ class ImageCache:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
-        """Removes an image's records everywhere, pinned ones too; returns how many. Takes an image or its entry key."""
+        """Remove all entries of an image, a video or an entry key, pinned ones included; return their number."""
         self.unpin(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs, shared=shared)
         return self.evict(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs, shared=shared)
 
     def request(self, key: str, *, cache_salt: str | TenantSalt | None = None) -> tuple[str, ...] | None:
-        """The entry keys of a request's images, by `CacheReport.request_key`."""
+        """Return the entry keys of a request's images, found by its `CacheReport.request_key`, or None."""
         return self._store.requests.find(key, owner_key(cache_salt))
 
     def release_uuid(self, uuid: str, *, cache_salt: str | TenantSalt | None = None) -> bool:
-        """Lets another picture come under an id of `multi_modal_uuids`; whether the id was bound to one.
+        """Release an ID of `multi_modal_uuids` for another image; return whether it was bound to one.
 
-        What is kept for the picture that it was bound to stays.
+        The cache entries of the former image stay.
         """
         check_text(uuid or None, "uuid", "a non-empty string")
         owner_key(cache_salt)  # checks the salt
         return self._store.pictures.pop(alias_key(uuid, cache_salt)) is not None
 
     def verify(self) -> list[str]:
-        """Checks every record against its checksums and removes damaged ones; returns their names."""
+        """Check all entries against their checksums, remove damaged ones, and return their names."""
         self.flush()
         return self._store.verify()
 
     def stats(self) -> CacheStats:
-        """Counters, and what is kept now."""
+        """Return counters and the current content of the cache."""
         device: Mapping[str, Any] = self._tier.counts()
         return dataclasses.replace(self._store.stats(), **device)
 
     @property
     def registry(self) -> CollectorRegistry:
-        """Of `prometheus_client`: what `stats` says, and of each tier outside memory bytes and seconds."""
+        """Registry of `prometheus_client` with the values of `stats`, and bytes and seconds of each outer tier."""
         return self._store.meter.registry
 
     def flush(self) -> None:
-        """Waits until everything computed so far is kept, in host memory and on the disk. Nobody waits for what is on
-        its way to other machines."""
+        """Wait until everything computed so far is stored in host memory and on disk; remote tiers may take longer."""
         self._check_open()
         self._writer.flush()
         self._store.flush()
 
     def close(self) -> None:
-        """The engine is closed; nothing can be asked any more."""
+        """Mark the engine as closed; reading images and waiting for the cache then raise a RuntimeError."""
         self._is_closed = True
 
     def _check_open(self) -> None:
@@ -311,12 +314,11 @@ class ImageCache:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> list[tuple[str, Grid | None]]:
-        """The entry keys of an image or of a video's chunks, and their grids; or an entry key as it came, unless it
-        belongs to another salt."""
+        """Return entry keys and grids of an image or video, or an entry key without a grid ("" for another salt)."""
         salt = _salt(cache_salt, shared)
         if isinstance(image, str) and re.fullmatch("[0-9a-f]{64}", image):
             owner = owner_key(salt)
-            return [(image if self._store.is_owner(owner, image) else "", None)]  # nothing is kept under ""
+            return [(image if self._store.is_owner(owner, image) else "", None)]  # no entry has the key ""
         found = {one.key: one.grid for one in self._images(image, salt, mm_processor_kwargs)}
         return list(found.items())
 
@@ -324,15 +326,15 @@ class ImageCache:
         self._check_open()
         if isinstance(image, Mapping) and typed(image).get("type") not in VIDEO_TYPES:
             raise ValueError(
-                f"image must be an image itself, a video's part of a message, or an entry key, got {short(image)}"
+                f"image must be a path, bytes, PIL image, array, video message part or entry key, got {short(image)}"
             )
         [request] = self._identifier.identify([self._renderer.alone(image, mm_processor_kwargs)], salt)
         return request.images
 
 
 def _salt(cache_salt: str | TenantSalt | None, shared: bool) -> Salt:
-    """What stands for a caller, or for the operator."""
+    """Return the salt of a caller, or that of shared entries."""
     check_flags(shared=shared)
     if shared and cache_salt is not None:
-        raise ValueError(f"cache_salt must be None for what is shared, got {cache_salt!r}")
+        raise ValueError(f"cache_salt must be None if shared is set, got {cache_salt!r}")
     return SHARED if shared else cache_salt

@@ -1,4 +1,4 @@
-"""The public engine: conversations with images in, answers out."""
+"""Public engine: answers conversations that contain images and videos."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ from vlcache_jax.request_options import Compress, RequestOptions, Reuse
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service
 
-Asked = Conversation | Mapping[str, Any]
+ConversationLike = Conversation | Mapping[str, Any]
 
 
 class Retrieves(Protocol):
-    """Who lets answers search: see `vlcache_jax.library.Searches`."""
+    """Retrieval that lets answers search a library: see `vlcache_jax.library.SearchOptions`."""
 
     def answered(
         self,
         llm: LLM,
-        conversations: Sequence[Asked],
+        conversations: Sequence[ConversationLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         name: str,
         options: RequestOptions,
         more: Mapping[str, Any],
     ) -> list[RequestOutput]:
-        """The answers to conversations; `more` holds the other arguments of `LLM.chat`."""
+        """Return one output per conversation. `more` has the remaining arguments of `LLM.chat`."""
 
 
 class LLM(Embedder):
-    """Serves one Qwen vision-language model::
+    """Engine that serves one Qwen vision-language model::
 
         with LLM("Qwen/Qwen3-VL-8B-Instruct") as llm:
-            picture = {"type": "image", "image": "street.jpg"}
+            image = {"type": "image", "image": "street.jpg"}
             question = {"type": "text", "text": "What does the sign say?"}
-            [answer] = llm.chat([[{"role": "user", "content": [picture, question]}]])
+            [answer] = llm.chat([[{"role": "user", "content": [image, question]}]])
             print(answer.outputs[0].text)
 
-    A call means the same as its requests run one by one, in list order. Every request is checked before anything runs.
-    Calls from several threads run together. After an error or Ctrl-C the engine serves on.
+    A call gives the outputs that its requests give one by one, in list order. All requests are checked before any runs.
+    Calls from several threads run together. The engine keeps serving after an error or Ctrl-C.
 
     Args:
-      model: a converted checkpoint, a Hugging Face directory, the id of a model on the hub, or "tiny-vqa", a small
-        trained model that ships with the package; or an `EngineConfig`; or a `Service` that is open.
-      options: those of `EngineConfig`, and those of vLLM; of the latter, those on which no answer depends are ignored,
-        with a warning.
+      model: a converted checkpoint, a Hugging Face directory, a Hub ID, or "tiny-vqa", a small trained model that ships
+        with the package; or an `EngineConfig`, or an open `Service`.
+      options: options of `EngineConfig` or of vLLM. The engine ignores vLLM options that do not affect outputs, and
+        logs a warning.
 
     Attributes:
       cache: the image cache.
-      max_model_len: tokens of prompt and answer at most.
-      service: the parts, for who measures them.
+      max_model_len: maximum number of tokens of a prompt and its output.
+      service: the parts of the engine, for measurements.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an option is wrong.
-      TypeError: there is no such option; of vLLM's the error says what to write.
-      NotImplementedError: the implementation asked for does not do this model, dtype or device.
-      MemoryError: weights and pool do not fit. Nothing has been loaded then.
+      TypeError: an option is unknown; for options of vLLM, the message names the equivalent.
+      NotImplementedError: the requested implementation does not support this model, dtype or device.
+      MemoryError: weights and KV pool do not fit. Nothing has been loaded then.
     """
 
     from_engine_args = Absent("write LLM(model, ...) with the same arguments")
@@ -81,15 +81,15 @@ class LLM(Embedder):
         self.cache: ImageCache = self.service.images
         self.max_model_len: int = self.service.device.memory.max_model_len
 
-    __init__.__qualname__ = "LLM"  # by which Python's own errors call it
+    __init__.__qualname__ = "LLM"  # Python's own errors print this name
 
     def chat(
         self,
-        conversations: Conversation | Sequence[Asked] | None = None,
+        conversations: Conversation | Sequence[ConversationLike] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        messages: Conversation | Sequence[Asked] | None = None,
+        messages: Conversation | Sequence[ConversationLike] | None = None,
         reuse: Reuse | None = None,
         compress: Compress | None = None,
         cache_salt: str | None = None,
@@ -100,48 +100,48 @@ class LLM(Embedder):
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
-        """Answers conversations.
+        """Answer conversations.
 
         Args:
-          conversations: lists of messages `{"role": ..., "content": ...}`, or one such list. Content is a string, or a
-            list of parts in the shape of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is a
-            path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL; it may have a `uuid`,
-            your own id of the picture. A part may also be a `video` or `video_url`: frames as a list, an array or
-            a tensor, or a file, with `fps` and the like beside it (`vlcache_jax.inputs.videos.VideoOptions`). What
-            else a message holds, such as `tool_calls` and `reasoning_content`, is for the chat template. In a list, a
-            conversation may also be a dict, `{"messages": [...], "chat_template": ...}`, with a template of its own.
-          sampling_params: for all, or one for each conversation; None is the checkpoint's own.
-          use_tqdm: show a progress bar, whatever the engine was opened with.
-          messages: vLLM's name for conversations.
-          reuse: see the class; None is what the engine was made with.
-          compress: once the first token is there, what of the prompt's K, V the answer goes on with: "vl-cache-0.1" is
-            about a tenth of them, chosen by what the text behind the last image looks at; so are "postvision-A",
-            "snapkv-A", "pyramidkv-A", "h2o-A", "zipcache-A", "streaming-A", "random-A", and the objects of
-            `vlcache_jax.compress.policies`. The output tells in `compression` what was kept. It needs
-            `compressed_kv_bytes`. None: all.
-          cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
-          verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
-          retrieve: a `vlcache_jax.library.Retriever`, or `Searches` with bounds: the model is told of a tool that finds
-            pictures of a library, and an answer that calls it goes on with what was found. `output.searches` tells.
-          mm_processor_kwargs: settings of images and videos, see `EngineConfig`; `fps` may be a list, one a video.
-          options: the same as `RequestOptions`; an option may stand there or be a keyword.
-          on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
-            the other rows are answered, and its output tells in `error`.
-          template: `chat_template`, a Jinja text in place of the checkpoint's or the path of its file;
-            `chat_template_kwargs`, names that it uses; `continue_final_message=True` goes on with the last message,
-            which is the assistant's; `add_generation_prompt=False` leaves out the beginning of the assistant's turn;
-            `tools`, functions in OpenAI's shape that an answer may call: its text then holds the calls as the model
-            writes them; `tool_choice="none"` leaves them out.
+          conversations: lists of messages `{"role": ..., "content": ...}`, or one such list. The content is a string or
+            a list of parts in the format of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is
+            a path, bytes, a `data:` URL, a PIL image, an array, or an http(s) URL if the engine allows it; `uuid` may
+            give it an ID of your own. A part may also be a `video` or `video_url`: a file, or frames as a list, an
+            array or a tensor, with options such as `fps` (`vlcache_jax.inputs.videos.VideoOptions`). The chat template
+            receives all other keys of a message, such as `tool_calls` and `reasoning_content`. In a list, a
+            conversation may also be a dict `{"messages": [...], "chat_template": ...}` with its own template.
+          sampling_params: one for all, or a list with one per conversation. None: the checkpoint's defaults.
+          use_tqdm: show a progress bar, regardless of the engine's option. Default True.
+          messages: vLLM's name of `conversations`.
+          reuse: reuse mode, see `EngineConfig`. None: the engine's.
+          compress: policy that selects the prompt KV to keep after the first token. "vl-cache-0.1" keeps about a tenth,
+            selected by the attention of the text after the last image. Other policies: "postvision-A", "snapkv-A",
+            "pyramidkv-A", "h2o-A", "zipcache-A", "streaming-A", "random-A", and the objects of
+            `vlcache_jax.compress.policies`. `RequestOutput.compression` reports the result. Needs
+            `compressed_kv_bytes`. None: keep all.
+          cache_salt: calls with different salts share nothing in the cache. None is a salt, too.
+          verify: compare with a run without reuse (`RequestOutput.verification`), several times slower. Default False.
+          retrieve: a `vlcache_jax.library.Retriever`, or `SearchOptions` with limits: a tool with which the model
+            finds images of a library and continues. `RequestOutput.searches` lists the searches. None: no tool.
+          mm_processor_kwargs: settings of images and videos, see `EngineConfig`; `fps` may be a list, one per video.
+          options: the options above as one `RequestOptions`; each option is set there or by its keyword.
+          on_error: effect of a wrong conversation, image or parameter of one request. "raise" (default) stops the call.
+            "return" answers the other requests, and `RequestOutput.error` has the reason.
+          template: `chat_template`, a Jinja text that replaces the checkpoint's, or the path of its file;
+            `chat_template_kwargs`, variables of the template; `continue_final_message=True`, continue the last message,
+            which must be the assistant's; `add_generation_prompt=False`, leave out the beginning of the assistant's
+            turn; `tools`, functions in OpenAI's format that an answer may call: its text then contains the calls as
+            the model writes them; `tool_choice="none"`, leave the tools out.
 
-        Texts are taken as they are: control tokens in them, such as `<|im_end|>`, act as such.
+        Texts are not escaped: control tokens in them, such as `<|im_end|>`, act as control tokens.
 
         Returns:
-          One output for each conversation, in their order.
+          One output per conversation, in the order of the conversations.
 
         Raises:
-          RequestError: rows are wrong. All that arguments and heads of files tell are named at once, before anything
-            runs. A picture that breaks only when it is decoded, and logits that are not finite, stop the call after
-            what is under way; the error carries the `outputs` that there are until then. It is a ValueError.
+          RequestError: requests are wrong. It is a ValueError. One error names all faults that arguments and file
+            headers show, before anything runs. An image that fails to decode, or logits that are not finite, stop the
+            call once the work in flight is done; the attribute `outputs` of the error has the outputs until then.
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
@@ -150,7 +150,7 @@ class LLM(Embedder):
         )
         render = self.service.renders(self.chat, options, template)
         if messages is not None and conversations is not None:
-            raise ValueError("conversations must be left out beside messages, got both")
+            raise ValueError("conversations and messages are mutually exclusive, got both")
         given, kind = (conversations, "conversations") if messages is None else (messages, "messages")
         listed, name = _listed_conversations(given, kind)
         if retrieve is not None:
@@ -161,7 +161,7 @@ class LLM(Embedder):
 
     def chat_iter(
         self,
-        conversations: Iterable[Asked],
+        conversations: Iterable[ConversationLike],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -173,18 +173,18 @@ class LLM(Embedder):
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Answers conversations without end: yields (index, output) as they end, whatever their order.
+        """Answer a stream of conversations; yield (index, output) as each ends, in any order.
 
-        Of the conversations so many are taken as keep the engine busy, some dozens at a time, and no more until some
-        have been answered. So a job of a million rows takes little memory, and where it is stopped nothing is lost that
-        has been yielded.
+        The engine reads some dozens of conversations, which keep it busy, and more once some are answered. A job of a
+        million requests therefore takes little memory, and loses no output that was yielded if it is stopped.
 
         Args:
-          conversations: anything that gives one conversation after the other.
-          sampling_params: for all, or an iterable that gives one for each conversation, or more.
-          compress: see `chat`; for all, or an iterable that gives one for each conversation, or more.
-          use_tqdm, reuse, cache_salt, mm_processor_kwargs, options, on_error, template: see `chat`. A wrong row that
-            is to be raised ends the job when what runs then has been yielded, and so does an error of the iterables.
+          conversations: an iterable of conversations.
+          sampling_params: one for all, or an iterable with at least one per conversation.
+          compress: see `chat`; one for all, or an iterable with at least one per conversation.
+          use_tqdm, reuse, cache_salt, mm_processor_kwargs, options, on_error, template: see `chat`. An error of a
+            request with `on_error="raise"`, and an error of the iterables, end the job once the outputs of all running
+            requests are yielded.
 
         Raises:
           RequestError, ValueError: see `chat`.
@@ -192,16 +192,16 @@ class LLM(Embedder):
         check_flags(use_tqdm=use_tqdm)
         _check_iterables(conversations, sampling_params)
         if isinstance(sampling_params, SamplingParams):
-            sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
+            sampling_params = sampling_params.clone()  # the caller may change its object while the job runs
         options = RequestOptions.of(
             options, reuse=reuse, compress=compress, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs
         )
-        options, of_rows = _split(options)
+        options, compress_each = _split(options)
         render = self.service.renders(self.chat_iter, options, template)
         call = self.service.call("conversations[{}]", [], render, options, on_error)
-        compressors = None if of_rows is None else _compressors(self.service.compressor_of, of_rows)
+        compressors = None if compress_each is None else _compressors(self.service.compressor_of, compress_each)
         total = len(conversations) if isinstance(conversations, Sized) else None
-        size = self.service.device.runner.ladder.max_sequences
+        size = self.service.device.runner.buckets.max_sequences
         calls = _calls(call, conversations, sampling_params, compressors, size)
         return self.service.caller.answers(calls, total=total, show=use_tqdm, returns_all=False)
 
@@ -219,21 +219,22 @@ class LLM(Embedder):
         on_error: str = "raise",
         **foreign: Unpack[VllmCallOptions],
     ) -> list[RequestOutput]:
-        """Continues prompts as they are, without a chat template.
+        """Continue prompts without a chat template.
 
         Args:
-          prompts: a string, a dict or a list of token ids, or a list of these. A dict holds "prompt", a text with one
-            `<|image_pad|>` for each image, or "prompt_token_ids", and may hold "multi_modal_data": {"image": [...]},
-            "multi_modal_uuids": {"image": [...]} and "mm_processor_kwargs": {...}. Videos have `<|video_pad|>` and
-            "video". What `qwen_vl_utils.process_vision_info` returns is taken as it is.
+          prompts: a string, a dict, a list of token IDs, or a list of these. A dict has "prompt", a text with one
+            `<|image_pad|>` per image, or "prompt_token_ids", and may have "multi_modal_data": {"image": [...]},
+            "multi_modal_uuids": {"image": [...]} and "mm_processor_kwargs": {...}. Videos use `<|video_pad|>` and
+            "video". Results of `qwen_vl_utils.process_vision_info` are accepted.
           sampling_params, use_tqdm, reuse, compress, cache_salt, options, verify, on_error: see `chat`.
-          foreign: see the class.
+          foreign: arguments of vLLM, see `LLM`.
 
         Returns:
-          One output for each prompt, in their order.
+          One output per prompt, in the order of the prompts.
 
         Raises:
           RequestError, ValueError: see `chat`.
+          TypeError: an argument is unknown; for arguments of vLLM, the message names the equivalent.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
         if foreign:
@@ -245,7 +246,7 @@ class LLM(Embedder):
 
     def score(
         self,
-        conversations: Conversation | Sequence[Asked],
+        conversations: Conversation | Sequence[ConversationLike],
         continuations: Sequence[str | Sequence[int]],
         *,
         reuse: Reuse | None = None,
@@ -257,19 +258,19 @@ class LLM(Embedder):
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> list[Score]:
-        """Log-probabilities of forced continuations.
+        """Return the log-probabilities of given continuations.
 
         Args:
           conversations: see `chat`.
-          continuations: one for each conversation, a text or token ids.
+          continuations: one text or list of token IDs per conversation.
           reuse, cache_salt, mm_processor_kwargs, options, use_tqdm, on_error, template: see `chat`.
-          keep_logits: also return the logits that predict each token.
+          keep_logits: also return the logits that predict each token, float32 [n, V]. Default False.
 
         Returns:
-          One score for each conversation, in their order.
+          One score per conversation, in the order of the conversations.
 
         Raises:
-          RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
+          RequestError, ValueError: see `chat`; also if a continuation is empty, or there is not one per conversation.
         """
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
         options = RequestOptions.of(
@@ -281,57 +282,56 @@ class LLM(Embedder):
         return in_order(self.service.caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
-        """Does ahead what the first requests would wait for.
+        """Prepare the engine so that the first requests do not wait.
 
-        Every program is compiled. The memory of the KV pool is taken, weights of a directory of the hub are read and
-        hashed (keys of images name them), and the decoders of pictures and videos are imported.
+        It compiles all programs, allocates the KV pool, and imports the decoders of images and videos. It also reads
+        and hashes the weights of a Hugging Face directory, whose hash is part of entry keys. Compiled programs are
+        cached on disk, so the next process only loads them.
 
         Args:
-          reuse: what calls will ask for; None is what the engine was made with.
-          verbose: show what is done and, at the end, what was compiled; on stderr.
-
-        Compiled programs are also kept on disk, so that the next process only loads them.
+          reuse: reuse mode of the expected calls. None: the engine's.
+          verbose: print progress and the compiled programs to stderr. Default True.
 
         Returns:
-          How many programs were compiled, and the seconds it took.
+          The number of compiled programs, and the time in seconds.
         """
         return self.service.warmup(reuse, verbose=verbose)
 
     @property
     def kernels(self) -> dict[tuple[Any, ...], tuple[dispatch.Choice, ...]]:
-        """The kernels in the programs compiled so far: which implementation runs each case, and why.
+        """Kernels in the programs compiled so far: the implementation of each case, and why it was chosen.
 
-        A program's key is its name and sizes. See `vlcache_jax.pallas_kernels`.
+        The key of a program is its name and its sizes.
         """
         return self.service.kernels
 
     def stats(self) -> EngineStats:
-        """What the KV pool's pages hold now, and counters; those of the image cache are in `cache.stats()`."""
+        """Return counters and the current content of the KV pool; `cache.stats()` has those of the image cache."""
         return self.service.stats()
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, one of transformers."""
+        """Return the checkpoint's transformers tokenizer."""
         return self.service.renderer.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of the checkpoint, which calls without any take."""
-        return self.service.intake.sequences.default_params()
+        """Return the checkpoint's sampling parameters, the default of all calls."""
+        return self.service.preparation.sequences.default_params()
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights, as schedules name them. The first use on a directory of the hub reads and hashes them all."""
+        """Hash of the weights, as in schedule files. The first use hashes all weights of a Hugging Face directory."""
         return self.service.checkpoint.source_digest
 
     def reset_mm_cache(self) -> None:
-        """Forgets every image, and every prompt."""
+        """Forget all cached images, and all prompts in the KV pool."""
         self.service.reset_mm_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every prompt that is in the KV pool; what is kept of images stays."""
+        """Forget all prompts in the KV pool; cached images stay."""
         self.service.reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives back the memory of weights and pool. The engine cannot be used any more, and calls under way end."""
+        """Close the engine and free the memory of weights and KV pool. Calls in flight end with an error."""
         self.service.close()
 
     def __repr__(self) -> str:
@@ -350,20 +350,20 @@ def _answers(service: Service, call: Call, *, verify: bool, show: bool) -> list[
 
 
 def _split(options: RequestOptions) -> tuple[RequestOptions, Iterable[Compress | None] | None]:
-    """The options of all rows, and what `compress` gives for each of them; None: it is one for all."""
-    of_rows = options.compress if _is_iterable(options.compress) else None
-    return options if of_rows is None else dataclasses.replace(options, compress=None), of_rows
+    """Return the common options, and the values of `compress` per request or None if one applies to all."""
+    compress_each = options.compress if _is_iterable(options.compress) else None
+    return options if compress_each is None else dataclasses.replace(options, compress=None), compress_each
 
 
 def _is_iterable(given: Any) -> TypeGuard[Iterable[Any]]:
-    """Whether it gives one for each conversation; a string is one for all."""
+    """Return whether `given` has one value per conversation; a string is one value for all."""
     return isinstance(given, Iterable) and not isinstance(given, str | Mapping)
 
 
 def _check_iterables(conversations: Any, params: Any) -> None:
-    """Raises a ValueError unless `LLM.chat_iter` takes them."""
+    """Raise a ValueError unless `LLM.chat_iter` accepts the arguments."""
     if not _is_iterable(conversations):
-        raise ValueError(f"conversations must be an iterable of them, got {type(conversations).__name__}")
+        raise ValueError(f"conversations must be an iterable of conversations, got {type(conversations).__name__}")
     if not (isinstance(params, SamplingParams | None) or _is_iterable(params)):
         raise ValueError(f"sampling_params must be SamplingParams, an iterable of them or None, got {short(params)}")
 
@@ -371,29 +371,30 @@ def _check_iterables(conversations: Any, params: Any) -> None:
 def _compressors(
     read: Callable[[Compress | None], Compressor | None], given: Iterable[Compress | None]
 ) -> Iterable[Compressor | ValueError | None]:
-    """Of each row what it asks for, or what is wrong with that."""
+    """Return the compressor of each request, or the error of its value."""
 
-    def own(row: int, asked: Compress | None) -> Compressor | ValueError | None:
+    def own(index: int, requested: Compress | None) -> Compressor | ValueError | None:
         try:
-            return read(asked)
+            return read(requested)
         except ValueError as error:
-            return ValueError(f"conversations[{row}] {error}")
+            return ValueError(f"conversations[{index}] {error}")
 
     return itertools.starmap(own, enumerate(given))
 
 
 def _calls(
     call: Call,
-    conversations: Iterable[Asked],
+    conversations: Iterable[ConversationLike],
     params: SamplingParams | Iterable[SamplingParams] | None,
     compressors: Iterable[Compressor | ValueError | None] | None,
     size: int,
 ) -> Iterator[Call]:
-    """A call for so many conversations at a time, with their own sampling parameters and compressors, if there are any;
-    what came before an error comes first.
+    """Yield a call per `size` conversations, with their sampling parameters and compressors if each has its own.
+
+    An error of an iterable is raised after the calls of the conversations before it.
 
     Raises:
-      ValueError: there are fewer of these than of conversations.
+      ValueError: there are fewer parameters or compressors than conversations.
     """
     given: dict[str, Iterator[Any]] = {
         "sampling_params": itertools.repeat(None) if isinstance(params, SamplingParams | None) else iter(params),
@@ -401,17 +402,17 @@ def _calls(
     }
     faults: list[Exception] = []
 
-    def rows() -> Iterator[tuple[Any, ...]]:
+    def requests() -> Iterator[tuple[Any, ...]]:
         try:
-            for row in conversations:
+            for conversation in conversations:
                 own = {name: next(each, faults) for name, each in given.items()}
                 if short_of := [name for name, one in own.items() if one is faults]:
-                    raise ValueError(f"{short_of[0]} must give one for each conversation, got fewer of them")
-                yield row, *own.values()
+                    raise ValueError(f"{short_of[0]} must have a value for each conversation, got fewer")
+                yield conversation, *own.values()
         except Exception as fault:
             faults.append(fault)
 
-    for number, batch in enumerate(itertools.batched(rows(), size)):
+    for number, batch in enumerate(itertools.batched(requests(), size)):
         listed, own, compress = zip(*batch, strict=True)
         yield dataclasses.replace(
             call,
@@ -424,9 +425,9 @@ def _calls(
         raise fault
 
 
-def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[Asked], str]:
-    """Conversations, and what errors call each of them; `kind` is the argument that they stand in."""
-    if isinstance(given, (str, Mapping)):  # rather one conversation, which is called messages
+def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[ConversationLike], str]:
+    """Return conversations, and their name in errors; `kind` is the name of the argument."""
+    if isinstance(given, (str, Mapping)):  # probably meant as one conversation, which errors call messages
         raise ValueError(
             'messages must be a list such as [{"role": "user", "content": ...}], or a list of such lists, '
             f"got {type(given).__name__}"
@@ -438,7 +439,7 @@ def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[Asked], str]:
 
 
 def _listed_prompts(prompts: Any) -> tuple[Sequence[PromptLike], str]:
-    """Prompts, and what errors call each of them."""
+    """Return prompts, and their name in errors."""
     if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts):
         return [prompts], "prompts"
     if not isinstance(prompts, Sequence):

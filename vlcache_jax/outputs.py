@@ -1,4 +1,4 @@
-"""What a call returns."""
+"""Outputs of calls, and the reporter that builds them from finished requests."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from vlcache_jax.reuse.policies import Plan, active_rows
 
 @dataclass(frozen=True)
 class Verification:
-    """A request's answer beside the one of a cold run.
+    """Comparison of a request's output with the output of a cold run.
 
     Attributes:
-      tokens_agree: tokens up to the first difference between both answers. A compressed one is compared with the one
-        that has its whole prompt.
-      tokens: of the longer answer.
-      max_logit_difference: largest difference of any logit at the places of the answer's tokens, when both runs are
-        given these tokens, and nothing is compressed.
+      tokens_agree: number of tokens before the first difference between the two outputs. A compressed output is
+        compared with one that uses the full prompt KV.
+      tokens: number of tokens of the longer output.
+      max_logit_difference: largest absolute difference of any logit at the output's tokens, with both runs forced to
+        these tokens and without compression.
     """
 
     tokens_agree: int
@@ -45,22 +45,21 @@ class Verification:
 
 @dataclass(frozen=True)
 class ImageReuse:
-    """What happened to one image of a request. A chunk of a video, that is two frames, is an image, too.
+    """Reuse of one image of a request. A chunk of a video, which is two frames, counts as an image.
 
     Attributes:
-      index: which image of the request, chunks of videos counted.
-      key: its entry key.
-      tokens: image tokens in the prompt.
-      encoder: where its encoder rows came from: "computed", "device", "host", "disk", or "none" if none were
-        needed.
-      kv: where the K, V that were not computed came from: "resident" (pages of an earlier prompt), "device", "host",
-        "disk", or "none" if all were computed.
-      match: how well a stored record fitted: "exact", "approximate" or "miss".
-      recomputed: its rows computed in each layer.
-      bytes_moved: of records, from the disk and to the device.
-      why: the reason if it was not reused exactly.
-      video: which of the request's videos it is from; None: it is a picture.
-      chunk: which chunk of that video.
+      index: index of the image in the request; chunks of videos count.
+      key: entry key of the image.
+      tokens: number of image tokens in the prompt.
+      encoder: source of the encoder output: "computed", "device", "host", "disk", or "none" if it was not needed.
+      kv: source of the KV that was not computed: "kv_pool" (KV blocks of an earlier prompt), "device", "host", "disk",
+        or "none" if all KV was computed.
+      match: kind of hit: "exact", "approximate" or "miss".
+      recomputed: number of image tokens computed in each layer [L].
+      bytes_moved: bytes of cache entries read from disk or copied to the device.
+      why: reason if the image was not reused exactly, otherwise None.
+      video: index of the video that the chunk belongs to; None for an image.
+      chunk: index of the chunk in that video; None for an image.
     """
 
     index: int
@@ -78,18 +77,18 @@ class ImageReuse:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What was reused, and what was computed.
+    """Reuse of a request's images and prefix.
 
     Attributes:
-      images: one entry for each image of the request, and for each chunk of its videos.
-      exact: the answer is the one that a cold run gives, to rounding: in bfloat16 it may differ where two tokens are
-        nearly equal, as it may between two batches. It is not where something of the prompt is dropped.
-      policy: which rule chose the rows.
-      rows: rows computed in each layer.
-      approximate_tokens: image tokens reused behind another context than they were computed in, or kept by a codec,
-        those recomputed in every layer not counted.
-      request_key: of the request's images together, in their order; None without images, or with reuse off.
-      request_known: whether the same list of images was served before.
+      images: one report per image of the request and per chunk of its videos.
+      exact: True if the output equals that of a cold run, apart from rounding: in bfloat16 it may differ if two tokens
+        are nearly equally likely, as between two batches. False if compression drops a part of the prompt.
+      policy: name of the reuse policy.
+      rows: number of prompt tokens computed in each layer [L].
+      approximate_tokens: number of image tokens that were reused in a new context or stored by a codec, without those
+        recomputed in every layer.
+      request_key: key of the request's images in their order; None without images, or with `reuse="off"`.
+      request_known: True if the same list of images was served before.
     """
 
     images: tuple[ImageReuse, ...]
@@ -103,13 +102,13 @@ class CacheReport:
 
 @dataclass(frozen=True)
 class Searched:
-    """A search that an answer asked for.
+    """A search that an answer called.
 
     Attributes:
-      query: its words.
-      hits: ids and scores of the items that were shown to the model.
-      seconds: that the answer waited for it.
-      error: why it found nothing; None: it did not fail.
+      query: text of the query.
+      hits: IDs and scores of the items that the model received.
+      seconds: time that the answer waited for the search, in seconds.
+      error: reason if the search failed, otherwise None.
     """
 
     query: str
@@ -120,40 +119,44 @@ class Searched:
 
 @dataclass(frozen=True)
 class SearchBegun:
-    """A turn has ended with a call that searches, and the search has begun; a `SearchRound` follows."""
+    """Event: a turn ended with a search call, and the search has begun. A `SearchRound` follows."""
 
 
 @dataclass(frozen=True)
 class SearchRound:
-    """What stands between two turns of an answer that searches.
+    """One search between two turns of an answer.
 
     Attributes:
-      told: of the search.
-      hits: what was found, as `library.Hit`.
-      messages: the turn before, and the tool's message with what was found.
+      report: report of the search.
+      hits: results as `library.Hit`.
+      messages: the turn with the call, and the tool's message with the results.
     """
 
-    told: Searched
+    report: Searched
     hits: tuple[Any, ...]
     messages: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answers to one request, in the place of the request in the call.
+    """Outputs of one request.
 
     Attributes:
-      outputs: `n` answers; none if the request was wrong.
-      num_cached_tokens: prompt tokens, text or image, whose K, V were reused exactly.
-      prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts. A request
-        that was aborted or failed has those of the tokens that had been computed: they may be fewer than the prompt's.
-      verification: if asked for.
-      compression: what its first answer goes on with; None: nothing was to be compressed, or it ended before that, or
-        it could not be (`uncompressed` in `LLM.stats`).
-      searches: that it made (`LLM.chat(retrieve=...)`); the answer is what came behind the last one.
-      request_id: as given, or as drawn; in `LLM` the request's number in its call.
-      finished: whether all answers have ended.
-      error: why the request was not answered, or not to its end; None: it was.
+      prompt: text of the prompt.
+      prompt_token_ids: token IDs of the prompt with images expanded, int32 [n].
+      outputs: the `n` outputs; empty if the request was wrong.
+      num_cached_tokens: number of prompt tokens, text or image, whose KV was reused exactly.
+      metrics: times of the request in seconds.
+      cache: report of what was reused and computed.
+      verification: comparison with a cold run; None unless requested.
+      compression: report of the compression of the first output. None: compression was not requested, the output ended
+        before it, or there was no room for it (`uncompressed` in `LLM.stats`).
+      error: reason if the request failed, otherwise None.
+      prompt_logprobs: log-probabilities of the prompt's tokens, the first of them None; None unless requested. A
+        request that was aborted or failed has those computed until then, which may be fewer than the prompt's tokens.
+      searches: searches of the answer (`LLM.chat(retrieve=...)`); the output is the text after the last one.
+      request_id: the given or generated ID; in `LLM` the index of the request in its call.
+      finished: True if all outputs have ended.
     """
 
     prompt: str
@@ -170,23 +173,23 @@ class RequestOutput:
     request_id: str = ""
     finished: bool = True
 
-    # vLLM's, of what there is not here.
+    # Attributes of vLLM without an equivalent here.
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
     lora_request: ClassVar[None] = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, as `json.dumps` takes them."""
+        """Return the output as dicts, lists, strings and numbers, ready for `json.dumps`."""
         return cast(dict[str, Any], plain(self))
 
 
 @dataclass(frozen=True)
 class PromptOutput:
-    """What is told of a request's prompt.
+    """The prompt's part of a request's output.
 
     Attributes:
-      text, token_ids, num_cached_tokens, cache, logprobs, compression: what `RequestOutput` has of it.
+      text, token_ids, num_cached_tokens, cache, logprobs, compression: see `RequestOutput`.
     """
 
     text: str
@@ -199,15 +202,15 @@ class PromptOutput:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """What is new of the answers to a request. It is no larger where they are longer.
+    """New part of a request's outputs. Its size does not depend on the length of the outputs so far.
 
     Attributes:
-      request_id: as given, or as drawn.
-      outputs: of the answers of which there is something new; the first delta names all of them.
-      metrics: seconds so far, but `inter_token` since the delta before.
-      prompt: None where nothing of it is new. The first delta has it, and the last one, which counts: what was to be
-        reused may have had to be computed.
-      finished: whether all answers have ended, and this is the last delta.
+      request_id: the given or generated ID.
+      outputs: outputs with new tokens or a finish reason; the first delta has all outputs.
+      metrics: times in seconds since the request began; `inter_token` since the delta before.
+      prompt: None if nothing about the prompt is new. The first delta and the last one have it. The last one counts,
+        since entries that were to be reused may have been computed.
+      finished: True in the last delta, when all outputs have ended.
     """
 
     request_id: str
@@ -217,12 +220,12 @@ class RequestDelta:
     finished: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """See `RequestOutput.to_dict`."""
+        """Return the values as dicts, lists, strings and numbers, ready for `json.dumps`."""
         return cast(dict[str, Any], plain(self))
 
 
 class OutputCollector:
-    """Makes the output of a request from its deltas: `add` costs what is new, `output` what there is so far."""
+    """Joined deltas of a request. `add` takes time in proportion to the delta, `output` to the full output."""
 
     def __init__(self) -> None:
         self._answers: dict[int, list[CompletionOutput]] = {}
@@ -231,15 +234,15 @@ class OutputCollector:
         self._last: RequestDelta | None = None
 
     def add(self, delta: RequestDelta) -> None:
-        """Goes on with the next delta.
+        """Add the next delta.
 
         Raises:
-          ValueError: it is no delta, or one of another request.
+          ValueError: `delta` is not a `RequestDelta`, or belongs to another request.
         """
         if not isinstance(delta, RequestDelta):
             raise ValueError(f"delta must be a RequestDelta, got {type(delta).__name__}")
         if self._last is not None and delta.request_id != self._last.request_id:
-            raise ValueError(f"delta must be of request {self._last.request_id!r}, got one of {delta.request_id!r}")
+            raise ValueError(f"delta must belong to request {self._last.request_id!r}, got one of {delta.request_id!r}")
         for one in delta.outputs:
             self._answers.setdefault(one.index, []).append(one)
         self._gaps += delta.metrics.inter_token
@@ -247,13 +250,13 @@ class OutputCollector:
         self._last = delta
 
     def output(self) -> RequestOutput:
-        """All that has been told.
+        """Return the output so far.
 
         Raises:
-          ValueError: there was no delta yet.
+          ValueError: no delta was added yet.
         """
         if self._prompt is None or self._last is None:
-            raise ValueError("an output is made of deltas, got none")
+            raise ValueError("no delta was added: call add() before output()")
         for deltas in self._answers.values():
             deltas[:] = [_joined(deltas)]
         return RequestOutput(
@@ -271,27 +274,28 @@ class OutputCollector:
 
 
 def _joined(deltas: Sequence[CompletionOutput]) -> CompletionOutput:
-    """Of one answer."""
-    told = [one.logprobs for one in deltas if one.logprobs is not None]
+    logprobs = [one.logprobs for one in deltas if one.logprobs is not None]
     return dataclasses.replace(
         deltas[-1],
         text="".join(one.text for one in deltas),
         token_ids=tuple(itertools.chain.from_iterable(one.token_ids for one in deltas)),
-        logprobs=tuple(itertools.chain.from_iterable(told)) if told else None,
-        cumulative_logprob=sum(one.chosen for logprobs in told for one in logprobs) if told else None,
+        logprobs=tuple(itertools.chain.from_iterable(logprobs)) if logprobs else None,
+        cumulative_logprob=sum(one.chosen for tokens in logprobs for one in tokens) if logprobs else None,
     )
 
 
 @dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a forced continuation.
+    """Log-probabilities of a forced continuation of n tokens.
 
     Attributes:
-      token_ids: of the continuation.
-      logprobs: of each of them, given everything before it; float32 [n].
-      greedy: whether each is the most likely token at its place; bool [n].
-      logits: float32 [n, V], if asked for.
-      error: why the request was not scored, or what is wrong with its logits; None: nothing.
+      token_ids: token IDs of the continuation.
+      logprobs: log-probability of each token, given everything before it; float32 [n].
+      greedy: True where the token is the most likely one; bool [n].
+      metrics: times of the request in seconds.
+      cache: report of what was reused and computed.
+      logits: float32 [n, V] with `keep_logits`, otherwise None.
+      error: reason if the request was not scored or its logits are not finite, otherwise None.
     """
 
     token_ids: tuple[int, ...]
@@ -308,17 +312,17 @@ class Score:
         return float(self.logprobs.sum()) if self.error is None else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """See `RequestOutput.to_dict`."""
+        """Return the values as dicts, lists, strings and numbers, ready for `json.dumps`."""
         return cast(dict[str, Any], plain(self))
 
 
 @dataclass(frozen=True)
 class HiddenState:
-    """What the last token of a prompt comes to.
+    """Hidden state of the last token of a prompt.
 
     Attributes:
-      values: behind the last norm, float32 [M]; NaN where the request was wrong.
-      prompt_token_ids: of the prompt, images expanded.
+      values: hidden state after the last norm, float32 [M]; NaN if the request was wrong.
+      prompt_token_ids: token IDs of the prompt with images expanded, int32 [n].
       num_cached_tokens, metrics, cache, error: see `RequestOutput`.
     """
 
@@ -331,7 +335,7 @@ class HiddenState:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as dicts, arrays, tuples and bytes as lists, members of enums as their values."""
+    """Convert dataclasses to dicts, arrays, tuples and bytes to lists, and enum members to their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -347,12 +351,12 @@ _NOTHING = CacheReport((), exact=False, policy="", rows=(), approximate_tokens=0
 
 
 class Reporter:
-    """Tells of requests that ran what their callers see.
+    """Builder of outputs from requests that ran.
 
     Args:
-      num_layers: of the decoder.
-      hidden_size: of it.
-      bytes_of: returns what a token spells.
+      num_layers: number of the decoder's layers.
+      hidden_size: width of the decoder.
+      bytes_of: returns the bytes that a token spells.
     """
 
     def __init__(self, num_layers: int, hidden_size: int, bytes_of: Callable[[int], bytes]):
@@ -360,69 +364,69 @@ class Reporter:
         self._bytes_of = bytes_of
 
     def output(self, planned: Planned, answers: Sequence[Generation], request_id: str = "") -> RequestOutput:
-        """Of a request and its answers, of which nothing has been told."""
+        """Return the output of a request; none of its deltas may have been taken."""
         collector = OutputCollector()
         delta = Deltas(self, planned, answers, request_id).take()
-        assert delta is not None  # the first one names all answers
+        assert delta is not None  # the first delta has all outputs
         collector.add(delta)
         return dataclasses.replace(collector.output(), error=self.error(planned, *answers))
 
     def prompt(self, planned: Planned, answer: Generation) -> PromptOutput:
-        """Of a request's prompt, as its first answer has it."""
-        told = None
+        """Return the prompt's part of the output, from the request's first answer."""
+        logprobs = None
         if answer.params.prompt_logprobs is not None:
-            told = (None, *self.with_texts(answer.prompt_logprobs))
+            logprobs = (None, *self.with_texts(answer.prompt_logprobs))
         return PromptOutput(
             text=planned.request.prompt.text,
             token_ids=planned.layout.token_ids,
             num_cached_tokens=_exact_tokens(answer),
             cache=self._report(planned, answer),
-            logprobs=told,
-            compression=answer.told.compression,
+            logprobs=logprobs,
+            compression=answer.report.compression,
         )
 
     def failed_output(self, prompt: str, error: str, request_id: str) -> RequestOutput:
-        """Of a request that was wrong, and never ran."""
+        """Return the output of a request that was wrong and never ran."""
         ids = np.zeros(0, np.int32)
         return RequestOutput(prompt, ids, (), 0, RequestMetrics(), _NOTHING, error=error, request_id=request_id)
 
     def score(self, planned: Planned, sequence: Forced) -> Score:
-        """Of a request and its scored continuation."""
+        """Return the score of a request's continuation."""
         return Score(
             token_ids=tuple(sequence.layout.token_ids[len(planned.layout) :].tolist()),
             logprobs=np.array(sequence.logprobs, np.float32),
             greedy=np.array(sequence.greedy, np.bool_),
-            metrics=sequence.told.take_metrics(),
+            metrics=sequence.report.take_metrics(),
             cache=self._report(planned, sequence),
             logits=np.stack(sequence.logits) if sequence.keep_logits and sequence.logits else None,
             error=self.error(planned, sequence),
         )
 
     def failed_score(self, error: str) -> Score:
-        """Of a request that was wrong, and never ran."""
+        """Return the score of a request that was wrong and never ran: NaN in total, without tokens."""
         return Score((), np.zeros(0, np.float32), np.zeros(0, np.bool_), RequestMetrics(), _NOTHING, error=error)
 
     def hidden_state(self, planned: Planned, sequence: PooledSequence) -> HiddenState:
-        """Of a request that was computed."""
+        """Return the hidden state of a request, NaN if it failed."""
         error = self.error(planned, sequence)
         values = np.full(self._hidden_size, np.nan, np.float32) if error is not None else sequence.hidden[0]
         ids, cached = planned.layout.token_ids, _exact_tokens(sequence)
-        told = sequence.told.take_metrics()
-        return HiddenState(values, ids, cached, told, self._report(planned, sequence), error)
+        metrics = sequence.report.take_metrics()
+        return HiddenState(values, ids, cached, metrics, self._report(planned, sequence), error)
 
     def failed_hidden_state(self, error: str) -> HiddenState:
-        """Of a request that was wrong, and never ran."""
+        """Return the hidden state of a request that was wrong and never ran: NaN."""
         values, ids = np.full(self._hidden_size, np.nan, np.float32), np.zeros(0, np.int32)
         return HiddenState(values, ids, 0, RequestMetrics(), _NOTHING, error)
 
     def error(self, planned: Planned, *sequences: Running) -> str | None:
-        """What ended a sequence of the request, under the request's name."""
+        """Return the first error of the request's sequences, prefixed with the request's name, or None."""
         name = planned.request.prompt.name
         errors = [sequence.end.error for sequence in sequences if sequence.end.error is not None]
         return next((error if error.startswith(name) else f"{name}: {error}" for error in errors), None)
 
     def with_texts(self, logprobs: Sequence[Logprob]) -> tuple[Logprob, ...]:
-        """These with the texts of their tokens."""
+        """Return `logprobs` with the texts and bytes of their tokens."""
         return tuple(map(self._with_text, logprobs))
 
     def _with_text(self, one: Logprob) -> Logprob:
@@ -430,10 +434,10 @@ class Reporter:
         return dataclasses.replace(one, texts={token: spelled(own) for token, own in found.items()}, token_bytes=found)
 
     def _report(self, planned: Planned, sequence: Running) -> CacheReport:
-        plan = sequence.progress.plan if sequence.told.ran is None else sequence.told.ran
-        uses, cached = sequence.progress.images, sequence.told.cached
+        plan = sequence.progress.plan if sequence.report.ran is None else sequence.report.ran
+        uses, cached = sequence.progress.images, sequence.report.cached
         images = tuple([self._image_report(i, use, plan, cached) for i, use in enumerate(uses)])
-        compression = sequence.told.compression
+        compression = sequence.report.compression
         approximate = sum([image.tokens - image.recomputed[-1] for image in images if image.match == "approximate"])
         return CacheReport(
             images,
@@ -457,7 +461,7 @@ class Reporter:
                 moved += _fetched(linked)
         encoder = "none"
         if computes:
-            # One turn may compute it for both, and its tokens be read before the record is filled.
+            # One group may compute the image for two requests, and read its tokens before the entry is filled.
             found = use.has_encoder and use.encoder is not None and not isinstance(use.encoder.state, Lost)
             encoder = use.encoder_tier if found else "computed"
             if found and use.encoder is not None and encoder != "device":
@@ -468,7 +472,7 @@ class Reporter:
             key=image.key,
             tokens=image.num_tokens,
             encoder=encoder,
-            kv="resident" if is_resident else "none" if linked is None else use.kv_tier,
+            kv="kv_pool" if is_resident else "none" if linked is None else use.kv_tier,
             match="exact" if is_resident else "miss" if linked is None else use.span.state,
             recomputed=active_rows(depth, self._num_layers) if computes else (0,) * self._num_layers,
             bytes_moved=moved,
@@ -479,25 +483,28 @@ class Reporter:
 
 
 class Deltas:
-    """Takes what is new of a request; nobody else may do so.
+    """Reader of a request's deltas. A request must have only one.
 
     Args:
-      reporter: tells of it.
-      planned, answers: the request, and what runs for it.
-      request_id: its name.
+      reporter: builds the parts of the deltas.
+      planned, answers: the request and its running sequences.
+      request_id: name of the request.
     """
 
     def __init__(self, reporter: Reporter, planned: Planned, answers: Sequence[Generation], request_id: str):
         self._reporter, self._planned, self._answers, self._request_id = reporter, planned, answers, request_id
-        self._going = dict(enumerate(answers))  # whose end has not been told
-        self._taken = [0] * len(answers)  # tokens
-        self._told: tuple[bool, bool] | None = None  # of the prompt: when its first answer had begun, and at the end
+        self._going = dict(enumerate(answers))  # answers whose end has not been returned
+        self._taken = [0] * len(answers)  # tokens returned of each answer
+        # State of the prompt when it was last returned: whether the first answer had tokens, and whether all had ended.
+        self._prompt_state: tuple[bool, bool] | None = None
 
     def take(self) -> RequestDelta | None:
-        """What is new since this was asked last; None: nothing. The first time there is something."""
-        finished = all(one.end.is_finished for one in self._answers)  # first: what ends meanwhile may not be told whole
+        """Return what is new since the last call, or None. The first call always returns a delta."""
+        # Read before the answers: an answer that ends in between may not be complete.
+        finished = all(one.end.is_finished for one in self._answers)
         taken = [answer.take(index, self._taken[index]) for index, answer in self._going.items()]
-        new = [one for one in taken if self._told is None or one.token_ids or one.finish_reason is not None]
+        is_first = self._prompt_state is None
+        new = [one for one in taken if is_first or one.token_ids or one.finish_reason is not None]
         if not (new or finished):
             return None
         for one in new:
@@ -505,11 +512,15 @@ class Deltas:
             if one.finish_reason is not None:
                 del self._going[one.index]
 
-        prompt, told = None, (bool(self._answers[0].token_ids), finished)
-        if told != self._told:
-            prompt, self._told = self._reporter.prompt(self._planned, self._answers[0]), told
+        prompt, state = None, (bool(self._answers[0].token_ids), finished)
+        if state != self._prompt_state:
+            prompt, self._prompt_state = self._reporter.prompt(self._planned, self._answers[0]), state
         return RequestDelta(
-            self._request_id, tuple(map(self._with_texts, new)), self._answers[0].told.take_metrics(), prompt, finished
+            self._request_id,
+            tuple(map(self._with_texts, new)),
+            self._answers[0].report.take_metrics(),
+            prompt,
+            finished,
         )
 
     def _with_texts(self, one: CompletionOutput) -> CompletionOutput:
@@ -518,13 +529,13 @@ class Deltas:
 
 
 def _fetched(record: Record) -> int:
-    """Bytes of a record that came from outside host memory."""
+    """Return the bytes of an entry that were read from outside host memory."""
     return len(record.meta.parts) * record.meta.part_bytes
 
 
 def _exact_tokens(sequence: Running) -> int:
-    """Prompt tokens whose K, V were reused exactly."""
-    plan, cached = sequence.progress.plan, sequence.told.cached
+    """Return the number of prompt tokens whose KV was reused exactly."""
+    plan, cached = sequence.progress.plan, sequence.report.cached
     linked = [use.span for use in sequence.progress.images if use.linked is not None and use.span.state == "exact"]
     depths = [plan.depth[max(span.start, cached) : span.stop] for span in linked]
     return cached + (int(np.count_nonzero(np.concatenate(depths) == 0)) if depths else 0)

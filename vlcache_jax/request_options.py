@@ -1,9 +1,9 @@
 """Options of a request in addition to its prompt and its sampling parameters.
 
-Both fronts make one `RequestOptions` of their keywords. Batch files and the server fill one from a row or a body. It is
-passed on whole, so that a new option is a field here, a keyword of the fronts, and the code that uses it.
+`LLM` and `AsyncLLM` collect their keywords in one `RequestOptions`; batch files and the server fill one from a line or
+a body. Code passes it on whole, so a new option needs only a field here, a keyword there, and the code that uses it.
 
-Imported without jax, as `config` is.
+This module imports no JAX, like `config`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ type Compress = str | Compressor
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """Options of one request, or of all requests of a call. Every method that takes such keywords takes them together
-    as `options=`, too::
+    """Options of one request, or of all requests of a call.
+
+    Methods accept them as keywords, or together as `options=`::
 
         options = RequestOptions(reuse="off", cache_salt="alice")
         llm.chat(conversation, options=options)
 
-    A wrong value raises a ValueError in the method that it is passed to, before anything runs.
+    The method that receives a wrong value raises a ValueError before anything runs.
 
     Attributes:
-      reuse: reuse mode, see `EngineConfig`; an unknown one is an error. None: the engine's.
-      compress: how the prompt's KV is compressed after the first token, see `LLM.chat`. It is an error if the engine
-        has no `compressed_kv_bytes`, and where no answer is generated. None: not at all.
-      cache_salt: a string; requests with different salts share nothing in the cache. None is a salt of its own.
-      priority: an integer; requests with lower ones run first, those with equal ones in the order of their arrival.
-      mm_processor_kwargs: settings of images and videos of a conversation, see `EngineConfig`; `fps` may also be a list
-        with one for each video. A prompt without messages has them in its dict. None: the engine's.
+      reuse: reuse mode, see `EngineConfig`; unknown ones are errors. Default None: the engine's.
+      compress: policy that compresses the prompt's KV after the first token, see `LLM.chat`. It needs an engine with
+        `compressed_kv_bytes` and a method that generates text. Default None: no compression.
+      cache_salt: a string; requests with different salts share nothing in the cache. Default None, which is a salt,
+        too.
+      priority: an integer; requests with lower values run first, those with equal values in the order of arrival.
+        Default 0.
+      mm_processor_kwargs: settings of a conversation's images and videos, see `EngineConfig`; `fps` may also be a list
+        with one value per video. Prompts without messages have them in their dict. Default None: the engine's.
     """
 
     reuse: Reuse | None = None
@@ -53,10 +56,10 @@ class RequestOptions:
 
     @classmethod
     def of(cls, options: RequestOptions | None = None, **keywords: Any) -> RequestOptions:
-        """The options that a method was given, whole or as keywords.
+        """Return the options of a method, given whole or as keywords.
 
         Raises:
-          ValueError: `options` is something else, or one option stands in both.
+          ValueError: `options` has another type, or an option is set both there and by its keyword.
         """
         if options is None:
             return cls(**keywords)
@@ -65,24 +68,24 @@ class RequestOptions:
         given = {name: value for name, value in keywords.items() if value is not getattr(cls, name)}
         for name in given:
             if getattr(options, name) is not getattr(cls, name):
-                raise ValueError(f"{name} must be left out beside options that have it, got both")
+                raise ValueError(f"{name} must be set in options or as a keyword, got both")
         return dataclasses.replace(options, **given) if given else options
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """The options among the fields of a body or of a row; null is an option's default."""
+        """Return the options among the fields of a body or a line; null is an option's default."""
         names = (field.name for field in dataclasses.fields(cls))
         return cls(**{name: given[name] for name in names if given.get(name) is not None})
 
     @property
     def tenant(self) -> str | None:
-        """The tenant of a server that the request is from, by its salt; None: there is none."""
+        """Name of the server's tenant that sent the request, found by its salt; None if there is none."""
         return self.cache_salt.tenant if isinstance(self.cache_salt, TenantSalt) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions(RequestOptions):
-    """Request options whose `reuse` and `compress` have been read; see `Service.call`."""
+    """Request options with parsed `reuse` and `compress`; see `Service.call`."""
 
     reuse: Policy
     compress: Compressor | None = None

@@ -1,4 +1,4 @@
-"""Sampling parameters and structured outputs, as users write them."""
+"""Public sampling parameters and structured outputs."""
 
 from __future__ import annotations
 
@@ -20,46 +20,43 @@ from vlcache_jax.common.checks import check_text, exceeds, is_a, short
 from vlcache_jax.common.json_files import parse_json
 from vlcache_jax.common.vllm_compat import SAMPLING, STRUCTURED, STRUCTURED_CONFIG, ours, takes_foreign
 
-MAX_LENGTH = 1 << 16  # characters of one: what is longer may take seconds to compile
-MAX_MULTIPLE = 100_000  # the same of `multipleOf`, whose automaton has as many states
+MAX_LENGTH = 1 << 16  # maximum characters of a grammar: longer ones may take seconds to compile
+MAX_MULTIPLE = 100_000  # maximum of `multipleOf`: its automaton has as many states
 
-MAX_REPEATS = 100_000  # of repetitions of repetitions that must come; the compiler writes out each
+MAX_REPEATS = 100_000  # maximum product of nested minimum repetitions: the compiler writes out each of them
 
 _SWITCHES = ("disable_any_whitespace", "enable_in_reasoning")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
-# What stands for itself, classes of characters, groups, and how often one is repeated.
-_REPEAT = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<least>\d{1,18})(?:,\d{0,18})?\}"
-)
+# Escaped characters, character classes, groups, and repetition counts.
+_REPEAT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<min>\d{1,18})(?:,\d{0,18})?\}")
 _ESCAPED = re.compile(r"\\u00([0-9a-fA-F]{2})")
 
 
 @takes_foreign(STRUCTURED)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What an answer must be; one of `json`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag` is given.
+    """Format of an answer: exactly one of `json`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag`.
 
-    Objects are kept as their JSON text, and lists as tuples, so that what was asked can be compared.
+    Objects are stored as JSON text and lists as tuples, so that instances can be compared.
 
     Attributes:
-      json: a JSON schema, an object or its text. The answer is JSON that it allows.
-      json_object: the answer is any JSON object.
-      regex: a regular expression, which the whole answer matches. Nothing looks ahead or behind.
-      choice: the answer is one of these texts.
-      grammar: in the syntax of Lark as llguidance has it, or in GBNF.
+      json: a JSON schema, as an object or a text. The answer is JSON that matches it. Default None, as of the others.
+      json_object: the answer is any JSON object. Default False.
+      regex: a regular expression that the whole answer matches. Lookahead and lookbehind are not supported.
+      choice: a list of texts; the answer is one of them.
+      grammar: a grammar in llguidance's Lark syntax, or in GBNF.
       structural_tag: an object, or its text, with `structures`, each of `begin`, `schema` and `end`, and `triggers`.
-        The answer is text as the model likes, but where it writes a trigger, a structure that begins with it follows.
-        Tokens that are added to the vocabulary, such as `<tool_call>`, are meant as such there.
-      disable_any_whitespace: no white space between the tokens of JSON. None: as the engine's
-        `structured_outputs_config` says.
-      whitespace_pattern: a regular expression of the white space there; None: any.
-      enable_in_reasoning: it holds from the first token, also if the prompt opens the model's thinking. False: the
-        model thinks freely, and the answer after `</think>` is held. None: as the engine's option says.
+        The answer is free text, but a trigger in it begins one of the structures. Tokens added to the vocabulary, such
+        as `<tool_call>`, are read as these tokens in it.
+      disable_any_whitespace: allow no white space between JSON tokens. None: the engine's `structured_outputs_config`.
+      whitespace_pattern: a regular expression for white space between JSON tokens; None: any.
+      enable_in_reasoning: apply the format from the first token, also if the prompt opens the model's reasoning. False:
+        only after `</think>`. None: the engine's `structured_outputs_config`.
 
     Raises:
-      ValueError: it is none of these, or too long.
-      TypeError: there is no such argument; of vLLM's the error says what to write.
+      ValueError: none or several formats are set, a value has the wrong type, or it is too long.
+      TypeError: an argument is unknown; for arguments of vLLM, the message names the equivalent.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -87,7 +84,7 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", _choices(self.choice))
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise ValueError(f"structured_outputs must have one of {', '.join(_KINDS)}, got {short(given)}")
+            raise ValueError(f"structured_outputs must have exactly one of {', '.join(_KINDS)}, got {short(given)}")
         text = self.text + (self.whitespace_pattern or "")
         if len(text) > MAX_LENGTH:
             raise ValueError(f"{self.name} must be at most {MAX_LENGTH} characters, got {len(text)}")
@@ -97,10 +94,10 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, given: Any) -> Self | None:
-        """As it stands in `SamplingParams`: itself, or an object of JSON with its attributes; None asks for nothing.
+        """Return the structured outputs given by an instance, a JSON object with its attributes, or None.
 
         Raises:
-          ValueError: it is none of these, or wrong.
+          ValueError: `given` is of another type, or a value is wrong.
         """
         if given is None or isinstance(given, cls):
             return given
@@ -113,15 +110,15 @@ class StructuredOutputs:
 
     @classmethod
     def from_response_format(cls, given: Any) -> Self | None:
-        """What OpenAI's `response_format` asks for; None: nothing.
+        """Return the structured outputs of an OpenAI `response_format`, or None if it requests none.
 
         Args:
           given: `{"type": "text"}`, `{"type": "json_object"}`, `{"type": "json_schema", "json_schema": {"schema":
-            ...}}`, where an answer is held to the schema whether `strict` is set or not, or vLLM's `{"type":
-            "structural_tag", "structures": ..., "triggers": ...}`.
+            ...}}`, which applies the schema regardless of `strict`, or vLLM's `{"type": "structural_tag",
+            "structures": ..., "triggers": ...}`.
 
         Raises:
-          ValueError: it is none of these.
+          ValueError: `given` is none of these.
         """
         kind = given.get("type") if isinstance(given, Mapping) else None
         if given is None or kind == "text":
@@ -140,7 +137,7 @@ class StructuredOutputs:
         return cls(json=schema)
 
     def within(self, config: StructuredOutputsConfig) -> Self:
-        """Return this with an engine's switches where it has none of its own."""
+        """Return a copy that takes its unset switches from an engine's options."""
         is_tight, in_reasoning = self.disable_any_whitespace, self.enable_in_reasoning
         if is_tight is None:
             is_tight = bool(config.disable_any_whitespace) and self.whitespace_pattern is None
@@ -150,17 +147,17 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of them it is."""
+        """Name of the format that is set, such as "json"."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the format in errors, such as "structured_outputs.json"."""
         return f"structured_outputs.{self.kind}"
 
     @property
     def text(self) -> str:
-        """It as text; several texts as JSON."""
+        """The format as text; a list of choices as JSON."""
         if self.json_object:
             return '{"type": "object"}'
         given = getattr(self, self.kind)
@@ -169,10 +166,10 @@ class StructuredOutputs:
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """An engine's `structured_outputs_config`.
+    """Defaults of structured outputs, the engine's `structured_outputs_config`.
 
     Attributes:
-      disable_any_whitespace, enable_in_reasoning: see `StructuredOutputs`, which comes first; None: not given.
+      disable_any_whitespace, enable_in_reasoning: see `StructuredOutputs`, whose values take precedence. Default None.
     """
 
     disable_any_whitespace: bool | None = None
@@ -180,10 +177,10 @@ class StructuredOutputsConfig:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Return the options of an object with vLLM's names; None has none.
+        """Return the options of an object with vLLM's names, or of None.
 
         Raises:
-          ValueError: it is no object, has unknown fields, or asks for an option that is not supported.
+          ValueError: `given` is not an object, or has an unknown or unsupported option.
         """
         name = "structured_outputs_config"
         if not isinstance(given, Mapping | None):
@@ -202,13 +199,13 @@ class StructuredOutputsConfig:
         return cls(**switches)
 
     def over(self, other: Self) -> Self:
-        """Return this with another one's options where it has none."""
+        """Return a copy that takes its unset options from `other`."""
         own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return dataclasses.replace(other, **own)
 
 
 def _json_text(given: Any, name: str) -> str:
-    """A JSON object as text."""
+    """Return a JSON object as text; raise a ValueError that begins with `name` if it is none."""
     try:
         found = parse_json(given) if isinstance(given, str) else given
         if not isinstance(found, Mapping):
@@ -236,12 +233,12 @@ def _choices(given: Any) -> tuple[str, ...]:
 
 
 def _check_multiples(text: str, name: str) -> None:
-    """What all `multipleOf` in a text come to together, apart from powers of ten, is the size of an automaton."""
+    """Raise a ValueError if the common multiple of all `multipleOf`, the size of the automaton, is too large."""
     together = 1
     for found in _MULTIPLE.findall(_ESCAPED.sub(lambda escaped: chr(int(escaped[1], 16)), text)):
         try:
             _, written, exponent = decimal.Decimal(found).as_tuple()
-        except decimal.InvalidOperation:  # the compiler says what is wrong with it
+        except decimal.InvalidOperation:  # the compiler reports it
             continue
         digits = "".join(map(str, written)).rstrip("0")
         zeros = exponent + len(written) - len(digits) if isinstance(exponent, int) else math.inf
@@ -249,25 +246,27 @@ def _check_multiples(text: str, name: str) -> None:
         if is_usual and digits not in ("", "1"):
             together = math.lcm(together, int(digits) * 10 ** max(int(zeros), 0))
         if together > MAX_MULTIPLE or not is_usual:
-            raise ValueError(f"{name} must have multipleOf of a common multiple up to {MAX_MULTIPLE}, got {found:.40}")
+            raise ValueError(
+                f"{name} must have multipleOf values with a common multiple of at most {MAX_MULTIPLE}, got {found:.40}"
+            )
 
 
 def _check_repeats(text: str, name: str) -> None:
-    """What counts of repetitions within each other multiply to is the size of an expression."""
-    levels, closed = [1], 1  # repetitions in each open group; in the one that was closed last
-    end = -1  # of that one
+    """Raise a ValueError if nested repetitions multiply to an expression that is too large."""
+    levels, closed = [1], 1  # repetitions in each open group, and in the group that was closed last
+    end = -1  # where that group ended
     for found in _REPEAT.finditer(text):
         if found["open"]:
             levels.append(1)
         elif found["close"]:
             closed, end = levels.pop(), found.end()
-            levels = levels or [1]  # it was no group's
+            levels = levels or [1]  # an unmatched parenthesis
             levels[-1] = max(levels[-1], closed)
-        elif found["least"]:
-            times = int(found["least"]) * (inner := closed if found.start() == end else 1)
+        elif found["min"]:
+            times = int(found["min"]) * (inner := closed if found.start() == end else 1)
             levels[-1] = max(levels[-1], times)
-            if times > MAX_REPEATS and inner > 1:  # of what is not nested, the compiler says it
-                raise ValueError(f"{name} must have repetitions of at most {MAX_REPEATS} together, got {times}")
+            if times > MAX_REPEATS and inner > 1:  # the compiler reports repetitions that are not nested
+                raise ValueError(f"{name} must have at most {MAX_REPEATS} nested repetitions, got {times}")
 
 
 MAX_LOGPROBS = 20
@@ -276,7 +275,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 4096
 MAX_BIASED = 1024
 MAX_BAD_STRINGS = 32
-MAX_ALLOWED = 1 << 20  # more than any vocabulary holds, so that a list without end is an error too
+MAX_ALLOWED = 1 << 20  # larger than any vocabulary, so that an endless iterable is an error, too
 
 NUMBERS: dict[str, tuple[Any, float, float]] = {
     "n": (numbers.Integral, 1, 1024),
@@ -293,7 +292,7 @@ NUMBERS: dict[str, tuple[Any, float, float]] = {
     "logprobs": (numbers.Integral, 0, MAX_LOGPROBS),
     "prompt_logprobs": (numbers.Integral, 0, MAX_LOGPROBS),
 }
-"""Kind, least and greatest value."""
+"""Type, minimum and maximum of each number."""
 _NEVER_NONE = ("n", "min_p", "min_tokens", "presence_penalty", "frequency_penalty")
 LISTS: dict[str, tuple[Any, int]] = {
     "stop": (str, MAX_STOPS),
@@ -301,48 +300,53 @@ LISTS: dict[str, tuple[Any, int]] = {
     "bad_words": (str, MAX_BAD_STRINGS),
     "allowed_token_ids": (numbers.Integral, MAX_ALLOWED),
 }
-"""Kind of the items, and how many there may be."""
+"""Type of the items, and maximum length of each list."""
 
 
 @takes_foreign(SAMPLING)
 @dataclasses.dataclass(kw_only=True)
 class SamplingParams:
-    """How to answer. None means what the checkpoint's `generation_config.json` says, or else the value named here.
+    """Sampling parameters of a request. None uses the checkpoint's `generation_config.json`, or else the value below.
 
-    Attributes can be set, and are checked then. A call takes them as they are when it begins. Lists are kept as tuples,
-    and `logit_bias` as pairs of a token id and a number, so that parameters can be compared.
+    Attributes can be assigned, which checks them. A call uses the values at its beginning. Lists are stored as tuples,
+    and `logit_bias` as pairs of a token ID and a number, so that parameters can be compared.
 
     Attributes:
-      n: answers to each prompt.
-      temperature: 0 is greedy; None: greedy unless the checkpoint says `do_sample`.
-      top_p: smallest set of tokens whose probability reaches it; None: 1 (all).
-      top_k: only the k most likely tokens; 0 or -1: all; None: all.
-      min_p: only tokens at least this many times as likely as the most likely one; 0: all.
-      seed: makes an answer repeatable whatever else is in the batch, an integer of 64 bits; None or -1: drawn from the
-        engine's seed.
-      max_tokens: tokens to generate at most; the context's length bounds it too. None: nothing else does.
-      min_tokens: no end token and no stop token before that many, and stop strings that come earlier do not count.
-      stop: strings that end the answer, up to 64 of up to 1024 characters.
-      include_stop_str_in_output: the stop string that ended the answer is part of its text.
-      stop_token_ids: tokens that end the answer, besides the checkpoint's end tokens; up to 4096.
-      ignore_eos: go on after the checkpoint's end tokens.
-      repetition_penalty: above 1 discourages tokens that the prompt or the answer already holds; None: 1.
-      presence_penalty: is taken from the logits of tokens that the answer already holds; -2 to 2.
-      frequency_penalty: is taken from a token's logit as often as the answer already holds the token; -2 to 2.
-      logit_bias: is added to the logits of these tokens, by token id, up to 1024; it stays within 100 of 0. Ids may be
-        strings, as JSON has them.
-      bad_words: strings that the answer must not hold, up to 32; only their usual tokens are seen, not every spelling.
-      allowed_token_ids: the only tokens that may come; None: all may.
-      structured_outputs: what the answer is held to; a dict with its attributes is one, too. End tokens come where the
-        answer may end. Where it can only end, it does, with the reason "stop", whatever `min_tokens` and `ignore_eos`
-        say. None: to nothing.
-      skip_special_tokens: leave special tokens out of the text.
-      logprobs: log-probabilities of the chosen and of this many most likely tokens, before all of the above; up to 20.
-      prompt_logprobs: the same of the prompt's tokens.
+      n: number of outputs per prompt, 1 to 1024. Default 1.
+      temperature: sampling temperature; 0 is greedy. Default None: the checkpoint's, or 1, if it sets `do_sample`;
+        greedy otherwise.
+      top_p: sample from the smallest set of tokens with at least this total probability. Default None: 1 (all).
+      top_k: sample from the k most likely tokens; 0 or -1: all. Default None: all.
+      min_p: sample from tokens at least this many times as likely as the most likely one. Default 0: all.
+      seed: 64-bit integer that makes the output reproducible in any batch. Default None, or -1: drawn from the engine's
+        seed.
+      max_tokens: maximum number of generated tokens; `max_model_len` limits it, too. Default 256. None: no other limit.
+      min_tokens: minimum number of tokens: no end token and no stop token comes before, and earlier stop strings have
+        no effect. Default 0.
+      stop: a string or a list of strings that end the output, up to 64 of up to 1024 characters. Default: none.
+      include_stop_str_in_output: include the stop string in the text. Default False.
+      stop_token_ids: up to 4096 token IDs that end the output, in addition to the checkpoint's end tokens. Default:
+        none.
+      ignore_eos: continue after the checkpoint's end tokens. Default False.
+      repetition_penalty: penalty of tokens in the prompt and the output; above 1 discourages them. Default None: 1.
+      presence_penalty: value subtracted from the logits of all tokens in the output, -2 to 2. Default 0.
+      frequency_penalty: value subtracted from a token's logit once per occurrence in the output, -2 to 2. Default 0.
+      logit_bias: values added to the logits of up to 1024 token IDs, limited to -100 to 100. Keys may be strings, as in
+        JSON. Default None.
+      bad_words: up to 32 strings that the output must not contain. Only their usual tokens are blocked, not all
+        spellings. Default None.
+      allowed_token_ids: the only token IDs that may be generated. Default None: all.
+      structured_outputs: format of the output, a `StructuredOutputs` or a dict with its attributes. End tokens are
+        allowed where the format allows the end. If the format allows nothing else, the output ends with the reason
+        "stop", regardless of `min_tokens` and `ignore_eos`. Default None: free text.
+      skip_special_tokens: leave special tokens out of the text. Default True.
+      logprobs: also return the log-probability of each generated token and of this many most likely ones, up to 20,
+        before all of the above is applied. Default None: no log-probabilities.
+      prompt_logprobs: the same for the prompt's tokens.
 
     Raises:
-      ValueError: a value of another kind, or out of range.
-      TypeError: there is no such parameter; of vLLM's the error says what to write.
+      ValueError: a value has the wrong type or is out of range.
+      TypeError: a parameter is unknown; for parameters of vLLM, the message names the equivalent.
     """
 
     n: int = 1
@@ -380,21 +384,24 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """The same as the class itself, which takes None for every number; vLLM has it."""
+        """Return `SamplingParams(**given)`, as vLLM's method of this name does."""
         return cls(**given)
 
     def clone(self) -> SamplingParams:
-        """The same parameters once more, to be set apart.
+        """Return a copy that can be changed independently.
 
         Raises:
-          ValueError: those that were set do not go together.
+          ValueError: `min_tokens` exceeds `max_tokens`.
         """
         cloned = copy.copy(self)
         cloned.__post_init__()
         return cloned
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
-        """These parameters with nothing left open; `defaults` is the content of `generation_config.json`.
+        """Return a copy without None in temperature, top_p, top_k and repetition_penalty.
+
+        Args:
+          defaults: content of `generation_config.json`.
 
         Raises:
           ValueError: see `clone`.
@@ -412,7 +419,7 @@ class SamplingParams:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether tokens that came already count."""
+        """True if tokens that occurred before change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -420,7 +427,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingP
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A parameter as it is kept."""
+    """Return a checked value of a parameter in the form in which it is stored."""
     if name == "logit_bias":
         return _checked_bias(value)
     if name == "structured_outputs":
@@ -437,25 +444,25 @@ def _checked(name: str, value: Any) -> Any:
     if not is_a(value, kind) or not _is_between(low, value, high):
         what = "an integer" if kind is numbers.Integral else "a number"
         raise ValueError(f"{name} must be {what} from {low} to {high}, got {short(value)}")
-    # As published examples write them.
+    # Published examples write -1 for the default.
     return {"top_k": 0, "seed": None}.get(name, value) if value == -1 else value
 
 
-def _checked_list(name: str, given: Any, item_type: Any, most: int) -> tuple[Any, ...] | None:
-    """A list of strings or of token ids as a tuple; None is empty. One string is a list of it only for `stop`."""
-    if given is None and name == "allowed_token_ids":  # no list allows all, and an empty one nothing
+def _checked_list(name: str, given: Any, item_type: Any, max_items: int) -> tuple[Any, ...] | None:
+    """Return a list of strings or token IDs as a tuple, and None as an empty one. `stop` may be one string."""
+    if given is None and name == "allowed_token_ids":  # None allows all tokens, an empty list would allow none
         return None
     if isinstance(given, str) and name == "stop":
         given = [given]
     try:
-        if isinstance(given, str | Mapping):  # or letters or names would be taken for the items
+        if isinstance(given, str | Mapping):  # iterating would give characters or keys
             raise TypeError
-        items = () if given is None else tuple(itertools.islice(given, most + 1))
+        items = () if given is None else tuple(itertools.islice(given, max_items + 1))
     except TypeError as error:
         raise ValueError(f"{name} must be a list, got {short(given)}") from error
-    if len(items) > most:
-        raise ValueError(f"{name} must be a list of at most {most}, got {short(given)}")
-    if item_type is not str and set(map(type, items)) == {int} and min(items) >= 0:  # without a call for each
+    if len(items) > max_items:
+        raise ValueError(f"{name} must be a list of at most {max_items}, got {short(given)}")
+    if item_type is not str and set(map(type, items)) == {int} and min(items) >= 0:  # fast path for plain integers
         return items
     if not all(is_a(item, item_type) for item in items):
         raise ValueError(f"{name} must be {'strings' if item_type is str else 'token ids'}, got {short(given)}")
@@ -464,41 +471,41 @@ def _checked_list(name: str, given: Any, item_type: Any, most: int) -> tuple[Any
     if item_type is not str and any(token < 0 for token in items):
         raise ValueError(f"{name} must be at least 0, got {short(items)}")
     if name == "allowed_token_ids" and not items:
-        raise ValueError("allowed_token_ids must be at least one token id, got none")
+        raise ValueError("allowed_token_ids must have at least one token id, got none")
     return items
 
 
 def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
-    """A mapping of token ids to numbers, or such pairs, as pairs in the order of the ids; within 100 of 0."""
+    """Return a mapping from token IDs to numbers, or pairs of these, as sorted pairs with values from -100 to 100."""
     entries: Iterable[Any] = () if given is None else given.items() if isinstance(given, Mapping) else given
     try:
         pairs = [(_token(token), bias) for token, bias in itertools.islice(entries, MAX_BIASED + 1)]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"logit_bias must be numbers by token id, got {short(given)}") from error
+        raise ValueError(f"logit_bias must map token ids to numbers, got {short(given)}") from error
     if len(pairs) > MAX_BIASED:
-        raise ValueError(f"logit_bias must be of at most {MAX_BIASED} tokens, got {short(given)}")
+        raise ValueError(f"logit_bias must have at most {MAX_BIASED} tokens, got {short(given)}")
     for token, bias in pairs:
         if not is_a(token, numbers.Integral) or token < 0:
-            raise ValueError(f"logit_bias must be by token ids of at least 0, got {short(token)}")
+            raise ValueError(f"logit_bias must have token ids of at least 0, got {short(token)}")
         if not is_a(bias, numbers.Real) or not math.isfinite(_as_float(bias)):
             raise ValueError(f"logit_bias must be finite numbers, got {short(bias)} for token {short(token)}")
-    if len(dict(pairs)) < len(pairs):  # as "5" and "05"
+    if len(dict(pairs)) < len(pairs):  # such as "5" and "05"
         raise ValueError(f"logit_bias must name each token once, got {short(given)}")
     return tuple(sorted((int(token), min(100.0, max(-100.0, float(bias)))) for token, bias in pairs))
 
 
 def _token(given: Any) -> Any:
-    """A token id; JSON writes those that are keys as strings."""
+    """Return a token ID as an integer; JSON writes keys as strings."""
     return int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 20 else given
 
 
 def _as_float(value: Any) -> float:
     try:
         return float(value)
-    except OverflowError:  # an integer or a fraction beyond all floats
+    except OverflowError:  # an integer or a fraction beyond the range of floats
         return math.inf
 
 
 def _is_between(low: float, value: Any, high: float) -> bool:
-    number = value if isinstance(value, int | np.integer) else _as_float(value)  # floats hold no 64 bits
+    number = value if isinstance(value, int | np.integer) else _as_float(value)  # floats lack 64 bits of precision
     return bool(low <= number <= high)

@@ -1,4 +1,4 @@
-"""An open model: the one place where its parts are put together, for every front of it."""
+"""Open model: builds the parts of an engine, which `LLM` and `AsyncLLM` share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
 from vlcache_jax.preparation.identification import Identifier
 from vlcache_jax.preparation.media import Media
-from vlcache_jax.preparation.planner import Forms, Identity, Planner, Rates, identity_of, time_limit
+from vlcache_jax.preparation.planner import Identity, MetaBuilder, Planner, Rates, identity_of, time_limit
 from vlcache_jax.preparation.recognition import Recognizer
 from vlcache_jax.preparation.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.request_options import Compress, RequestOptions, ResolvedOptions, Reuse
@@ -80,11 +80,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class EntryFormat:
-    """How records are kept, and what their keys say of the model.
+    """Format of cache entries, and the model's part of entry keys.
 
     Attributes:
-      kv: keys and values.
-      fingerprint: of the weights. The first call on a directory of the hub reads and hashes them all.
+      kv: shape and codec of the stored KV.
+      fingerprint: returns the hash of the weights. The first call hashes all weights of a Hugging Face directory.
     """
 
     kv: KVShape
@@ -93,12 +93,12 @@ class EntryFormat:
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """What computes.
+    """Programs, weights and memory of the device.
 
     Attributes:
-      runner: has weights and KV pool, and its `programs`.
-      memory: what fits.
-      identity: what rates that were measured hold for.
+      runner: weights, KV pool, and `programs`.
+      memory: sizes that fit in the device's memory.
+      identity: model and device that measured rates apply to.
     """
 
     runner: Runner
@@ -108,12 +108,12 @@ class Device:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """What is kept.
+    """Image cache and prefix cache.
 
     Attributes:
-      store: records, in host memory and in the tiers outside it.
-      writer: fills records with what was computed.
-      tier: says which records are kept on the device.
+      store: cache entries in host memory and in the other tiers.
+      writer: fills cache entries with computed encoder output and KV.
+      tier: selects the cache entries stored on the device.
       pages: prompts in the KV pool.
     """
 
@@ -124,16 +124,16 @@ class Cache:
 
 
 @dataclass(frozen=True, eq=False)
-class Intake:
-    """What makes of prompts what can run.
+class Preparation:
+    """Request preparation: turns prompts into sequences that can run.
 
     Attributes:
-      processor: of images.
-      identifier: finds out which images prompts show.
-      planner: looks requests up and plans them.
-      sequences: makes of planned requests what runs.
-      threads: decode images.
-      quick_threads: hash files and read their heads.
+      processor: image processor.
+      identifier: finds the entry keys of the images in prompts.
+      planner: looks requests up in the cache and plans them.
+      sequences: builds sequences from planned requests.
+      threads: threads that decode images.
+      quick_threads: threads that hash files and read their headers.
     """
 
     processor: ImageProcessor
@@ -146,21 +146,21 @@ class Intake:
 
 @dataclass(eq=False)
 class Service:
-    """An open model. `LLM` and `AsyncLLM` are fronts of it.
+    """Open model, the common part of `LLM` and `AsyncLLM`.
 
     Attributes:
-      config: what it was opened with.
+      config: options of the engine.
       checkpoint: files of the model.
-      policy: what is done with known images, unless a call says otherwise.
-      renderer: makes prompts of messages.
-      intake: makes of prompts what can run.
-      device: what computes; gone when the service is closed.
+      policy: default reuse policy of calls.
+      renderer: renders messages to prompts.
+      preparation: request preparation.
+      device: programs, weights and memory; deleted when the service is closed.
       loop: the thread that drives the engine.
-      ahead: compiles what a repeat will call for.
-      cache: what is kept.
-      items: of libraries.
-      stored: how it is kept.
-      caller: answers and scores prompts.
+      ahead: compiles the programs that repeated images will need.
+      cache: image cache and prefix cache.
+      items: items of libraries.
+      stored: format of cache entries.
+      caller: runs calls.
       images: `LLM.cache`.
     """
 
@@ -168,7 +168,7 @@ class Service:
     checkpoint: Checkpoint
     policy: Policy
     renderer: PromptRenderer
-    intake: Intake
+    preparation: Preparation
     device: Device
     loop: Loop
     ahead: Ahead
@@ -180,21 +180,21 @@ class Service:
 
     @classmethod
     def open(cls, config: EngineConfig) -> Self:
-        """Opens a model. What can be told to be wrong without its weights is told before they are loaded.
+        """Open a model. Everything that can be checked without the weights is checked before they are loaded.
 
         Raises:
           FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an option does
             not fit it.
-          NotImplementedError: the implementation asked for does not do this model, dtype or device.
-          MemoryError: weights and pool do not fit. Nothing has been loaded then.
-          RuntimeError: devices do not reach each other. Likewise.
+          NotImplementedError: the requested implementation does not support this model, dtype or device.
+          MemoryError: weights and KV pool do not fit. Nothing has been loaded then.
+          RuntimeError: the devices cannot communicate. Nothing has been loaded then.
         """
         directory = _find(config)
         jax_devices = _meet_devices(config)
         checkpoint = _open_checkpoint(config, directory, jax_devices[0])
         devices = Devices.of(jax_devices, checkpoint.config)
         if devices.count > 1:
-            with Progress(f"seeing that {devices.count} devices reach each other", show=config.use_tqdm):
+            with Progress(f"checking that {devices.count} devices can communicate", show=config.use_tqdm):
                 check_exchange(devices)
         stored = _how_stored(config, checkpoint)
         shares = Quotas(config.cache.owner_bytes)
@@ -207,7 +207,7 @@ class Service:
         renderer.max_tokens = memory.max_model_len
         sequences = _open_sequences(config, checkpoint, memory, renderer.tokenizer)
         rates = Rates.load(device.identity)
-        forms = Forms(checkpoint.config, stored.kv, stored.fingerprint)
+        forms = MetaBuilder(checkpoint.config, stored.kv, stored.fingerprint)
         cache = _open_cache(config, device, tiers, shares, rates, forms)
         threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
         quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
@@ -216,7 +216,7 @@ class Service:
         items = Items(config.cache.disk)
         media = Media(
             processor, videos, renderer,
-            max_patches=runner.token_rungs[-1] * processor.merge_size**2, max_pixels=config.max_image_pixels,
+            max_patches=runner.token_buckets[-1] * processor.merge_size**2, max_pixels=config.max_image_pixels,
         )  # fmt: skip
         identifier = Identifier(
             Recognizer(cache.store, items, media, fingerprint=stored.fingerprint, codec=stored.kv.stored_as), renderer,
@@ -224,31 +224,31 @@ class Service:
         )  # fmt: skip
         planner = Planner(
             checkpoint.config, cache.store, cache.writer,
-            forms=forms, token_rungs=runner.token_rungs,
+            forms=forms, token_buckets=runner.token_buckets,
             rates=rates if config.cache.load == "auto" else None, keeps_pages=config.enable_prefix_caching,
         )  # fmt: skip
-        intake = Intake(processor, identifier, planner, sequences, threads, quick_threads)
+        preparation = Preparation(processor, identifier, planner, sequences, threads, quick_threads)
         text = checkpoint.config.text
         reporter = Reporter(text.num_layers, text.hidden_size, sequences.token_bytes)
         caller = Caller(identifier, planner, loop, sequences, reporter, ahead)
         images = ImageCache(cache.store, cache.tier, cache.writer, cache.pages, identifier, renderer, caller)
         return cls(
-            config, checkpoint, policy, renderer, intake, device, loop, ahead, cache, items, stored, caller, images
+            config, checkpoint, policy, renderer, preparation, device, loop, ahead, cache, items, stored, caller, images
         )  # fmt: skip
 
     @classmethod
     def of(cls, model: str | os.PathLike[str] | EngineConfig | Self, **options: Unpack[EngineOptions]) -> Self:
-        """The service that a front was given, or opens by its arguments.
+        """Return `model` if it is a service, otherwise open one.
 
         Raises:
-          TypeError, ValueError: see `EngineConfig.of`; or there are options beside a configuration or a service.
+          TypeError, ValueError: see `EngineConfig.of`; or options are given with a configuration or a service.
           RuntimeError: the service is closed.
           FileNotFoundError, NotImplementedError, MemoryError: see `open`.
         """
         if not isinstance(model, EngineConfig | Service):
             return cls.open(EngineConfig.of(model, **options))
         for name in options:
-            raise TypeError(f"{name} must be left out beside {type(model).__name__}, got both")
+            raise TypeError(f"{name} cannot be combined with {type(model).__name__}: set it in the EngineConfig")
         if isinstance(model, EngineConfig):
             return cls.open(model)
         model.loop.check_open()
@@ -256,92 +256,93 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """Runs what the loop is given; gone when the service is closed."""
+        """The engine that the loop drives; not available once the service is closed."""
         return self.loop.engine
 
     @property
     def kernels(self) -> dict[Key, tuple[dispatch.Choice, ...]]:
-        """See `LLM.kernels`."""
+        """Kernels in the programs compiled so far, see `LLM.kernels`."""
         return {program.key: choices for program, choices in dict(self.device.runner.programs.kernels).items()}
 
     def stats(self) -> EngineStats:
-        """See `LLM.stats`."""
+        """Return the counters of the engine, see `LLM.stats`."""
         self.loop.check_open()
         return self.engine.stats()
 
     def tokens(self, render: Callable[..., Prompt], given: Any) -> npt.NDArray[np.int32]:
-        """What the model sees of a prompt: token ids, images expanded. No pixel is decoded.
+        """Return the token IDs of a prompt with its images expanded, int32 [n]. It decodes no pixels.
 
         Raises:
           RuntimeError: the service is closed.
-          ValueError: it is wrong, as far as pixels do not tell.
+          ValueError: the prompt is wrong; faults of pixels are not found.
         """
         self.loop.check_open()
-        arrivals = self.intake.identifier.open([render(given, name="prompt")], lookup=False)
+        arrivals = self.preparation.identifier.open([render(given, name="prompt")], lookup=False)
         for error in arrivals.errors.values():
             raise error
         return arrivals.token_ids(0)
 
     def warmup(self, reuse: Reuse | None, *, verbose: bool) -> tuple[int, float]:
-        """See `LLM.warmup`."""
+        """Prepare the engine for requests, see `LLM.warmup`."""
         check_flags(verbose=verbose)
         policy = self.policy_of(reuse)
         self.loop.check_open()
         self.ahead.stop()
         compiled = _compile_all(self.device.runner.programs, policy, verbose)
         with interruptible(), Progress("warming up", show=verbose):
-            with Progress(f"taking {self.stats().kv_cache_bytes / 1e9:.2f} GB for keys and values"):
+            with Progress(f"allocating {self.stats().kv_cache_bytes / 1e9:.2f} GB for the KV pool"):
                 self.loop.prepare()
             self.stored.fingerprint()
             import_decoders()
         return compiled
 
     def reset_mm_cache(self) -> None:
-        """See `LLM.reset_mm_cache`."""
+        """Forget all images and prompts, see `LLM.reset_mm_cache`."""
         self.loop.check_open()
         self.cache.writer.flush()
         self.cache.store.clear()
         self.cache.pages.clear()
 
     def reset_prefix_cache(self) -> None:
-        """See `LLM.reset_prefix_cache`."""
+        """Forget all prompts, see `LLM.reset_prefix_cache`."""
         self.loop.check_open()
         self.cache.pages.clear()
 
     def close(self) -> None:
-        """Gives back the memory of weights and pool; calls under way end."""
+        """Close the service and free the memory of weights and KV pool; calls in flight end with an error."""
         self.ahead.stop()
         self.loop.close()
         self.images.close()
-        for threads in (self.intake.threads, self.intake.quick_threads):
+        for threads in (self.preparation.threads, self.preparation.quick_threads):
             threads.shutdown(cancel_futures=True)
-        self.intake.sequences.grammars.close()
+        self.preparation.sequences.grammars.close()
         self.cache.writer.close()
         self.cache.store.close()
         self.cache.store.clear()
         self.items.close()
-        vars(self).pop("device", None)  # who is closed needs no weights
+        vars(self).pop("device", None)  # frees the weights
 
     def policy_of(self, reuse: Reuse | None) -> Policy:
-        """What a call asks for; None is what the service was opened with.
+        """Return the reuse policy of a call; None is the service's.
 
         Raises:
-          ValueError: it is no policy, or one of another model.
+          ValueError: `reuse` is not a policy, or is a policy of another model.
         """
         return self.policy if reuse is None else self.checkpoint.check_policy(parse_policy(reuse))
 
     def compressor_of(self, compress: Compress | None) -> Compressor | None:
-        """What a call asks for.
+        """Return the compression policy of a call, or None.
 
         Raises:
-          ValueError: it is no policy, or there is no pool for it.
+          ValueError: `compress` is not a policy, or the engine has no pool for compressed requests.
         """
         if compress is None:
             return None
         compressor = parse_compressor(compress)
         if not self.device.memory.compressed_pages:
             raise ValueError(
-                f"compress must be left out where compressed_kv_bytes of the engine is 0, got {compressor.name}"
+                f"compress={compressor.name!r} needs a compressed KV pool: open the engine with compressed_kv_bytes, "
+                'for example "1GiB"'
             )
         return compressor
 
@@ -352,9 +353,9 @@ class Service:
         render: Callable[..., Prompt],
         options: RequestOptions,
         on_error: str,
-        **more: Any,
+        **rest: Any,
     ) -> Call:
-        """A call, checked; see `Call`.
+        """Return a checked call; the arguments are those of `Call`.
 
         Raises:
           RuntimeError: the service is closed.
@@ -362,47 +363,47 @@ class Service:
         """
         self.loop.check_open()
         read = {"reuse": self.policy_of(options.reuse), "compress": self.compressor_of(options.compress)}
-        return Call(name, listed, render, ResolvedOptions(**{**vars(options), **read}), on_error, **more)
+        return Call(name, listed, render, ResolvedOptions(**{**vars(options), **read}), on_error, **rest)
 
     def renders(
         self, caller: Callable[..., Any], options: RequestOptions, template: Mapping[str, Any]
     ) -> Callable[..., Prompt]:
-        """What makes a prompt of a conversation; `caller` is what was called."""
-        told: dict[str, Any] = {**template_options(caller, template)}
-        if isinstance(given := told.get("chat_template"), str | os.PathLike):
-            told["chat_template"] = template_text(given)
-        own, settings = Template(**told) if told else OWN_TEMPLATE, read_settings(options.mm_processor_kwargs)
+        """Return the function that renders a conversation to a prompt; `caller` is the public method of the call."""
+        fields: dict[str, Any] = {**template_options(caller, template)}
+        if isinstance(given := fields.get("chat_template"), str | os.PathLike):
+            fields["chat_template"] = template_text(given)
+        own, settings = Template(**fields) if fields else OWN_TEMPLATE, read_settings(options.mm_processor_kwargs)
         return partial(self.renderer.from_conversation, settings=settings, template=own)
 
     def continues(self, options: RequestOptions) -> Callable[..., Prompt]:
-        """What takes a prompt as it is.
+        """Return the function that reads a prompt without a chat template.
 
         Raises:
-          ValueError: the settings of its images stand elsewhere than in it.
+          ValueError: `mm_processor_kwargs` is an option of the call, rather than a key of the prompt.
         """
         if options.mm_processor_kwargs is not None:
-            raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
+            raise ValueError("mm_processor_kwargs must be a key of the prompt's dict, got it as an argument")
         return self.renderer.from_prompt
 
 
 def template_options(caller: Callable[..., Any], given: Mapping[str, Any]) -> TemplateOptions:
-    """What is said of the template, of all that a call of `caller` was given beside its own arguments.
+    """Return the template's options among the extra arguments of a call of `caller`.
 
     Raises:
-      TypeError: the rest is unknown, or must be written in another way; see `ours`.
+      TypeError: another argument is unknown, or vLLM's and has an equivalent; see `ours`.
     """
     known = TemplateOptions.__annotations__
     if others := {name: value for name, value in given.items() if name not in known}:
-        named = inspect.signature(caller).parameters.keys() - {"template"}  # those are `known`
+        named = inspect.signature(caller).parameters.keys() - {"template"}  # `known` has the template's options
         ours(caller.__name__, CALLS, others, (*sorted(named), *known))
     return cast(TemplateOptions, {name: value for name, value in given.items() if name in known})
 
 
-# The steps of opening, in their order.
+# Steps of `Service.open`, in their order.
 
 
 def _find(config: EngineConfig) -> pathlib.Path:
-    """The checkpoint's directory. What its small files tell to be wrong is said before anything takes time."""
+    """Return the checkpoint's directory. Its small files are checked first, before anything slow starts."""
     directory = locate(os.fspath(config.model), config.revision).directory
     load_config(directory)
     check_tokenizer(directory)
@@ -411,7 +412,9 @@ def _find(config: EngineConfig) -> pathlib.Path:
 
 def _meet_devices(config: EngineConfig) -> list[jax.Device]:
     if config.implementation is None:
-        kernel_selftest.meet(CHECKS, PORTABLE, show=config.use_tqdm)  # from here on jax may hold the device's memory
+        kernel_selftest.run_selftest(
+            CHECKS, PORTABLE, show=config.use_tqdm
+        )  # first: JAX may hold the device's memory later
     devices = find_devices(config.tensor_parallel_size)
     dispatch.check_device(config.implementation, devices[0])
     use_compilation_cache(devices)
@@ -433,7 +436,7 @@ def _open_checkpoint(config: EngineConfig, directory: pathlib.Path, device: jax.
 def _how_stored(config: EngineConfig, checkpoint: Checkpoint) -> EntryFormat:
     codec = None if config.cache.codec == "auto" else CODECS[config.cache.codec]
     if codec is not None:
-        codec.group(checkpoint.config.text.head_dim)  # checks it
+        codec.group(checkpoint.config.text.head_dim)  # raises if the codec does not fit
 
     @functools.cache
     def fingerprint() -> str:
@@ -453,19 +456,19 @@ def _open_inputs(config: EngineConfig, checkpoint: Checkpoint) -> tuple[PromptRe
 
 
 def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config: ModelConfig) -> None:
-    """A checkpoint whose files contradict each other would answer, but wrongly."""
+    """Raise a ValueError if the checkpoint's files contradict each other: outputs would be silently wrong."""
     for name in ("patch_size", "merge_size", "temporal_patch_size"):
         expected, got = getattr(config.vision, name), getattr(processor, name)
         if got != expected:
-            raise ValueError(f"{name} of the image processor must be the model's {expected}, got {got}")
+            raise ValueError(f"{name} of the image processor must match the model's {expected}, got {got}")
     if renderer.image_token_id != config.image_token_id:
         raise ValueError(
-            f"image placeholder of the tokenizer must be the model's {config.image_token_id}, "
+            f"image placeholder of the tokenizer must match the model's image_token_id {config.image_token_id}, "
             f"got {renderer.image_token_id}"
         )
     if renderer.video_token_id != config.video_token_id:
         raise ValueError(
-            f"video placeholder of the tokenizer must be the model's {config.video_token_id}, "
+            f"video placeholder of the tokenizer must match the model's video_token_id {config.video_token_id}, "
             f"got {renderer.video_token_id}"
         )
 
@@ -473,10 +476,10 @@ def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config
 def _open_device(
     config: EngineConfig, checkpoint: Checkpoint, devices: Devices, processor: ImageProcessor, kv: KVShape
 ) -> Device:
-    """Sees that it fits, and loads the weights."""
+    """Check that the model fits in the device's memory, and load the weights."""
     model = widened(checkpoint.config, devices.count)
     memory = plan_memory(
-        model, KVShape.of(model, checkpoint.dtype, kv.codec), devices.all[0], config.ladder, others=devices.all[1:],
+        model, KVShape.of(model, checkpoint.dtype, kv.codec), devices.all[0], config.buckets, others=devices.all[1:],
         weights=weight_bytes(model, checkpoint.dtype, devices.count),
         max_rows=config.max_rows, max_sequences=config.max_num_seqs,
         max_patches=processor.max_pixels // processor.patch_size**2, max_model_len=config.max_model_len,
@@ -485,7 +488,7 @@ def _open_device(
     )  # fmt: skip
     runner = Runner(
         model, _load(checkpoint, devices, config.use_tqdm), processor.normalization_table,
-        num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), ladder=memory.ladder,
+        num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), buckets=memory.buckets,
         implementation=config.implementation, codec=kv.codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
         compressed_slots=memory.compressed_pages and (memory.compressed_pages + 1) * PAGE, devices=devices,
     )  # fmt: skip
@@ -510,7 +513,7 @@ def _open_sequences(
 
 
 def _open_cache(
-    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Quotas, rates: Rates | None, forms: Forms
+    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Quotas, rates: Rates | None, forms: MetaBuilder
 ) -> Cache:
     runner, memory = device.runner, device.memory
     token_bytes = kept_token_bytes(runner.config, runner.shapes.kv, runner.devices.count)
@@ -518,7 +521,7 @@ def _open_cache(
     pages = Pages(memory.num_slots // PAGE)
     store = Store(
         config.cache, tiers, shares=shares,
-        room=partial(round_up, rungs=runner.token_rungs), limit=partial(time_limit, rates),
+        room=partial(round_up, sizes=runner.token_buckets), limit=partial(time_limit, rates),
         forgotten=tier.drop, expired=pages.drop, form=forms.of, together=runner.shapes.link_groups[0].stop,
     )  # fmt: skip
     return Cache(store, Writer(store, runner.devices.copies), tier, pages)
@@ -529,13 +532,13 @@ def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int
     with interruptible(), Progress("compiling", len(missing), show=verbose) as bar:
 
         def show(done: int, seconds: float) -> None:
-            bar.reach(done, f"programs, {seconds:.0f} s, now {', '.join(map(str, programs.under_way)) or 'none'}")
+            bar.reach(done, f"programs, {seconds:.0f} s, now {', '.join(map(str, programs.in_flight)) or 'none'}")
 
         count, seconds = programs.compile(missing, show)
     compiled = programs.num_compiled - compiled
     _log.info("compiled %d and loaded %d programs in %.1f s", compiled, count - compiled, seconds)
     if verbose and count:
-        loaded = f" and loaded {count - compiled} kept ones" if count > compiled else ""
+        loaded = f" and loaded {count - compiled} from the cache" if count > compiled else ""
         say(f"compiled {compiled} programs{loaded} in {seconds:.1f} s")
         _say_kernels(choice for choices in programs.kernels.values() for choice in choices)
     return count, seconds

@@ -1,8 +1,7 @@
 """Small random checkpoints in the layout of the published ones, for demonstrations, tests and benchmarks.
 
-No torch is needed. The answers mean nothing, everything else is real: file names, tensor names, tokenizer, chat
-template and image processor settings. The weights are drawn so that no part can hide: biases are not zero and norm
-weights not one.
+No torch is needed. The outputs are meaningless, but file names, tensor names, tokenizer, chat template and image
+processor settings are real. Biases are not zero and norm weights not one, so that tests notice an omitted part.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from vlcache_jax.models.family import Published, PublishedSize
 from vlcache_jax.models.params import Part, parameters, published_name
 from vlcache_jax.models.registry import FAMILIES, config_file, load_config
 
-# Ids 0-255 are the bytes themselves, and these follow.
+# IDs 0-255 are the bytes themselves; the special tokens follow.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -58,7 +57,7 @@ _VISION: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-# What each family adds. The small windows and position grids make borders and interpolation matter in small images.
+# Fields that each family adds. Small windows and position grids make borders and interpolation matter in small images.
 _QWEN2_TEXT = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 4}
 _FAMILY_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN2_TEXT,
@@ -97,8 +96,8 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _QWEN3_VISION,
 }
 
-# The forms of the published templates. Markers stand around a video as around an
-# image. Where a family puts in a system turn of its own, all turns are alike.
+# Published templates, shortened. Videos have the same markers as images. Families whose template adds a system turn
+# render all turns alike.
 _PARTS = """\
 {%- set images, videos = namespace(count=0), namespace(count=0) %}
 {%- macro shown(content, media) %}
@@ -183,29 +182,34 @@ def make_checkpoint(
     weights: bool = True,
     corpus: Iterable[str] = (),
 ) -> pathlib.Path:
-    """Writes a checkpoint directory.
+    """Write a small random checkpoint.
 
     Args:
-      directory: is made if it does not exist.
-      model_type: of the family, such as "qwen3_vl".
-      seed: of the weights. Two dtypes with one seed have the same weights up to rounding.
-      dtype: of the weights.
-      shards: number of weight files; more than one gets an index.
+      directory: target directory; it is created if it does not exist.
+      model_type: model family, such as "qwen3_vl".
+      seed: seed of the weights. Two dtypes with the same seed have the same weights up to rounding.
+      dtype: data type of the weights.
+      shards: number of weight files; several files get an index.
       text, vision: fields of `text_config` and `vision_config` that differ from the defaults.
-      tie_word_embeddings: the output head is the table of token embeddings.
-      layout: of `config.json`; "flat" is the old one of some families, with the text fields at the top.
-      names: of tensors, and the layout of experts', as in published checkpoints or as in the library's modules.
-      min_pixels, max_pixels: of the image processor; by default one image token, and the published maximum.
-      generation: fields of `generation_config.json` beside the token ids.
-      quantization: of the decoder's matrices to 8 bits: "fp8" as Qwen publishes it, "block" and "channel" as
-        compressed-tensors does. They are those of the same seed, rounded; experts are stored one by one.
-      block: outputs and inputs of a block that shares a factor; 128 is what is published.
-      weights: False leaves them out, for a size whose weights are drawn elsewhere.
-      corpus: texts from which the tokenizer learns merges, at most until the vocabulary is full; by default a token is
-        a byte or a special string.
+      tie_word_embeddings: use the table of token embeddings as output head.
+      layout: layout of `config.json`; "flat" is the old one of some families, with the text fields at the top level.
+      names: tensor names and expert layout, as in published checkpoints or as in the library's modules.
+      min_pixels, max_pixels: limits of the image processor; by default one image token, and the published maximum.
+      generation: fields of `generation_config.json` in addition to the token IDs.
+      quantization: FP8 format of the decoder's matrices: "fp8" as published by Qwen, "block" and "channel" as in
+        compressed-tensors, None for none. The values are those of the same seed, rounded; experts are stored
+        separately.
+      block: number of outputs and of inputs that share a scale; published checkpoints use 128.
+      weights: False writes no weights, for sizes whose weights are drawn elsewhere.
+      corpus: texts from which the tokenizer learns merges until the vocabulary is full; by default a token is a byte or
+        a special token.
 
     Returns:
       The directory.
+
+    Raises:
+      ValueError: `model_type` or `quantization` is unknown, the family has no flat layout, or `vocab_size` is too
+        small.
     """
     if model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
@@ -215,9 +219,9 @@ def make_checkpoint(
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = _config(model_type, text or {}, vision or {}, tie_word_embeddings, dtype, flat=layout == "flat")
-    vocab_size, least = config.get("text_config", config)["vocab_size"], 256 + len(SPECIAL_TOKENS)
-    if vocab_size < least:
-        raise ValueError(f"vocab_size must be at least {least}, the size of the tokenizer, got {vocab_size}")
+    vocab_size, min_size = config.get("text_config", config)["vocab_size"], 256 + len(SPECIAL_TOKENS)
+    if vocab_size < min_size:
+        raise ValueError(f"vocab_size must be at least {min_size}, the size of the tokenizer, got {vocab_size}")
     if quantization is not None:
         config["quantization_config"] = _quantization_config(quantization, block)
     _write_json(directory / "config.json", config)
@@ -256,14 +260,14 @@ def _preprocessor(
     config: dict[str, Any], published: Published, min_pixels: int | None, max_pixels: int | None
 ) -> dict[str, Any]:
     settings = {**published.image_processor, **_patches(config)}
-    least = min_pixels or (settings["patch_size"] * settings["merge_size"]) ** 2
+    min_pixels = min_pixels or (settings["patch_size"] * settings["merge_size"]) ** 2
     if (size := settings.get("size")) is not None:  # the newer spelling of the limits
-        return settings | {"size": {"shortest_edge": least, "longest_edge": max_pixels or size["longest_edge"]}}
-    return settings | {"min_pixels": least, "max_pixels": max_pixels or settings["max_pixels"]}
+        return settings | {"size": {"shortest_edge": min_pixels, "longest_edge": max_pixels or size["longest_edge"]}}
+    return settings | {"min_pixels": min_pixels, "max_pixels": max_pixels or settings["max_pixels"]}
 
 
 def _patches(config: dict[str, Any]) -> dict[str, int]:
-    """Of the tower, as processors name them."""
+    """Return the patch sizes of the vision tower under the names that processors use."""
     vision = config["vision_config"]
     return {
         "patch_size": vision["patch_size"],
@@ -273,8 +277,8 @@ def _patches(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _tokenizer(system_turn: str | None, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE. Ids: the bytes, the special strings, then the merges learnt from `corpus`."""
-    # ByteLevel spells each byte as one printable character: itself, or for the others U+0100 and up, in their order.
+    """Return a byte-level BPE tokenizer. IDs: the bytes, the special tokens, then merges learned from `corpus`."""
+    # ByteLevel spells each byte as one printable character: itself, or else one from U+0100 on, in the bytes' order.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     vocab = {chr(byte if byte in printable else 0x100 + others.index(byte)): byte for byte in range(256)}
@@ -335,7 +339,7 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
 
 
 def _quantization_config(name: str, block: int) -> dict[str, Any]:
-    """As it is published."""
+    """Return the `quantization_config` in its published form."""
     if name == "fp8":
         return {
             "activation_scheme": "dynamic",
@@ -359,7 +363,7 @@ def _quantization_config(name: str, block: int) -> dict[str, Any]:
 
 
 def _quantize(tensors: dict[str, np.ndarray], config: ModelConfig, *, is_turned: bool) -> None:
-    """Rounds the decoder's matrices to 8 bits, in place; `is_turned`: those of experts are [E, out, in]."""
+    """Round the decoder's matrices to FP8 in place. `is_turned`: matrices of experts are [E, out, in]."""
     for part in [part for parameter in parameters(config) for part in parameter.parts if part.in_8_bits]:
         if not part.is_stack:
             tensors |= _rounded(part.tensor, tensors[part.tensor], config)
@@ -371,7 +375,7 @@ def _quantize(tensors: dict[str, np.ndarray], config: ModelConfig, *, is_turned:
 
 
 def _rounded(name: str, matrix: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
-    """A matrix in 8 bits, and its factors, with which the largest of a block are the largest in 8 bits."""
+    """Return a matrix in FP8 and its scales, which map the largest value of a block to the largest FP8 value."""
     quantization = config.text.quantization
     assert quantization is not None
     outputs, inputs = matrix.shape
@@ -380,11 +384,11 @@ def _rounded(name: str, matrix: np.ndarray, config: ModelConfig) -> dict[str, np
     padded = np.zeros((rows * height, columns * width), np.float32)
     padded[:outputs, :inputs] = matrix
     largest = np.abs(padded.reshape(rows, height, columns, width)).max(axis=(1, 3))
-    most = float(ml_dtypes.finfo(FLOAT8).max)
-    factors = (np.maximum(largest, 1e-6) / most).astype(ml_dtypes.bfloat16)
+    largest_fp8 = float(ml_dtypes.finfo(FLOAT8).max)
+    factors = (np.maximum(largest, 1e-6) / largest_fp8).astype(ml_dtypes.bfloat16)
     group = quantization.group(inputs)
     spread = np.repeat(quantization.spread(factors, outputs, inputs), group, axis=1)
-    rounded = np.clip(matrix.astype(np.float32) / spread, -most, most).astype(FLOAT8)
+    rounded = np.clip(matrix.astype(np.float32) / spread, -largest_fp8, largest_fp8).astype(FLOAT8)
     return {name: rounded, name + quantization.suffix: factors}
 
 
@@ -393,7 +397,7 @@ def _kind(part: Part) -> str:
         return "experts"
     if part.path[-2:] == ("gate", "kernel"):
         return "router"
-    # The output head is a table of the vocabulary too, but it is multiplied like a kernel.
+    # The output head is stored like the embedding table, but it is multiplied like a kernel.
     return "kernel" if part.path[0] == "lm_head" else str(part.path[-1])
 
 
@@ -409,7 +413,7 @@ def _random(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.n
         case "experts":
             return noise / np.float32(math.sqrt(shape[1]))
         case "router":
-            # Some experts are chosen often, some hardly ever.
+            # Some experts are chosen often, others rarely.
             often = np.linspace(0.2, 1.8, shape[0], dtype=np.float32)[:, None]
             return often * noise / np.float32(math.sqrt(shape[1]))
         case _:

@@ -1,4 +1,4 @@
-"""The first contact, and answers beside those of a CPU and of XLA."""
+"""The kernel self-test, and outputs compared with those of a CPU and of XLA."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax import LLM, BucketSizes, SamplingParams
 from vlcache_jax.benchmarks.gpu.engines import checkpoint, in_process, settings
 from vlcache_jax.benchmarks.gpu.plan import KERNELS, GpuCase, GpuPlan, Row
 from vlcache_jax.benchmarks.random_models import drawn_weights
-from vlcache_jax.kernel_selftest import meet
+from vlcache_jax.kernel_selftest import run_selftest
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.testing import make_checkpoint
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-LOGPROBS = 1e-3  # by which those of float32 may differ between a GPU and a CPU
+LOGPROBS = 1e-3  # maximum difference of float32 log-probabilities between a GPU and a CPU
 
 
 def contact(plan: GpuPlan) -> Iterator[GpuCase]:
@@ -28,13 +28,13 @@ def contact(plan: GpuPlan) -> Iterator[GpuCase]:
 
 def _contact() -> Row:
     start = time.monotonic()
-    verdicts = meet(CHECKS, again=True, limit=250)
-    if wrong := [f"{kernel}: {verdict}" for kernel, verdict in verdicts.items() if not verdict.passed]:
+    results = run_selftest(CHECKS, again=True, limit=250)
+    if wrong := [f"{kernel}: {result}" for kernel, result in results.items() if not result.passed]:
         raise ValueError("; ".join(wrong))
-    return {"seconds": time.monotonic() - start} | {kernel: str(verdict) for kernel, verdict in verdicts.items()}
+    return {"seconds": time.monotonic() - start} | {kernel: str(result) for kernel, result in results.items()}
 
 
-# Answers beside those of a CPU.
+# Outputs compared with those of a CPU.
 
 
 def answers(plan: GpuPlan) -> Iterator[GpuCase]:
@@ -44,17 +44,23 @@ def answers(plan: GpuPlan) -> Iterator[GpuCase]:
 
 
 def _answers(family: str) -> dict[str, list[tuple[int, float]]]:
-    """Tokens and log-probabilities of a tiny model: cold, again, and with its pictures linked behind new text."""
+    """Return tokens and log-probabilities of a tiny model: without reuse, repeated, and with images linked after new
+    text.
+    """
     pictures = [np.random.default_rng(i).integers(0, 255, (56, 84, 3), np.uint8) for i in range(2)]
     one = "<|vision_start|><|image_pad|><|vision_end|>"
     prompts = [{"prompt": text + 2 * one + "what", "multi_modal_data": {"image": pictures}} for text in ("a", "bcd")]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
-    ladder = Ladder(rows=(64, 256), patches=(64, 256), sequences=(1, 4), window=4)
+    buckets = BucketSizes(rows=(64, 256), patches=(64, 256), sequences=(1, 4), window=4)
     found = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         LLM(
-            make_checkpoint(folder, family), dtype="float32", kv_cache_bytes="8MiB", ladder=ladder, implementation="xla"
+            make_checkpoint(folder, family),
+            dtype="float32",
+            kv_cache_bytes="8MiB",
+            buckets=buckets,
+            implementation="xla",
         ) as llm,
     ):
         for name, prompt, reuse in (
@@ -81,10 +87,10 @@ def _beside_cpu(family: str) -> Row:
 
 
 def _beside_xla(plan: GpuPlan) -> Row:
-    """Log-probabilities of the same tokens, by kernels and by XLA, and of decoded tokens when they are read again."""
+    """Compare log-probabilities of kernels and XLA, and those of decoding and a prefill of the same tokens."""
     prompt = np.random.default_rng(0).integers(97, 123, 300).tolist()
     options = settings(plan) | {"kv_cache_bytes": "64MiB" if plan.rehearse else "1GiB"}
-    letters = [*range(97, 123)]  # a picture's token could not be read again
+    letters = [*range(97, 123)]  # the token of an image could not be read again
     decoding = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0, allowed_token_ids=letters)
     reading = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     first: list[int] = []

@@ -40,7 +40,10 @@ def _check_attention(plan: GpuPlan, shape: AttentionShape) -> Row:
     error = _error(shape, plain, out)
     again = bool((out == run(*args)).all())
     if not (error < TOLERANCE and again):
-        raise ValueError(f"{shape.name}: error {error}, must be below {TOLERANCE}; bit-equal when repeated: {again}")
+        raise ValueError(
+            f"{shape.name}: error must be below {TOLERANCE} and repeated results bit-identical, got {error} and "
+            f"{'identical' if again else 'different'} results"
+        )
     return {"error": error, "bit-equal": again}
 
 
@@ -49,7 +52,7 @@ def contract(shape: AttentionShape) -> Callable[..., jax.Array]:
 
 
 def _error(shape: AttentionShape, args: tuple[jax.Array, ...], out: jax.Array) -> float:
-    """Largest difference from float32 of rows spread over the case, by the root mean square of the row."""
+    """Return the largest difference from float32 of rows spread over the case, by the root mean square of the row."""
     q, k, v, start, end = args
     rows = np.unique(np.linspace(0, shape.N - 1, min(shape.N, 48)).astype(int))
     group = shape.H // shape.K
@@ -65,7 +68,7 @@ def _error(shape: AttentionShape, args: tuple[jax.Array, ...], out: jax.Array) -
 
     def error(n: int) -> float:
         want = exact(q[n], k, v, start[n], end[n])
-        scale = jnp.sqrt(jnp.mean(want**2))  # of an empty row 0, which its result must equal
+        scale = jnp.sqrt(jnp.mean(want**2))  # 0 for an empty row, whose result must be 0
         return float(jnp.nan_to_num(jnp.abs(want - out[n].astype(jnp.float32)) / scale, nan=0.0, posinf=jnp.inf).max())
 
     if not bool(jnp.isfinite(out).all()):
@@ -91,7 +94,7 @@ def _check_link(plan: GpuPlan, case: LinkShape) -> Row:
     want = jax.jit(functools.partial(link, implementation="xla"))(*wide)
     equal = all(bool((g == w.astype(g.dtype)).all()) for g, w in zip(got, want, strict=True))
     if not equal:
-        raise ValueError(f"linked keys and values of {case} must be those of float32, rounded")
+        raise ValueError(f"keys and values of {case} must equal the rounded float32 results of XLA, got different ones")
     return {"error": 0.0, "bit-equal": equal}
 
 

@@ -1,4 +1,4 @@
-"""Steps of decoding: their times, their kernels, and what of them is a CUDA graph."""
+"""Decode steps: their times, their kernels, and their share in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def decode(plan: GpuPlan) -> Iterator[GpuCase]:
 
 @functools.cache
 def _decoder(plan: GpuPlan) -> LLM:
-    """An engine that the cases of a process share."""
+    """Return an engine that the cases of a process share."""
     stack = contextlib.ExitStack()
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     stack.enter_context(drawn_weights())
@@ -46,7 +46,7 @@ def _decoder(plan: GpuPlan) -> LLM:
 
 
 def _lengths(plan: GpuPlan) -> tuple[int, int]:
-    """Tokens of each prompt and answer."""
+    """Return the tokens of each prompt and output."""
     return (20, 25) if plan.rehearse else (PROMPT, ANSWER)
 
 
@@ -55,13 +55,14 @@ def _generate(plan: GpuPlan, sequences: int, answer: int, length: int) -> list[R
     prompts = [{"prompt_token_ids": rng.integers(97, 123, length).tolist()} for _ in range(sequences)]
     params = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
     outputs = _decoder(plan).generate(prompts, params, use_tqdm=False)
-    if [len(output.outputs[0].token_ids) for output in outputs] != [answer] * sequences:
-        raise ValueError(f"every sequence must get {answer} tokens")
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    if lengths != [answer] * sequences:
+        raise ValueError(f"outputs must be {sequences} of {answer} tokens, got outputs of {lengths} tokens")
     return outputs
 
 
 def _decode(plan: GpuPlan, sequences: int) -> Row:
-    """A step while all sequences decode: of the one that began last, from its first windows."""
+    """Measure a step while all sequences decode, in the first multi-step decodes of the sequence that began last."""
     length, answer = _lengths(plan)
     start = time.monotonic()
     llm = _decoder(plan)
@@ -70,7 +71,7 @@ def _decode(plan: GpuPlan, sequences: int) -> Row:
     compiled = time.monotonic()
     outputs = _generate(plan, sequences, answer, length)
     last = max(outputs, key=lambda output: output.metrics.ttft).metrics
-    window = llm.service.device.runner.shapes.ladder.window
+    window = llm.service.device.runner.shapes.buckets.window
     step = statistics.median(last.inter_token[1 : 1 + len(last.inter_token) // 3]) / window
     least = sum(
         max(operator.operations / H200.matrix, operator.bytes / H200.memory)
@@ -83,7 +84,7 @@ def _decode(plan: GpuPlan, sequences: int) -> Row:
 
 
 def _traced_decode(plan: GpuPlan, sequences: int) -> Row:
-    """Short prompts, which are read in one step, and two windows."""
+    """Trace short prompts, which are read in one step, and two multi-step decodes."""
 
     def run() -> None:
         _generate(plan, sequences, *((3, 20) if plan.rehearse else (17, 100)))
@@ -101,9 +102,13 @@ def _traced_read(plan: GpuPlan) -> Row:
 
 
 def _graphs(plan: GpuPlan) -> Row:
-    """Of the windows that this process compiled (not read from a disk), what stands inside CUDA graphs."""
+    """Count which parts are in CUDA graphs, for the decode programs that this process compiled (not read from a
+    disk).
+    """
     files = sorted(pathlib.Path(dump_folder(plan)).glob("*thunk_sequence_after_thunk_passes*"))
     if not files:
-        raise ValueError("the compiler has dumped no thunks: programs came from a disk")
+        raise ValueError(
+            "the compiler must dump its thunks, got none: programs were loaded from the compile cache; delete it"
+        )
     found = [graphs(file.read_text(errors="replace")) for file in files]
     return {name: [row[name] for row in found] for name in found[0]}

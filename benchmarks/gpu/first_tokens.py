@@ -1,4 +1,4 @@
-"""Times to the first token of prompts with pictures, beside the library that the weights come from."""
+"""Times to the first token of prompts with images, compared with transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _ttft(plan: GpuPlan, count: int, tokens: int) -> Row:
 
 
 def _traced_first_tokens(plan: GpuPlan, tokens: int) -> Row:
-    """Of a picture that is computed, one that is computed and stored, and one that is found."""
+    """Trace an image that is computed, one that is computed and stored, and one that is cached."""
     options = settings(plan)
     row: Row = {}
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -83,7 +83,7 @@ def _traced_first_tokens(plan: GpuPlan, tokens: int) -> Row:
 
 
 def _transformers_ttft(plan: GpuPlan, count: int, tokens: int) -> Row:
-    """From pixels on the device to the logits of the first token; the library's preprocessing is not counted."""
+    """Measure transformers from pixels on the device to the logits of the first token, without its preprocessing."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -112,6 +112,6 @@ def _transformers_ttft(plan: GpuPlan, count: int, tokens: int) -> Row:
                 input_ids=ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=marks, logits_to_keep=1
             ).logits
             if not torch.isfinite(logits).all():  # waits for the device, too
-                raise ValueError("the library's logits must be finite")
+                raise ValueError("transformers' logits must be finite")
             measured.append(time.perf_counter() - start)
     return {"transformers ms": 1e3 * statistics.median(measured[1:])}

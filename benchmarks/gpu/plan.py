@@ -1,4 +1,4 @@
-"""What is run, in what order, and with what in common."""
+"""Cases of a run, their order, and their common settings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Row = dict[str, Any]
 SHAPES = ATTENTION["Qwen3-VL-8B"] + tuple(s for s in ATTENTION["Qwen2.5-VL-7B"] if s.H != 28)
 REHEARSED = ("decode 64 over one prefix of 16384",)
 MODEL = "qwen3-vl-8b"  # whose shape the models have, with random weights
-KERNELS = ("paged_attention", "attention", "link")  # that a model runs on
+KERNELS = ("paged_attention", "attention", "link")  # kernels that a model runs on
 
 
 class GpuCase(NamedTuple):
-    """What is checked or measured.
+    """A check or a measurement.
 
     Attributes:
-      name: within its section.
-      measure: returns a row, or raises.
-      kernels: that it checks, or without which what it measures is worth nothing.
+      name: Name within its section.
+      measure: Returns a row, or raises.
+      kernels: Kernels that it checks, or that must be right for its measurement.
     """
 
     name: str
@@ -33,13 +33,13 @@ class GpuCase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GpuPlan:
-    """What is run, and how.
+    """Settings of a run.
 
     Attributes:
-      rehearse: on a CPU, in small.
-      out: folder of the results.
-      layers: of the models' decoders; None is all.
-      portable: the kernels' portable form, the only one that other GPUs than Hopper's run.
+      rehearse: Run small cases on a CPU.
+      out: Folder of the results.
+      layers: Layers of the models' decoders; None is all.
+      portable: Use the portable kernels, the only ones on GPUs other than Hopper.
     """
 
     rehearse: bool
@@ -64,5 +64,5 @@ class GpuPlan:
 
 
 def kernel_of(shape: AttentionShape) -> str:
-    """The kernel that a case of attention runs on."""
+    """Return the kernel that a case of attention runs on."""
     return "paged_attention" if shape.has_pages else "attention"

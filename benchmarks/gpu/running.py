@@ -1,4 +1,4 @@
-"""Runs the cases that are not done yet, and keeps what they found."""
+"""Runner of the cases that are not done yet, and storage of their results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Section(NamedTuple):
     """Cases of one kind.
 
     Attributes:
-      cases: of a plan.
-      limit: seconds that one may take.
-      together: how many run at a time; 1 where they are timed.
+      cases: Returns the cases of a plan.
+      limit: Maximum seconds of a case.
+      together: How many run at a time; 1 if they are timed.
     """
 
     cases: Callable[[GpuPlan], Iterable[GpuCase]]
@@ -41,7 +41,7 @@ class Section(NamedTuple):
 
 
 def sections() -> dict[str, Section]:
-    """By name, in their order."""
+    """Return the sections by name, in their order."""
     from vlcache_jax.benchmarks.gpu import answers, checks, decoding, first_tokens, speeds, tuning
 
     return {
@@ -60,12 +60,12 @@ SECTIONS = ("contact", "check", "answers", "ceiling", "decode", "ttft", "speed",
 
 
 def measures(plan: GpuPlan, section: str) -> dict[str, Callable[[], Row]]:
-    """What measures each case of a section, by name."""
+    """Return the function of each case of a section, by name."""
     return {case.name: case.measure for case in sections()[section].cases(plan)}
 
 
 def device_head(plan: GpuPlan) -> Row:
-    """Chip, driver and versions."""
+    """Return chip, driver and versions."""
     head = report.environment("jax", "jaxlib", "flax", "torch", "transformers")
     driver = ""
     if not plan.rehearse:
@@ -75,22 +75,22 @@ def device_head(plan: GpuPlan) -> Row:
 
 
 def chip_name(plan: GpuPlan) -> str:
-    """Of the GPU, which this process does not touch.
+    """Return the name of the GPU, which this process does not use.
 
     Raises:
-      RuntimeError: there is none.
+      RuntimeError: There is none.
     """
     if plan.rehearse:
         return "cpu"
     chip = find_chip()
     if chip is None or not (chip.is_since_ampere if plan.portable else chip.is_hopper):
         needed = "an NVIDIA GPU since Ampere" if plan.portable else "a Hopper GPU"
-        raise RuntimeError(f"this needs {needed}, found {chip}; --rehearse goes through it on a CPU")
+        raise RuntimeError(f"this needs {needed}, found {chip}; --rehearse runs small cases on a CPU")
     return chip.name
 
 
 def identity(plan: GpuPlan) -> Row:
-    """What results of one folder have in common."""
+    """Return the identity that all results of a folder share."""
     kernels = pathlib.Path(dispatch.__file__).parent
     sources = b"".join(path.read_bytes() for path in sorted(kernels.rglob("*.py")))
     return {
@@ -104,13 +104,13 @@ def identity(plan: GpuPlan) -> Row:
 
 
 class GpuResults:
-    """What stands in `gpu.json`.
+    """Results in `gpu.json`.
 
     Args:
-      plan: whose folder it is in.
+      plan: Plan with the folder.
 
     Raises:
-      ValueError: the folder has results of another chip, jax, number of layers or state of the kernels.
+      ValueError: The folder has results of another chip, jax, number of layers or state of the kernels.
     """
 
     def __init__(self, plan: GpuPlan):
@@ -123,13 +123,11 @@ class GpuResults:
         if self._file.exists():
             before = json.loads(self._file.read_text())
             if before["identity"] != self._identity:
-                raise ValueError(
-                    f"out must have no results of {before['identity']}; {self._identity} needs another folder"
-                )
+                raise ValueError(f"out has results of {before['identity']}; choose another folder for {self._identity}")
             self.done, self.tried = before["cases"], before["tried"]
 
     def keep(self, key: str, *, row: Row | None = None, failed: str = "") -> None:
-        """That a case begins, or what it found."""
+        """Record that a case begins, its row, or its failure."""
         with self._lock:
             if row is not None:
                 self.done[key] = row
@@ -144,24 +142,24 @@ class GpuResults:
             write_whole(self._file, text + "\n")
 
     def shown(self, key: str) -> str:
-        """For a table."""
+        """Return the result of a case as text for a table."""
         if key not in self.done:
             return self.failed.get(key, "not measured: out of time")[:300]
         return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.done[key].items())
 
     def write_tuned(self) -> None:
-        """The table that the kernel reads."""
+        """Write the table that the kernel reads."""
         entries = [row for key, row in self.done.items() if key.startswith("tune: ")]
         if entries:
             report.write("Fastest ways to cut attention", entries, self._head, self._plan.out / "tuned.json")
 
 
 def run(plan: GpuPlan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list[Row]:
-    """Runs the cases that are not done yet; returns a row for every case.
+    """Run the cases that are not done yet; return a row for every case.
 
     Raises:
-      ValueError: see `GpuResults`.
-      RuntimeError: there is no GPU for the kernels.
+      ValueError: See `GpuResults`.
+      RuntimeError: There is no GPU for the kernels.
     """
     results = GpuResults(plan)
     deadline = time.monotonic() + 60 * minutes
@@ -187,7 +185,7 @@ def run(plan: GpuPlan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list
 
 
 def _shared(items: Iterator[str], lock: threading.Lock) -> Iterator[str]:
-    """Of several threads each gets the next one."""
+    """Yield the next item to each of several threads."""
     while True:
         with lock:
             item = next(items, None)
@@ -205,7 +203,7 @@ def _take_turns(
     deadline: float,
     wrong: set[str],
 ) -> None:
-    """Runs cases of a section in a process, until there are none."""
+    """Run cases of a section in a process, until there are none."""
     section = sections()[name]
     with GpuWorker(functools.partial(measures, plan, name), environment(plan, name)) as worker:
         for key in keys:
@@ -230,7 +228,7 @@ def _take_turns(
 
 
 def environment(plan: GpuPlan, section: str) -> dict[str, str]:
-    """Variables of the processes of a section."""
+    """Return the environment variables of the processes of a section."""
     changed = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch measures on the same chip
     if section == "decode" and not plan.rehearse:
         from vlcache_jax.benchmarks.gpu.tracing import dump_folder
@@ -245,11 +243,13 @@ def main() -> None:
         "python -m benchmarks.gpu", description=gpu.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no case later than this")
+    parser.add_argument("--minutes", type=float, default=9.0, help="minutes after which no further case begins")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--layers", type=int, help="of the models' decoders; all by default")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, in small")
-    parser.add_argument("--portable", action="store_true", help="the kernels' portable form; given but on Hopper")
+    parser.add_argument("--layers", type=int, help="layers of the models' decoders; all by default")
+    parser.add_argument("--rehearse", action="store_true", help="run small cases on a CPU")
+    parser.add_argument(
+        "--portable", action="store_true", help="use the portable kernels; always on GPUs other than Hopper"
+    )
     arguments = parser.parse_args()
     chip = None if arguments.rehearse else find_chip()
     portable = arguments.portable or (chip is not None and not chip.is_hopper)

@@ -1,4 +1,4 @@
-"""Kernels against the chip's ceilings and other libraries."""
+"""Speeds of kernels compared with the chip's limits and other libraries."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vlcache_jax.pallas_kernels import Work, attention, dispatch, link
 from vlcache_jax.pallas_kernels.shapes import AttentionShape, LinkShape
 
 JAXS = "jax.experimental.pallas.ops.gpu.attention_mgpu"
-SLOWER = 20  # about so much is XLA on a GPU
+SLOWER = 20  # XLA on a GPU is about this many times slower
 BESIDE_XLA = ("cold 4096", "stage 512 of 20480", "decode 1 x 20480", "decode 64 x 4096", "vision, windows")
 L2_CACHE = 50 * 2**20  # bytes of an H100's or H200's
 
 
 def times_for(operations: int, traffic: int) -> int:
-    """Runs that take about 50 ms on an H200."""
+    """Return the number of runs that take about 50 ms on an H200."""
     return max(1, min(1000, int(0.05 / max(operations / 5e14, traffic / 3e12, 5e-6))))
 
 
@@ -49,7 +49,7 @@ def _copy_rate(plan: GpuPlan) -> Row:
 
 
 def _small_kernels(plan: GpuPlan) -> Row:
-    """A chain of kernels that each wait for the one before and do next to nothing: what a launch costs."""
+    """Measure the cost of a launch: a chain of kernels that each wait for the one before and do next to nothing."""
     x, count = jnp.zeros((8, 4096), jnp.bfloat16), 100
 
     def chain(x: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def speed(plan: GpuPlan) -> Iterator[GpuCase]:
         yield GpuCase(f"causal {n}", functools.partial(_time_causal, plan, heads, plan.implementation), ("attention",))
         if not plan.rehearse:
             yield GpuCase(f"causal {n}, cuDNN", functools.partial(_time_causal, plan, heads, "cudnn"))
-            if not plan.portable:  # it is written for Hopper
+            if not plan.portable:  # this kernel is written for Hopper
                 yield GpuCase(f"causal {n}, {JAXS}, float16", functools.partial(_time_causal, plan, heads, JAXS))
         yield GpuCase(f"causal {n}, torch", functools.partial(_time_torch, plan, heads))
     for shape in plan.shapes():
@@ -119,7 +119,7 @@ def time_attention(
         took = seconds(plain_turn, (q, start, end), k, v, times=times, repeats=plan.repeats)
         return _rates(took, shape.operations(), shape.bytes())
 
-    # Every turn reads other pages, so that none finds its own in the cache.
+    # Every iteration reads other pages, so that none finds its own in the cache.
     q, k, v = shape.paged_arrays()
     pages, copies = shape.paged().pages, 2 if plan.rehearse else 1 + 3 * L2_CACHE // (k.nbytes + v.nbytes)
     work = shape.work(implementation, shared=shared, **({"tile": config.tile, "small": config.tile} if config else {}))
@@ -171,7 +171,7 @@ def _time_causal(plan: GpuPlan, shape: tuple[int, int, int, int], implementation
         def step(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return attention_mgpu.attention(q, k, v, config)
 
-        args = tuple(x[None].astype(jnp.float16) for x in (q, k, v))  # in jax 0.11.2 it does float16 alone
+        args = tuple(x[None].astype(jnp.float16) for x in (q, k, v))  # it supports float16 only, in jax 0.11.2
     else:
         step = functools.partial(attention, implementation=implementation)
         args = q, k, v, jnp.zeros(n, jnp.int32), jnp.arange(n, dtype=jnp.int32) + 1

@@ -1,4 +1,4 @@
-"""What the device and the host did while something ran, and what of a program is a CUDA graph."""
+"""Traces of the device and the host, and the parts of a program that are in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import jax
 
 from vlcache_jax.benchmarks.gpu.plan import GpuPlan, Row
 
-_HOST = 60  # names of host events that are kept
+_HOST = 60  # maximum number of host events in a row
 _CONDITION = re.compile(r"^ *condition:\n.*?(?=^ *body:$)", re.DOTALL | re.MULTILINE)
 
 
 def traced(plan: GpuPlan, name: str, run: Callable[[], object]) -> Row:
-    """Kernels by their names, the longest first; all of them, and what the host did, stand in `trace_NAME.json`.
+    """Run `run` and return its kernels by name, the longest first; `trace_NAME.json` has all of them, and the host's
+    events.
 
     Raises:
-      ValueError: the trace has no events of a device.
+      ValueError: The trace has no events of a device.
     """
     from jax.profiler import ProfileData
 
@@ -30,18 +31,18 @@ def traced(plan: GpuPlan, name: str, run: Callable[[], object]) -> Row:
         with jax.profiler.trace(folder):
             run()
         [file] = pathlib.Path(folder).rglob("*.xplane.pb")
-        planes = list(ProfileData.from_file(str(file)).planes)
+        buffers = list(ProfileData.from_file(str(file)).buffers)
         device = [
             event
-            for plane in planes
-            if plane.name.startswith("/host:CPU" if plan.rehearse else "/device:GPU")
-            for line in plane.lines
+            for buffer in buffers
+            if buffer.name.startswith("/host:CPU" if plan.rehearse else "/device:GPU")
+            for line in buffer.lines
             if plan.rehearse or "Stream" in line.name
             for event in line.events
         ]
-        host = [event for plane in planes if "host" in plane.name for line in plane.lines for event in line.events]
+        host = [event for buffer in buffers if "host" in buffer.name for line in buffer.lines for event in line.events]
         if not device:
-            raise ValueError(f"the trace has no events of a device, only of {[plane.name for plane in planes]}")
+            raise ValueError(f"the trace has no events of a device, only of {[buffer.name for buffer in buffers]}")
         kernels = _by_name((event.name, event.duration_ns) for event in device)
         calls = _by_name((event.name, event.duration_ns) for event in host)[:_HOST]
         busy, gaps, span = _occupation([(event.start_ns, event.start_ns + event.duration_ns) for event in device])
@@ -64,7 +65,9 @@ def _by_name(events: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
 
 
 def _occupation(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float], float]:
-    """Milliseconds in which something ran, pauses (the longest first), and from the first to the last; of ns."""
+    """Return milliseconds in which something ran, pauses (the longest first), and the total span; the spans are in
+    ns.
+    """
     ordered = sorted(spans)
     begin = until = ordered[0][0]
     busy, gaps = 0.0, []
@@ -77,15 +80,16 @@ def _occupation(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float
 
 
 def graphs(text: str) -> dict[str, int]:
-    """What of a window stands inside CUDA graphs ("command buffers"), and what outside; a loop's body counts once.
+    """Count which parts of a decode program are inside and outside CUDA graphs ("command buffers"). A loop's body
+    counts once.
 
     Args:
-      text: XLA's thunks of a window, after all passes, indented by what contains them.
+      text: XLA's thunks of a decode program, after all passes, indented by nesting.
 
     Returns:
       Counts: graphs that no other graph contains; kernels (and copies, library calls) inside and outside of graphs;
-      conditionals and loops outside. The host reads a predicate for a conditional, and for a loop whose number of turns
-      XLA does not know, which the thunks do not tell.
+      conditionals and loops outside. The host reads a predicate for a conditional, and for a loop whose number of
+      iterations XLA does not know; the thunks do not show which loops these are.
     """
     names = {"kConditional": "conditionals outside", "kWhile": "loops outside"}
     found = dict.fromkeys(("graphs", "kernels inside", "kernels outside", *names.values()), 0)
@@ -100,8 +104,8 @@ def graphs(text: str) -> dict[str, int]:
 
 
 def thunks(text: str) -> Iterator[tuple[str, bool]]:
-    """Kinds of XLA's thunks, in their order, and whether each stands inside a CUDA graph; without loops' conditions."""
-    around: list[tuple[int, str]] = []  # indentation and kind of what contains a line
+    """Yield the kinds of XLA's thunks in order, and whether each is inside a CUDA graph; without loops' conditions."""
+    around: list[tuple[int, str]] = []  # indentation and kind of the enclosing lines
     for spaces, kind in re.findall(r"^( *)\d+: (k\w+)", _CONDITION.sub("", text), re.MULTILINE):
         while around and around[-1][0] >= len(spaces):
             around.pop()
@@ -110,5 +114,5 @@ def thunks(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def dump_folder(plan: GpuPlan) -> str:
-    """Where the compiler writes what became of the windows."""
+    """Return the folder to which the compiler dumps the decode programs."""
     return str(plan.out.resolve() / "dump")

@@ -1,4 +1,4 @@
-"""Tiles, blocks, stages, turns: the fastest way to cut each case of attention."""
+"""Tuning of the attention kernel: the fastest tiles, blocks, stages and alternation for each case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from vlcache_jax.pallas_kernels.shapes import AttentionShape
 
 
 def tune(plan: GpuPlan) -> Iterator[GpuCase]:
-    """Shapes that the kernel's sizes cannot tell apart share one way to cut; the portable form has one for all."""
+    """Yield the cases to tune. Shapes with equal kernel sizes share one configuration; the portable kernel has one for
+    all.
+    """
     if plan.portable:
         return
     for key, same in itertools.groupby(sorted(plan.shapes(), key=_static), key=_static):
@@ -42,7 +44,7 @@ def _tune(plan: GpuPlan, shapes: list[AttentionShape]) -> Row:
 
     total_ms(usual)
     blocks = [{"block": 128, "stages": 2}, {"block": 128, "stages": 3}, {"block": 64, "stages": 4}]
-    # One setting after the other, each from the best so far.
+    # One setting after the other, each from the best configuration so far.
     for changes in (
         [] if plan.rehearse else [{"tile": 24 - usual.tile} | block for block in blocks],
         blocks[:1] if plan.rehearse else blocks,
@@ -52,7 +54,8 @@ def _tune(plan: GpuPlan, shapes: list[AttentionShape]) -> Row:
         for change in changes:
             try:
                 total_ms(dataclasses.replace(best, **change))
-            except Exception as error:  # too much shared memory, say: that way of cutting is out, and the log tells
+            # For example too much shared memory: this configuration is skipped, and the log has the error.
+            except Exception as error:
                 print(f"{shapes[0].name}: {change}: {str(error).splitlines()[0][:160]}")
     best = min(took, key=total_ms)
     return {

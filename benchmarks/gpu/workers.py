@@ -1,4 +1,4 @@
-"""Processes that measure one case after the other, and that can be ended when a case does not."""
+"""Processes that measure one case after the other, and that can be killed when a case hangs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Measures = Mapping[str, Callable[[], dict[str, Any]]]
 
 
 class GpuWorker:
-    """A process that is started anew where a case took it along (a context manager).
+    """A process that is restarted if a case crashed it (a context manager).
 
     Args:
-      measures: returns what measures each case, by name; crosses into the process.
-      environment: variables of the process, beside those of this one.
+      measures: Returns the function of each case, by name; pickled into the process.
+      environment: Variables of the process, in addition to those of this one.
     """
 
     def __init__(self, measures: Callable[[], Measures], environment: Mapping[str, str] | None = None):
@@ -36,13 +36,14 @@ class GpuWorker:
         self._end()
 
     def run(self, name: str, limit: float) -> dict[str, Any]:
-        """Measures a case.
+        """Measure a case.
 
         Args:
-          limit: seconds; a process that has not answered by then is killed.
+          name: Name of the case.
+          limit: Seconds; a process that has not answered by then is killed.
 
         Raises:
-          RuntimeError: the case raised, took its process along, or did not end; the message says which.
+          RuntimeError: The case raised, crashed its process, or did not end; the message states which.
         """
         if self._connection is None:
             self._start()
@@ -58,14 +59,14 @@ class GpuWorker:
             process.join(10)
             status = process.exitcode
             self._end()
-            raise RuntimeError(f"it took its process along, which ended with status {status}") from None
+            raise RuntimeError(f"it crashed its process, which ended with status {status}") from None
         if error is not None:
             raise RuntimeError(error)
         return dict(row)
 
     def _start(self) -> None:
         self._connection, theirs = self._context.Pipe()
-        # Not a daemon, which could have no processes of its own.
+        # Not a daemon, because a daemon could have no child processes.
         self._process = self._context.Process(target=_serve, args=(self._measures, theirs))
         with changed_environment(self._environment):
             self._process.start()
@@ -83,7 +84,7 @@ class GpuWorker:
 
 @contextlib.contextmanager
 def changed_environment(changed: Mapping[str, str]) -> Iterator[None]:
-    """Variables of processes that are started within, by one thread at a time: they are this process's, too."""
+    """Set environment variables for processes that one thread at a time starts within; this process has them, too."""
     with _STARTING:
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
@@ -108,13 +109,13 @@ def _serve(measures: Callable[[], Measures], connection: Connection[Any, Any]) -
             if found is None:
                 found = measures()
             answer = found[name](), None
-        except Exception as error:  # of whatever kind, it is the case's result
+        except Exception as error:  # any error is the case's result
             answer = None, _words(error)
         connection.send(answer)
 
 
 def _words(error: BaseException) -> str:
-    """Its message, and what caused it: libraries that import late say no more than that they could not."""
+    """Return an error's message and its cause, because libraries with late imports give the reason only there."""
     said = f"{type(error).__name__}: {str(error)[:2000]}"
     cause = error.__cause__ or error.__context__
     return said if cause is None else f"{said}; from {_words(cause)}"

@@ -1,19 +1,19 @@
-"""This engine beside others, on one machine, one checkpoint and the same requests.
+"""This engine compared with others, on one machine, one checkpoint and the same requests.
 
     uv run --group test python -m benchmarks.peer --out benchmarks/results/peer_cpu.json
     uv run --group test python -m benchmarks.peer --only cold,decode --dtype float32 --minutes 8
     uv run --group test python -m benchmarks.peer --quick
 
-It makes a checkpoint (Qwen3-VL, random weights, 12 layers x 768) and an environment for each peer, and asks each engine
-in a process of its own, one after the other, in turns: no two are in memory together. Each turn opens the engine and
-takes every step: first tokens cold, and of pictures that come again, batches, decoding, and answers that are compared
-with those of transformers. The tables have medians of all turns, with the least, the most, how many, and the CPU
-seconds of all processes; a ratio above 1 says that this engine is the better one. Leave the machine alone meanwhile:
-how many cores others kept busy in a turn is printed and in the JSON.
+It makes a checkpoint (Qwen3-VL, random weights, 12 layers x 768) and an environment for each peer. It runs each engine
+in its own process, interleaved, so that no two are in memory together. Each run opens the engine and does every step:
+first tokens without reuse and of repeated images, batches, decoding, and outputs that are compared with those of
+transformers. The tables have medians of all runs, with minimum, maximum, count, and the CPU seconds of all processes. A
+ratio above 1 means that this engine is better. Leave the machine idle meanwhile: the number of cores that other
+processes used is printed and in the JSON.
 
-A peer is a file in `engines/`; one that cannot be set up here is left out, and told. `--against` measures another
-checkout of this one too. The first run of all installs vLLM, and this engine compiles: give it 5 minutes more, or
-measure in a second run. With little memory free (an engine takes up to 7 GB) nothing here is worth a run.
+A peer is a file in `engines/`; one that cannot be installed here is left out with a message. `--against` also measures
+another checkout of this engine. The first run of all installs vLLM, and this engine compiles: give it 5 minutes more,
+or measure in a second run. An engine takes up to 7 GB; a run with less free memory is worthless.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ OURS, AGAINST = "ours", "against"
 ENGINES = pathlib.Path(__file__).with_name("engines")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DTYPES = ("float32", "bfloat16")
-LONGEST = 1800  # seconds of a turn
-COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}  # a start compiles no Python, wherever it is told not to keep that
+LONGEST = 1800  # maximum seconds of a run
+COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}  # Python writes bytecode, so that no start compiles it again
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class InstalledEngine:
     """An engine that can be run.
 
     Attributes:
-      name: in tables.
-      script: its file.
-      python: of its environment.
-      environment: what it needs there.
+      name: Name in tables.
+      script: File of the engine.
+      python: Python of its environment.
+      environment: Variables that it needs there.
     """
 
     name: str
@@ -64,15 +64,17 @@ class Opened:
     environment: dict[str, str]
 
 
-def set_up(peers: Sequence[str], against: pathlib.Path | None, work: pathlib.Path) -> tuple[list[Opened], list[str]]:
-    """The engines, ours first and the reference last, and in a sentence each what is left out.
+def set_up(
+    peers: Sequence[str], against: pathlib.Path | None, work: pathlib.Path
+) -> tuple[list[InstalledEngine], list[str]]:
+    """Return the engines, ours first and the reference last, and a sentence for each peer that is left out.
 
     Raises:
-      ValueError: there is no such peer, or no such checkout.
+      ValueError: There is no such peer, or no such checkout.
     """
     known = {path.stem for path in ENGINES.glob("*.py")} - {"__init__", OURS, table.REFERENCE}
     if not set(peers) <= known:
-        raise ValueError(f"peers must be of {', '.join(sorted(known))}, got {', '.join(peers)}")
+        raise ValueError(f"peers must be names of {', '.join(sorted(known))}, got {', '.join(peers)}")
     engines: list[tuple[str, str, pathlib.Path | None]] = [(OURS, OURS, ROOT)]
     if against is not None:
         if not (against / "vlcache_jax" / "__init__.py").is_file():
@@ -90,18 +92,20 @@ def set_up(peers: Sequence[str], against: pathlib.Path | None, work: pathlib.Pat
             print(left_out[-1], flush=True)
             continue
         own = ALLOCATOR | COMPILED | own | ({"PYTHONPATH": str(root)} if root is not None else {})
-        opened.append(Opened(name, script, python, own))
+        opened.append(InstalledEngine(name, script, python, own))
     return opened, left_out
 
 
-def take_turn(engine: Opened, task: dict[str, Any], steps: Sequence[JobStep], folder: pathlib.Path) -> dict[str, Any]:
-    """Runs an engine through the steps, in a process that ends.
+def take_turn(
+    engine: InstalledEngine, task: dict[str, Any], steps: Sequence[JobStep], folder: pathlib.Path
+) -> dict[str, Any]:
+    """Run an engine through the steps, in a process that ends.
 
     Returns:
-      What `harness.run` does, with each step beside what came of it.
+      The result of `harness.run`, with each step next to its outputs.
 
     Raises:
-      ValueError: it failed; the error has its last words and names its log.
+      ValueError: The engine failed; the message has the end of its log and the path of the log.
     """
     jobs, results, log = (folder / f"{engine.name}.{name}" for name in ("jobs.json", "results.json", "log"))
     results.unlink(missing_ok=True)
@@ -145,19 +149,21 @@ def measure(
     work: pathlib.Path | None = None,
     out: pathlib.Path | None = None,
 ) -> None:
-    """Measures, and prints the tables after each round of turns.
+    """Measure, and print the tables after each round of runs.
 
     Args:
-      only: the sections.
-      peers: files in `engines/`.
-      against: another checkout, as an engine of its own.
-      repeats: turns of each engine and dtype at most.
-      minutes: after the first round no turns begin that would not end by then.
-      work: folder of environments, the checkpoint, logs and what engines keep of compilation.
+      scale: Size of the model, the images and the requests.
+      only: The sections.
+      dtypes: Data types of the model.
+      peers: Files in `engines/`.
+      against: Another checkout, as its own engine.
+      repeats: Maximum runs of each engine and dtype.
+      minutes: After the first round no run begins that would not end by then.
+      work: Folder of environments, the checkpoint, logs and compilation caches.
       out: JSON file to write.
 
     Raises:
-      ValueError: an engine failed, or its output is not what it must be.
+      ValueError: An engine failed, or its output is wrong.
     """
     check_writable("out", out)
     begun = time.monotonic()
@@ -184,7 +190,7 @@ def measure(
                     print(f"{dtype}: no time for another turn, {left:.0f} s are left", flush=True)
                     continue
                 for engine in engines:
-                    own = _asked(steps, engine, is_first=not turn, is_first_dtype=dtype == dtypes[0])
+                    own = _steps_of(steps, engine, is_first=not turn, is_first_dtype=dtype == dtypes[0])
                     if own:
                         own_dtype = "float32" if engine.name == table.REFERENCE else dtype
                         result = _turn(engine, task | {"dtype": own_dtype}, own, work)
@@ -195,15 +201,19 @@ def measure(
             _publish(runs, head | {"seconds": time.monotonic() - begun}, out)
 
 
-def _asked(steps: Sequence[JobStep], engine: Opened, *, is_first: bool, is_first_dtype: bool) -> list[JobStep]:
-    """An engine's steps in a turn. Answers are compared once, and the reference gives them once for all dtypes."""
+def _steps_of(
+    steps: Sequence[JobStep], engine: InstalledEngine, *, is_first: bool, is_first_dtype: bool
+) -> list[JobStep]:
+    """Return an engine's steps in a run. Outputs are compared once; the reference gives them once for all dtypes."""
     if engine.name == table.REFERENCE:
         return [step for step in steps if step.case == "together"] if is_first and is_first_dtype else []
     return [step for step in steps if is_first or step.section != "agreement"]
 
 
-def _turn(engine: Opened, task: dict[str, Any], steps: Sequence[JobStep], work: pathlib.Path) -> dict[str, Any]:
-    # What engines keep of compilation lies in the work folder, and so it is known whether there was any.
+def _turn(
+    engine: InstalledEngine, task: dict[str, Any], steps: Sequence[JobStep], work: pathlib.Path
+) -> dict[str, Any]:
+    # Compilation caches lie in the work folder, so it is known whether there were any.
     kept = work / "kept" / "-".join((engine.name, task["dtype"], pathlib.Path(task["model"]).name))
     kept.mkdir(parents=True, exist_ok=True)
     was_kept = any(kept.iterdir())
@@ -216,21 +226,21 @@ def _turn(engine: Opened, task: dict[str, Any], steps: Sequence[JobStep], work: 
 
 
 def _checkpoint(scale: Scale, work: pathlib.Path) -> pathlib.Path:
-    """Made once for each size, in float32: engines round it to smaller dtypes."""
+    """Write the checkpoint, once for each size, in float32; engines round it to smaller dtypes."""
     from vlcache_jax.testing import make_checkpoint
 
     size = repr((scale.text, scale.vision, scale.max_pixels))
     directory = work / f"model-{hashlib.sha256(size.encode()).hexdigest()[:8]}"
     if not directory.exists():
         part = directory.with_name(directory.name + ".part")
-        # With tied random weights answers repeat one token, and agree whatever is computed. vLLM runs the largest
-        # picture there can be when it opens: there is none larger than those here.
+        # With tied random weights outputs repeat one token, and agree whatever is computed. vLLM runs the largest
+        # possible image when it opens: no image here is larger.
         make_checkpoint(part, "qwen3_vl", text=scale.text, vision=scale.vision, max_pixels=scale.max_pixels)
         part.rename(directory)
     return directory
 
 
-def _head(scale: Scale, engines: Sequence[Opened], runs: table.Runs) -> dict[str, Any]:
+def _head(scale: Scale, engines: Sequence[InstalledEngine], runs: table.Runs) -> dict[str, Any]:
     text, vision = scale.text, scale.vision
     return environment("jax", "vlcache-jax") | {
         "model": f"Qwen3-VL, random weights, {text['num_hidden_layers']} x {text['hidden_size']}, vision "
@@ -276,13 +286,15 @@ def main(given: Sequence[str] | None = None) -> None:
     def listed(text: str) -> list[str]:
         return [name for name in text.split(",") if name]
 
-    parser.add_argument("--only", type=listed, default=SECTIONS, help=f"of {', '.join(SECTIONS)}; all by default")
-    parser.add_argument("--dtype", type=listed, default=DTYPES, help=f"of {', '.join(DTYPES)}; both by default")
+    parser.add_argument("--only", type=listed, default=SECTIONS, help=f"some of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--dtype", type=listed, default=DTYPES, help=f"some of {', '.join(DTYPES)}; both by default")
     parser.add_argument("--peers", type=listed, default=["vllm"], help="files of engines/; vllm by default")
-    parser.add_argument("--against", type=pathlib.Path, help="another checkout, an engine more")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each engine and dtype, at most")
-    parser.add_argument("--minutes", type=float, default=25, help="begin no turns that would not end by then")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal in small, whose figures say nothing")
+    parser.add_argument("--against", type=pathlib.Path, help="another checkout, as a further engine")
+    parser.add_argument("--repeats", type=int, default=2, help="maximum runs of each engine and dtype")
+    parser.add_argument(
+        "--minutes", type=float, default=25, help="time limit; no run begins that would not end by then"
+    )
+    parser.add_argument("--quick", action="store_true", help="a small rehearsal with meaningless figures")
     parser.add_argument("--work", type=pathlib.Path, help="folder of environments, checkpoint and logs")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     arguments = parser.parse_args(given)

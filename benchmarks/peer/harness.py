@@ -1,7 +1,7 @@
-"""Runs an engine in its own environment: `python -P harness.py ENGINE.py JOBS.json RESULTS.json`.
+"""Runner of an engine in its own environment: `python -P harness.py ENGINE.py JOBS.json RESULTS.json`.
 
-It imports nothing of this package, only Pillow and psutil, and must run on Python 3.11. The engine's file is found by
-its path (see `engines`); its children import this file again, and then it does nothing.
+It imports nothing of this package, only Pillow and psutil, and must run on Python 3.11. It loads the engine's file by
+its path (see `engines`). Child processes of the engine import this file again, and then it does nothing.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from PIL import Image
 
 
 def processes() -> list[psutil.Process]:
-    """This one and all below it."""
+    """Return this process and all of its descendants."""
     own = psutil.Process()
     return [own, *own.children(recursive=True)]
 
 
 def cpu_seconds() -> float:
-    """Of all processes, with those that have ended."""
+    """Return the CPU seconds of all processes, including those that have ended."""
     return sum(sum(one.cpu_times()[:4]) for one in processes())
 
 
 def machine_seconds() -> float:
-    """CPU seconds of everything that runs here."""
+    """Return the CPU seconds of everything that runs on this machine."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
 
 
 def memory() -> int:
-    """Bytes of all processes; what some share is counted once (Pss)."""
+    """Return the bytes of all processes; shared memory counts once (Pss)."""
     return sum(one.memory_full_info().pss for one in processes())
 
 
 def loaded(request: dict[str, Any]) -> dict[str, Any]:
-    """With its pictures decoded."""
+    """Return the request with its images decoded."""
     return request | {"images": [Image.open(path).convert("RGB") for path in request["images"]]}
 
 
 def run_step(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
-    """Asks for what a step is about; see `jobs.JobStep`."""
+    """Run the requests of a step; see `jobs.JobStep`."""
     calls = [[one] for one in step["requests"]] if step["alone"] else [step["requests"]]
     answers: list[dict[str, Any]] = []
     seconds = cpu = 0.0
@@ -66,7 +66,7 @@ def run_step(engine: Any, step: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(module: Any, task: dict[str, Any]) -> dict[str, Any]:
-    """Opens the engine and takes all steps that it can; see `jobs.Task`."""
+    """Open the engine and run all steps that it supports; see `jobs.Task`."""
     engine = module.ENGINE(task["model"], task["dtype"], task["options"])
     opened = time.time() - task["begun"]
     run_step(engine, task["first"])
@@ -81,14 +81,14 @@ def run(module: Any, task: dict[str, Any]) -> dict[str, Any]:
     end = {"memory": memory(), "processes": len(processes())}
     engine.close()
     versions = {name: importlib.metadata.version(name) for name in module.PACKAGES}
-    # By name: where they lie is this machine's.
+    # names only, because the paths are specific to this machine
     preloaded = [os.path.basename(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
-    told = {"versions": versions, "python": sys.version.split()[0], "preloaded": preloaded}
-    return told | {"start": start, "end": end, "others": others, "steps": found}
+    result = {"versions": versions, "python": sys.version.split()[0], "preloaded": preloaded}
+    return result | {"start": start, "end": end, "others": others, "steps": found}
 
 
 def load(engine: pathlib.Path) -> Any:
-    """The file as a module."""
+    """Import the file as a module."""
     spec = importlib.util.spec_from_file_location("peer_engine", engine)
     assert spec is not None
     assert spec.loader is not None

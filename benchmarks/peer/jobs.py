@@ -1,4 +1,4 @@
-"""What every engine is asked: the model, and steps, which are calls with a name."""
+"""The workload of every engine: the model, and steps, which are calls with a name."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from vlcache_jax.benchmarks.random_models import TEXT, VISION
 from vlcache_jax.benchmarks.throughput import IMAGE, ThroughputLoad
 
 SECTIONS = ("cold", "hits", "batch", "repeated", "decode", "agreement")
-PATCHES = 32  # pixels a side of what becomes a token
-SIDES = (160, 192, 224, 256, 320)  # of the pictures of what is compared
+PATCHES = 32  # side in pixels of the area of a token
+SIDES = (160, 192, 224, 256, 320)  # sides of the images of compared outputs
 LOGPROBS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How large everything is.
+    """Size of the model, the images and the requests.
 
     Attributes:
-      text, vision: of the model.
-      side: of a picture, in pixels.
-      images: of the prompts whose first token is waited for.
-      requests: of a batch.
-      decoded: answers that are decoded together.
-      tokens: of each of these.
-      compared: prompts whose answers are compared with transformers'.
-      answer: tokens of each of these.
-      options: of each engine: requests together, tokens of a step, of a request, images of a request, bytes for K, V.
+      text, vision: Configurations of the model.
+      side: Side of an image in pixels.
+      images: Numbers of images of the prompts whose first token is timed.
+      requests: Requests of a batch.
+      decoded: Numbers of outputs that are decoded together.
+      tokens: Tokens of each of these.
+      compared: Prompts whose outputs are compared with transformers'.
+      answer: Tokens of each of these.
+      options: Options of each engine: concurrent requests, tokens of a step and of a request, images of a request, and
+        bytes for KV.
     """
 
     text: dict[str, Any]
@@ -51,12 +52,12 @@ class Scale:
 
     @property
     def max_pixels(self) -> int:
-        """Of the largest picture."""
+        """Pixels of the largest image."""
         return max(self.side, *SIDES) ** 2
 
     @property
     def image_tokens(self) -> int:
-        """Of a picture."""
+        """Tokens of an image."""
         return (self.side // PATCHES) ** 2
 
 
@@ -76,14 +77,14 @@ class JobStep:
     """One call, or one for each request.
 
     Attributes:
-      section, case: what it measures; several of the same are repeats.
-      size: tokens of its images, or answers at once.
-      requests: prompt, paths of images, and max_tokens of each.
-      reuse: of what is known of its images; an engine without that setting leaves the step out.
-      logprobs: most likely tokens that are told at each place.
-      alone: each request is a call.
-      forget: each call finds nothing that is known.
-      timed: it is in the table.
+      section, case: Name of the measurement; several steps with the same name are repeats.
+      size: Tokens of its images, or number of concurrent outputs.
+      requests: Prompt, paths of images, and max_tokens of each.
+      reuse: Reuse mode of cached images; an engine without that setting leaves the step out.
+      logprobs: Number of most likely tokens to return at each position.
+      alone: Each request is a call.
+      forget: Caches are cleared before each call.
+      timed: The step is in the table.
     """
 
     section: str
@@ -98,7 +99,7 @@ class JobStep:
 
 
 class Words:
-    """Letters that no prompt had before."""
+    """Generator of letters that no prompt had before."""
 
     def __init__(self, seed: int):
         self._rng = np.random.default_rng(seed)
@@ -108,7 +109,7 @@ class Words:
 
 
 class Pictures:
-    """Writes pictures that no prompt had before."""
+    """Writer of images that no prompt had before."""
 
     def __init__(self, folder: pathlib.Path, seed: int):
         folder.mkdir(parents=True)
@@ -127,10 +128,13 @@ def request(before: str, images: Sequence[str], after: str, max_tokens: int = 1)
 
 
 def make_steps(scale: Scale, sections: Sequence[str], folder: pathlib.Path, seed: int = 0) -> list[JobStep]:
-    """All steps of the sections, in the order in which they are taken.
+    """Return all steps of the sections, in their order.
 
     Args:
-      folder: where pictures are written; is made.
+      scale: Size of everything.
+      sections: Names of the sections.
+      folder: Folder of the images; it is created.
+      seed: Seed of words and images.
     """
     words, pictures = Words(seed), Pictures(folder, seed)
     makers: dict[str, Callable[[], Iterator[JobStep]]] = {
@@ -145,14 +149,14 @@ def make_steps(scale: Scale, sections: Sequence[str], folder: pathlib.Path, seed
 
 
 def first(scale: Scale, folder: pathlib.Path) -> JobStep:
-    """A small request with a picture: what a start waits for."""
+    """Return a small request with an image, which a start waits for."""
     words, pictures = Words(2**32), Pictures(folder, 2**32)
     return JobStep("start", "first answer", 1, [request(words(16), [pictures(256, 256)], words(16))])
 
 
 def _ttft(scale: Scale, sections: Sequence[str], words: Words, pictures: Pictures) -> Iterator[JobStep]:
-    """Prompts of so many images, all of one size: cold, and then as they come again."""
-    # What runs first in a process is not timed; the smallest size is asked for twice, as it takes least.
+    """Yield prompts of `scale.images` images of one size: without reuse, and then repeated."""
+    # The first step in a process is not timed; the smallest size runs twice, because it takes the least time.
     sizes = [(scale.images[0], False), *((count, True) for count in (scale.images[0], *scale.images))]
     for count, timed in sizes:
         images = [pictures(scale.side, scale.side) for _ in range(count)]
@@ -165,14 +169,14 @@ def _ttft(scale: Scale, sections: Sequence[str], words: Words, pictures: Picture
 
 
 def _hits(size: int, before: str, images: Sequence[str], after: str, words: Words) -> Iterator[JobStep]:
-    """What is short is asked for three times."""
+    """Yield steps with cached images. Short ones run three times."""
     for _ in range(3):
         yield JobStep("hits", "repeat", size, [request(before, images, after)])
         yield JobStep("hits", "next question", size, [request(before, images, words(16))])
         for reuse in ("approximate", "full"):
             yield JobStep("hits", "new prefix", size, [request(words(16), images, after)], reuse)
     yield JobStep("hits", "new prefix", size, [request(words(16), images, after)])
-    # An order that begins like another would be a hit of a prefix.
+    # An order with the same beginning as another would be a prefix hit.
     orders: dict[str, tuple[int, ...]] = {"exact": (1, 0)} if len(images) == 2 else {}
     if len(images) == 4:
         orders = {"exact": (1, 0, 3, 2), "approximate": (2, 3, 0, 1), "full": (3, 2, 1, 0)}
@@ -181,7 +185,7 @@ def _hits(size: int, before: str, images: Sequence[str], after: str, words: Word
 
 
 def _batch(scale: Scale, case: str, folder: pathlib.Path, zipf: float | None) -> Iterator[JobStep]:
-    """Answers of uneven lengths, all asked for at once; before them a few others."""
+    """Yield outputs of different lengths, all requested at once; some others come before them."""
     for name, requests, seed, timed in (("warm", 8, 2**32, False), ("load", scale.requests, 0, True)):
         (folder / name).mkdir(parents=True)
         load = ThroughputLoad(requests=min(requests, scale.requests), zipf=zipf, seed=seed)
@@ -189,7 +193,7 @@ def _batch(scale: Scale, case: str, folder: pathlib.Path, zipf: float | None) ->
 
 
 def _decode(scale: Scale, words: Words, pictures: Pictures) -> Iterator[JobStep]:
-    """Answers of the same length to prompts that are known."""
+    """Yield outputs of the same length after cached prompts."""
     prompts = [request(words(16), [pictures(256, 256)], words(32), scale.tokens) for _ in range(max(scale.decoded))]
     yield JobStep("decode", "prompts", len(prompts), [one | {"max_tokens": 1} for one in prompts], timed=False)
     for count in scale.decoded:
@@ -198,7 +202,7 @@ def _decode(scale: Scale, words: Words, pictures: Pictures) -> Iterator[JobStep]
 
 
 def _agreement(scale: Scale, words: Words, pictures: Pictures) -> Iterator[JobStep]:
-    """The same prompts in one call, and each alone."""
+    """Yield the same prompts in one call, and one by one."""
     sides = itertools.cycle(SIDES)
     requests = [
         request(words(8 * i), [pictures(next(sides), next(sides)) for _ in range(1 + i % 4)], words(24), scale.answer)

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks.peer`, and the checks of what stands in them."""
+"""The tables of `benchmarks.peer`, and the checks of their content."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-REFERENCE = "torch"  # the engine that others' answers are compared with
-# Largest difference of a log-probability from the reference's: rounding, and nothing else.
+REFERENCE = "torch"  # the engine whose outputs are the reference
+# Largest difference of a log-probability from the reference's, for rounding only.
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.5}
-BLOCK = 256  # tokens; engines find whole blocks of known prompts, and of shorter prompts there may be none
-RISING = ("tokens/s",)  # units of which more is better
+BLOCK = 256  # tokens; engines find full blocks of cached prompts, and may find none of shorter prompts
+RISING = ("tokens/s",)  # units for which higher is better
 
 type Answers = list[dict[str, Any]]
 type Runs = dict[tuple[str, str], list[dict[str, Any]]]
@@ -21,37 +21,37 @@ type Runs = dict[tuple[str, str], list[dict[str, Any]]]
 
 
 def check(engine: str, result: dict[str, Any]) -> None:
-    """Sees that an engine did what it was asked.
+    """Check that an engine did what the steps request.
 
     Raises:
-      ValueError: an answer is missing, of another length than asked for, or not finite, or what is known was not found.
+      ValueError: An answer is missing, has a wrong length, or is not finite, or a cached prompt was not found.
     """
     if not result["steps"]:
-        raise ValueError(f"{engine}: it took no step")
+        raise ValueError(f"{engine}: at least one step must run, got none")
     for step, found in result["steps"]:
         name = f"{engine}, {step.case} {step.size} {step.reuse}"
         answers: Answers = found["answers"]
-        got, asked = [len(answer["tokens"]) for answer in answers], [one["max_tokens"] for one in step.requests]
-        if got != asked:
-            raise ValueError(f"{name}: answers must have the lengths asked for, {asked}, got {got}")
+        got, requested = [len(answer["tokens"]) for answer in answers], [one["max_tokens"] for one in step.requests]
+        if got != requested:
+            raise ValueError(f"{name}: answers must have the requested lengths, {requested}, got {got}")
         for answer, one in zip(answers, step.requests, strict=True):
             is_known = step.case in ("repeat", "next question") and answer["prompt_tokens"] > BLOCK
             if is_known and answer["cached"] == 0:
-                raise ValueError(f"{name}: the prompt's beginning must be found, nothing was")
+                raise ValueError(f"{name}: the beginning of the prompt must be cached, got 0 cached tokens")
             if step.reuse != "exact" and answer["matches"] != ["approximate"] * len(one["images"]):
-                raise ValueError(f"{name}: all images must be found, got {answer['matches']}")
-            told = answer["logprobs"]
-            if len(told) != (len(answer["tokens"]) if step.logprobs else 0):
-                raise ValueError(f"{name}: each token must have log-probabilities, got {len(told)}")
-            if not all(math.isfinite(p) for one in told for p in one.values()):
+                raise ValueError(f"{name}: all images must be cached, got {answer['matches']}")
+            logprobs = answer["logprobs"]
+            if len(logprobs) != (len(answer["tokens"]) if step.logprobs else 0):
+                raise ValueError(f"{name}: each token must have log-probabilities, got {len(logprobs)}")
+            if not all(math.isfinite(p) for one in logprobs for p in one.values()):
                 raise ValueError(f"{name}: log-probabilities must be finite")
 
 
 def check_prompts(runs: Runs) -> None:
-    """Sees that all engines read the same prompts.
+    """Check that all engines read the same prompts.
 
     Raises:
-      ValueError: a prompt has more tokens in one.
+      ValueError: A prompt has more tokens in one.
     """
     counts: dict[tuple[int, int], tuple[int, tuple[str, str]]] = {}
     for key, turns in runs.items():
@@ -60,11 +60,14 @@ def check_prompts(runs: Runs) -> None:
                 count = answer["prompt_tokens"]
                 first, other = counts.setdefault((id(step), i), (count, key))
                 if count != first:
-                    raise ValueError(f"{step.case}: a prompt has {first} tokens in {other}, {count} in {key}")
+                    raise ValueError(
+                        f"{step.case}: prompts must have the same number of tokens in all engines, "
+                        f"got {first} in {other} and {count} in {key}"
+                    )
 
 
 def rows(runs: Runs, ours: str) -> list[dict[str, Any]]:
-    """A row for each dtype, case and size, with columns for each engine; "-" where an engine has none."""
+    """Return a row for each dtype, case and size, with columns for each engine; "-" if an engine has no value."""
     engines = list(dict.fromkeys(engine for engine, _ in runs if engine != REFERENCE))
     table: dict[tuple[str, str, int, str], dict[str, tuple[list[float], list[float]]]] = defaultdict(dict)
     for (engine, dtype), turns in runs.items():
@@ -93,14 +96,14 @@ def _row(
 
 
 def _ratio(one: float | str, other: float | str, unit: str) -> float | str:
-    """How many times better the first is."""
+    """Return how many times better the first value is."""
     if isinstance(one, str) or isinstance(other, str):
         return "-"
     return one / other if unit in RISING else other / one
 
 
 def _figures(turns: Sequence[dict[str, Any]]) -> dict[tuple[str, int, str], tuple[list[float], list[float]]]:
-    """Of each case, size and unit the values of all runs, and CPU seconds."""
+    """Return the values of all runs, and CPU seconds, for each case, size and unit."""
     found: dict[tuple[str, int, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
 
     def note(case: str, size: int, unit: str, value: float, *cpu: float) -> None:
@@ -126,10 +129,10 @@ def _figures(turns: Sequence[dict[str, Any]]) -> dict[tuple[str, int, str], tupl
 
 
 def agreement(runs: Runs) -> list[dict[str, Any]]:
-    """A row for each pair: every engine beside the reference, beside itself with each prompt alone, beside the others.
+    """Return a row for each pair: every engine with the reference, with itself one by one, and with the other engines.
 
     Raises:
-      ValueError: an engine's log-probabilities are not the reference's.
+      ValueError: An engine's log-probabilities are not the reference's.
     """
     together: dict[tuple[str, str], Answers] = {}
     table: list[dict[str, Any]] = []
@@ -153,7 +156,7 @@ def agreement(runs: Runs) -> list[dict[str, Any]]:
 
 
 def _compared(name: str, other_name: str, own: Answers, others: Answers) -> dict[str, Any]:
-    """Of answers' tokens up to the first difference: behind it they answer something else."""
+    """Compare the tokens of outputs up to the first difference; after it they continue different texts."""
     same, sets, places, differences, firsts = 0, 0, 0, [], []
     for one, other in zip(own, others, strict=True):
         at = first_difference(one["tokens"], other["tokens"])
@@ -161,7 +164,7 @@ def _compared(name: str, other_name: str, own: Answers, others: Answers) -> dict
         firsts += [] if at is None else [at]
         pairs = zip(one["logprobs"], other["logprobs"], strict=True)
         for mine, theirs in itertools.islice(pairs, None if at is None else at + 1):
-            top = [set(sorted(told, key=lambda i: -told[i])[:5]) for told in (mine, theirs)]
+            top = [set(sorted(logprobs, key=lambda i: -logprobs[i])[:5]) for logprobs in (mine, theirs)]
             sets += top[0] == top[1]
             places += 1
             differences += [abs(mine[i] - theirs[i]) for i in mine.keys() & theirs.keys()]
@@ -177,12 +180,12 @@ def _compared(name: str, other_name: str, own: Answers, others: Answers) -> dict
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two answers of one length differ first; None: nowhere."""
+    """Return the first position at which two outputs of one length differ; None: nowhere."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
 
 
 def same_answers(runs: Runs, ours: str) -> list[dict[str, Any]]:
-    """How many answers of a batch are those of ours, by dtype, case and engine."""
+    """Return how many outputs of a batch equal ours, by dtype, case and engine."""
     found: dict[tuple[str, str, str], Answers] = {}
     for (engine, dtype), turns in runs.items():
         for step, own in turns[0]["steps"]:
@@ -200,7 +203,7 @@ def same_answers(runs: Runs, ours: str) -> list[dict[str, Any]]:
 
 
 def narrow(table: Sequence[dict[str, Any]], wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The columns that are wanted; small differences can be read."""
+    """Return the wanted columns, with small differences readable."""
     return [
         {name: f"{value:.1e}" if name.endswith(" difference") else value for name, value in row.items() if wanted(name)}
         for row in table

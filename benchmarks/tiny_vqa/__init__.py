@@ -1,4 +1,5 @@
-"""A small Qwen3-VL that answers: pictures of coloured glyphs, questions about them, evaluation splits.
+"""A small Qwen3-VL that answers questions: images of colored glyphs, questions about them, evaluation splits.
 
-`pictures` draws, `tasks` asks, `splits` writes the evaluation files. `research/tiny_vqa` trains the model.
+`pictures` draws images, `tasks` makes questions, `splits` writes the evaluation files. `research/tiny_vqa` trains the
+model.
 """

@@ -1,4 +1,4 @@
-"""Pictures: grids of coloured glyphs, one of them framed.
+"""Images: grids of colored glyphs, one of them framed.
 
 `python -m vlcache_jax.benchmarks.tiny_vqa.pictures --out FOLDER` writes those that ship with the package.
 """
@@ -41,9 +41,9 @@ GLYPHS = tuple(Glyph(colour, shape) for colour in COLOURS for shape in SHAPES)
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Rows and columns of a picture's grid, and a cell's side in pixels (a multiple of 16, an image token's side).
+    """Rows and columns of an image's grid, and a cell's side in pixels (a multiple of 16, an image token's side).
 
-    `is_tinted` says that a cell's background tells its row and column, for encoders without position embeddings.
+    If `is_tinted`, a cell's background encodes its row and column, for encoders without position embeddings.
     """
 
     rows: int
@@ -58,7 +58,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """Glyphs by (row, column), from 0; all differ. The one at `code` is framed."""
+    """Glyphs of an image by (row, column), from 0; all differ. The one at `code` is framed."""
 
     size: Size
     glyphs: dict[tuple[int, int], Glyph]
@@ -72,17 +72,17 @@ class Picture:
         return next((place for place, other in self.glyphs.items() if other == glyph), None)
 
     def count(self, kind: str) -> int:
-        """Glyphs of a colour or a shape."""
+        """Return the number of glyphs of a color or a shape."""
         return sum(kind in (glyph.colour, glyph.shape) for glyph in self.glyphs.values())
 
 
 def draw_pictures(rng: np.random.Generator, sizes: list[Size], *, filled: float = 0.75) -> list[Picture]:
-    """Random pictures that share some glyphs: each shows each other's code with probability 1/2, where there is room.
+    """Return random images that share glyphs: each shows each other's code with probability 1/2, if there is room.
 
     Args:
-      rng: of the choice.
-      sizes: of the pictures.
-      filled: share of the cells that hold a glyph, on average.
+      rng: Source of random numbers.
+      sizes: Sizes of the images.
+      filled: Fraction of the cells that hold a glyph, on average.
     """
     order = rng.permutation(len(GLYPHS))
     codes, others = order[: len(sizes)], order[len(sizes) :]
@@ -100,7 +100,7 @@ def draw_pictures(rng: np.random.Generator, sizes: list[Size], *, filled: float 
 
 
 def render(picture: Picture) -> np.ndarray:
-    """The picture, [rows x cell, columns x cell, 3] uint8."""
+    """Render the image, `[rows x cell, columns x cell, 3]` uint8."""
     size = picture.size
     cell = size.cell
     image = np.empty((size.rows * cell, size.columns * cell, 3), np.uint8)
@@ -115,7 +115,7 @@ def render(picture: Picture) -> np.ndarray:
 
 
 def shipped_pictures() -> dict[str, Picture]:
-    """What `vlcache demo` shows, by file name. Seed and sizes suit its questions."""
+    """Return the images of `vlcache demo`, by file name. Seed and sizes match its questions."""
     names, sizes = ("picture.png", "left.png", "right.png"), [Size(4, 4), Size(4, 4), Size(4, 5)]
     rng = np.random.default_rng(103)
     return dict(zip(names, draw_pictures(rng, sizes[:1]) + draw_pictures(rng, sizes[1:]), strict=True))

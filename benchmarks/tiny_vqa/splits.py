@@ -21,8 +21,8 @@ from vlcache_jax.common.checks import check_whole
 from vlcache_jax.study.questions import Sample, first, read_tsv
 
 QUESTIONS = 1000  # of a task
-# The pictures that are asked about, each size equally often: of 64 to 144 tokens, and of 400, the most in training;
-# and small ones with the tints that `transfer` needs.
+# Sizes of the images in questions, each equally often: of 64 to 144 tokens, and of 400, the maximum in training; and
+# small ones with the tints that `transfer` needs.
 _SMALL = (Size(4, 4), Size(4, 5), Size(5, 4), Size(5, 5), Size(4, 4, 48))
 SIZES = {
     "small": _SMALL,
@@ -42,15 +42,15 @@ def write_splits(
     size: str = "small",
     tasks: Mapping[str, Sequence[str]] = TASKS,
 ) -> list[pathlib.Path]:
-    """Writes one file a task; equal names and numbers give equal files.
+    """Write one file for each task; equal names and numbers give equal files.
 
     Args:
-      folder: is made if it does not exist.
-      questions: of each task.
-      split: name of the split; each has its own pictures, and none has those of training.
-      images: of each question; tasks that need more have no file. None is one or two, as the task allows.
-      size: of the pictures, a name of `SIZES`.
-      tasks: kinds of questions by task.
+      folder: It is created if it does not exist.
+      questions: Number of questions of each task.
+      split: Name of the split; each has its own images, and none has those of training.
+      images: Images of each question; tasks that need more have no file. None is one or two, as the task allows.
+      size: Size of the images, a name of `SIZES`.
+      tasks: Kinds of questions by task.
 
     Raises:
       ValueError: `images` is not a positive integer, or there is no such size.
@@ -94,12 +94,12 @@ def load_samples(
     images: int | None = None,
     size: str = "small",
 ) -> list[Sample]:
-    """Samples of files, at most `questions` of each; without files, of splits drawn for the trained models.
+    """Return samples of files, at most `questions` of each; without files, of splits drawn for the trained models.
 
     Args:
-      data: files of VLMEvalKit.
-      questions: of each file at most.
-      split, images, size: see `write_splits`.
+      data: Files of VLMEvalKit.
+      questions: Maximum number of samples of each file.
+      split, images, size: See `write_splits`.
     """
     if data:
         return [sample for path in data for sample in first(read_tsv(path), questions)]
@@ -111,7 +111,7 @@ def load_samples(
 
 
 def png(picture: Picture) -> bytes:
-    """The picture as a file."""
+    """Return the image as a PNG file."""
     file = io.BytesIO()
     Image.fromarray(render(picture)).save(file, "PNG")
     return file.getvalue()
@@ -122,8 +122,8 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--questions", type=int, default=QUESTIONS)
     parser.add_argument("--split", default="test")
-    parser.add_argument("--images", type=int, help="of each question; by default one or two, as the task allows")
-    parser.add_argument("--size", choices=list(SIZES), default="small", help="of the pictures")
+    parser.add_argument("--images", type=int, help="images of each question; by default one or two, as the task allows")
+    parser.add_argument("--size", choices=list(SIZES), default="small", help="size of the images")
     args = parser.parse_args()
     paths = write_splits(args.out, questions=args.questions, split=args.split, images=args.images, size=args.size)
     for path in paths:

@@ -1,7 +1,7 @@
-"""Questions about pictures, with their answers. A task is one column of the accuracy tables, made of a few kinds.
+"""Questions about images, with their answers. A task is one column of the accuracy tables, made of a few kinds.
 
-Most answers repeat what they look up: a model this small finds best what stands right before. Where something is read
-first and used then, the answer says both.
+Most answers repeat what they look up, because a model this small finds best what stands right before. If something is
+first read and then used, the answer contains both.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, GLYPHS, SHAPES, Gl
 from vlcache_jax.study.questions import number_name
 
 _PLURALS = {"cross": "crosses"}
-_COLUMNS = "ABCDEFGHIJ"  # places are named as in spreadsheets, B2: short names stand right behind what they belong to
+_COLUMNS = "ABCDEFGHIJ"  # places are named as in spreadsheets, B2: short names stand right after their object
 _AT_ONCE = 3  # places or glyphs in one question
-_MOST = 4  # the highest count that is asked for
+_MOST = 4  # the highest count in a question
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """Its kind, the text as the user writes it, and the one right answer."""
+    """Kind of a question, its text as the user writes it, and the one right answer."""
 
     kind: str
     text: str
@@ -31,18 +31,18 @@ class Question:
 
 
 def ask(rng: np.random.Generator, pictures: Sequence[Picture], kinds: Sequence[str]) -> Question | None:
-    """A question of one of the kinds about the pictures, or None if these pictures allow none.
+    """Return a question of one of the kinds about the images, or None if these images allow none.
 
     Raises:
-      ValueError: one of `kinds` is none of `KINDS` and `SEARCHES`.
+      ValueError: One of `kinds` is none of `KINDS` and `SEARCHES`.
     """
     known = KINDS | SEARCHES
     if unknown := set(kinds) - set(known):
-        raise ValueError(f"kinds must be of {tuple(known)}, got {sorted(unknown)}")
+        raise ValueError(f"kinds must be some of {tuple(known)}, got {sorted(unknown)}")
     for kind in rng.permutation(list(kinds)):
-        asked = known[kind](rng, pictures)
-        if asked is not None:
-            text, answer = asked
+        found = known[kind](rng, pictures)
+        if found is not None:
+            text, answer = found
             return Question(str(kind), text[0].upper() + text[1:], answer)
     return None
 
@@ -70,11 +70,11 @@ def _where(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, 
 def _attribute(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
     i = int(rng.integers(len(pictures)))
     glyphs = list(pictures[i].glyphs.values())
-    asked = [(f"what colour is the {g.shape}?", g.colour) for g in glyphs if pictures[i].count(g.shape) == 1]
-    asked += [(f"what shape is {g.colour}?", g.shape) for g in glyphs if pictures[i].count(g.colour) == 1]
-    if not asked:
+    candidates = [(f"what colour is the {g.shape}?", g.colour) for g in glyphs if pictures[i].count(g.shape) == 1]
+    candidates += [(f"what shape is {g.colour}?", g.shape) for g in glyphs if pictures[i].count(g.colour) == 1]
+    if not candidates:
         return None
-    text, answer = _any(rng, asked)
+    text, answer = _any(rng, candidates)
     return _in_image(i, pictures) + text, answer
 
 
@@ -106,21 +106,21 @@ def _contents(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[st
 def _places(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
     i = int(rng.integers(len(pictures)))
     shown = list(pictures[i].glyphs.items())
-    asked = [shown[k] for k in rng.permutation(len(shown))[:_AT_ONCE]]
-    if len(asked) < 2:
+    chosen = [shown[k] for k in rng.permutation(len(shown))[:_AT_ONCE]]
+    if len(chosen) < 2:
         return None
-    found = ", ".join(f"{glyph} {_place(*cell)}" for cell, glyph in asked)
-    return f"{_in_image(i, pictures)}where are the {_join([str(glyph) for _, glyph in asked])}?", found
+    found = ", ".join(f"{glyph} {_place(*cell)}" for cell, glyph in chosen)
+    return f"{_in_image(i, pictures)}where are the {_join([str(glyph) for _, glyph in chosen])}?", found
 
 
 def _colours(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
     i = int(rng.integers(len(pictures)))
     single = [glyph for glyph in pictures[i].glyphs.values() if pictures[i].count(glyph.shape) == 1]
-    asked = [single[k] for k in rng.permutation(len(single))[:_AT_ONCE]]
-    if len(asked) < 2:
+    chosen = [single[k] for k in rng.permutation(len(single))[:_AT_ONCE]]
+    if len(chosen) < 2:
         return None
-    found = ", ".join(glyph.colour for glyph in asked)
-    return f"{_in_image(i, pictures)}what colours are the {_join([glyph.shape for glyph in asked])}?", found
+    found = ", ".join(glyph.colour for glyph in chosen)
+    return f"{_in_image(i, pictures)}what colours are the {_join([glyph.shape for glyph in chosen])}?", found
 
 
 def _count(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -229,7 +229,7 @@ KINDS: _Kinds = {
     "at_code": _at_code,
     "find_code": _find_code,
 }
-# What tells of many pictures the one to look at by what stands in it. Of no task: the shipped model never learnt them.
+# Questions that identify one of many images by its content. They are in no task: the shipped model never learned them.
 SEARCHES: _Kinds = {"holder": _holder, "keyed": _keyed}
 TASKS = {
     "grid": ("what", "colour", "where", "attribute", "code"),
@@ -238,7 +238,7 @@ TASKS = {
     "compare": ("more", "shows_code"),
     "multihop": ("at_code", "find_code"),
 }
-# What auxiliary prompts ask of one picture, and of several.
+# Auxiliary prompts about one image, and about several.
 RELATED = (
     ("What is the code?", "In image one, what is the code?"),
     ("How many stars are there?", "In image two, how many stars are there?"),
@@ -256,7 +256,7 @@ def _in_image(i: int, pictures: Sequence[Picture]) -> str:
 
 
 def _counted(picture: Picture, kind: str) -> str:
-    """What there is of a colour or a shape, in a fixed order, and how many: "red circle star: 2"."""
+    """Return the glyphs of a color or a shape, in a fixed order, and their count: "red circle star: 2"."""
     shown = picture.glyphs.values()
     if kind in COLOURS:
         named = [shape for shape in SHAPES if Glyph(kind, shape) in shown]

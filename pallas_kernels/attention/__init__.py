@@ -1,6 +1,6 @@
 """Attention over one interval of slots per row: `api.py` holds the contracts, the other files are implementations.
 
-Where the slots of a request lie in pages, `packing.py` makes the list of what is to be done (`work.py`).
+`packing.py` makes the work list (`work.py`) of attention over pages.
 """
 
 from vlcache_jax.pallas_kernels.attention.api import attention as attention

@@ -26,14 +26,14 @@ def attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    r"""Attention in which every query row sees one interval of key slots.
+    r"""Compute attention in which every query row sees one interval of key slots.
 
     .. math:: out[n] = softmax(scale \cdot q[n] k[s]^T)\, v[s], \quad k\_start[n] \le s < k\_end[n]
 
     Letters: `N` rows, `S` slots, `H` query heads, `K` key-value heads, `G = H / K` query heads that share one, `D` head
     width. Query head `h` reads key-value head `h // G`.
 
-    Every mask that serving needs is such an interval. Prefill, whole or of scattered rows: from the first slot of the
+    Every mask that serving needs is such an interval. Prefill, full or of scattered rows: from the first slot of the
     request to `slot + 1`. Decoding: the same, one row per request. Vision towers: the bounds of the row's own window or
     image. Three rows over four slots, `k_start=[0, 1, 3]` and `k_end=[4, 3, 3]`::
 
@@ -41,14 +41,14 @@ def attention(
         0 1 1 0
         0 0 0 0     an empty row: its result is exactly 0
 
-    V must be finite, also where no row sees it, as a weight of 0 does not silence a NaN. K may hold anything: scores
-    outside a row's interval are dropped, so a NaN in a key reaches exactly the rows that see it. Writers of a pool let
-    K carry what is not finite in V (`vlcache_jax.pallas_kernels.carry_flaws`).
+    V must be finite, also in slots that no row sees, because a weight of 0 does not silence a NaN. K may hold anything:
+    scores outside a row's interval are dropped, so a NaN in a key reaches exactly the rows that see it. Writers of a
+    pool mark non-finite values in K (`vlcache_jax.pallas_kernels.propagate_nonfinite`).
 
-    Rows come in any order. A row's result depends on the slots of its interval only: neither on what the pool holds
-    besides, nor on its size, nor, up to the order in which float32 sums are rounded, on other rows.
-    Memory is linear in `N` and `S`. Neighbouring rows are computed together and slots that none of them sees are
-    skipped, so the cost follows the intervals as far as neighbours see much the same slots. There is no gradient.
+    Rows come in any order. A row's result depends only on the slots of its interval. It does not depend on the rest of
+    the pool, on its size or on other rows, up to the order in which float32 sums are rounded.
+    Memory is linear in `N` and `S`. Neighboring rows are computed together and slots that none of them sees are
+    skipped, so the cost follows the intervals if neighbors see nearly the same slots. There is no gradient.
 
     Args:
       q: Queries `[N, H, D]`; float32, bfloat16 or float16.
@@ -60,14 +60,15 @@ def attention(
       implementation: `"xla"` runs on every device, `"mosaic_gpu"` on Hopper GPUs, `"mosaic_gpu_mma"` on every NVIDIA
         GPU since Ampere, both in bfloat16 and float16 and for head widths up to 128. `"mosaic_gpu_interpreted"` and
         `"mosaic_gpu_mma_interpreted"` are the same kernels in jax's interpreter, on a CPU, for tests. None is the first
-        of `"mosaic_gpu"` and `"mosaic_gpu_mma"` that does the case and has been checked on the device, else `"xla"`.
+        of `"mosaic_gpu"` and `"mosaic_gpu_mma"` that supports the case and has passed its self-test on the device, else
+        `"xla"`.
 
     Returns:
       `[N, H, D]` in the dtype of `q`. Softmax and sums are float32; float32 inputs are multiplied in full precision.
 
     Raises:
       ValueError: An argument is wrong; the message names it.
-      NotImplementedError: The implementation asked for does not do this case.
+      NotImplementedError: The requested implementation does not support this case.
     """
     q, k, v, k_start, k_end = (jnp.asarray(x) for x in (q, k, v, k_start, k_end))
     _check(q, k, v, k_start, k_end)
@@ -91,7 +92,7 @@ def paged_attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    r"""Attention of the rows of several requests, each of which sees an interval of its request's logical slots.
+    r"""Compute attention of rows of several requests. Each row sees an interval of its request's logical slots.
 
     The keys and values of a request lie in pages of 128 slots anywhere in the pool: its table leads from each logical
     slot to the physical one. With `t` the table of row `n`,
@@ -99,20 +100,20 @@ def paged_attention(
     .. math:: out[n] = softmax(scale \cdot q[n] k[s(i)]^T)\, v[s(i)], \quad start[n] \le i < end[n], \quad
               s(i) = 128 \cdot tables[t, \lfloor i / 128 \rfloor] + i \bmod 128
 
-    The host says in `work` (see `make_work`) which rows visit which pages, so that rows that see much the same pages
-    load them together, and pages that several requests share are loaded once for all of them. The result does not
+    The host states in `work` (see `make_work`) which rows visit which pages. Rows that see nearly the same pages load
+    them together, and pages that several requests share are loaded once for all of them. The result does not
     depend on how the work is cut, up to the order in which float32 sums are rounded.
 
-    What the pool holds besides does not matter as long as V is finite; see `attention`. Letters as there.
+    The rest of the pool does not matter as long as V is finite; see `attention`. Letters as there.
 
     Args:
       q: Queries `[N, H, D]`, N as in `work`; float32, bfloat16 or float16.
       k: Keys `[S, K, D]` in the dtype of `q`, S a multiple of 128.
       v: Values `[S, K, D]` in the dtype of `q`; finite.
       work: The work list, made for this implementation (`work_config`).
-      end: Ends that the device decides, int32 `[N]`, none above that in `work` nor below its `least`, but for rows that
-        are to see nothing (0); None takes those of `work`.
-      packed: Queries stand at the places that `work.packing()` says, `[R, H, D]`, and not as their rows lie.
+      end: Ends that the device decides, int32 `[N]`, none above that in `work` nor below its `least`, except 0 for rows
+        that see nothing; None takes those of `work`.
+      packed: Queries stand at the places of `work.packing()`, `[R, H, D]`, and not in the order of their rows.
       scale, implementation: As in `attention`.
 
     Returns:
@@ -120,7 +121,7 @@ def paged_attention(
 
     Raises:
       ValueError: An argument is wrong; the message names it.
-      NotImplementedError: The implementation asked for does not do this case.
+      NotImplementedError: The requested implementation does not support this case.
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     check_arrays(q, k, v)
@@ -129,9 +130,11 @@ def paged_attention(
         raise ValueError(f"work must be a Work as made by make_work, got {type(work).__name__}")
     config = work.config
     if len(q) != (rows := config.packed if packed else config.rows):
-        raise ValueError(f"work must be for the {len(q)} {'places' if packed else 'rows'} of q, got one for {rows}")
+        raise ValueError(
+            f"work must be made for the {len(q)} {'packed rows' if packed else 'rows'} of q, got work for {rows}"
+        )
     if len(k) % PAGE:
-        raise ValueError(f"k must have whole pages of {PAGE} slots, got {list(k.shape)}")
+        raise ValueError(f"k must have full pages of {PAGE} slots, got {list(k.shape)}")
     if end is not None and (end.shape != (config.rows,) or end.dtype != jnp.int32):
         raise ValueError(f"end must be int32 of shape {[config.rows]}, got {end.dtype} {list(end.shape)}")
     case = f"q {q.dtype} {[config.rows, *q.shape[1:]]}, k {list(k.shape)}"
@@ -157,20 +160,20 @@ def work_config(
     shared: bool = True,
     implementation: str | None = None,
 ) -> WorkConfig:
-    """How the work of a case is best cut.
+    """Return the configuration that cuts the work of a case best.
 
     Args:
-      rows: N, of a step.
-      requests: tables at most.
-      pages: of a table at most.
-      q: of which shape [N, H, D] and dtype the queries are.
+      rows: N, rows of a step.
+      requests: Maximum number of tables.
+      pages: Maximum number of pages of a table.
+      q: Shape `[N, H, D]` and dtype of the queries.
       kv_heads: K.
-      decode: each row is of another request.
-      shared: prefixes of requests may be shared; where they are not, less needs to be compiled.
-      implementation: as in `paged_attention`.
+      decode: True if each row belongs to another request.
+      shared: True if requests may share prefixes; False compiles less.
+      implementation: As in `paged_attention`.
 
     Raises:
-      NotImplementedError: the implementation asked for does not do this case.
+      NotImplementedError: The requested implementation does not support this case.
     """
     choice = choose("paged_attention", f"q {q.dtype} {list(q.shape)}", implementation, q)
     if choice.implementation == "xla":
@@ -183,7 +186,7 @@ def work_config(
 
 
 def _kernels(implementation: str) -> Any:
-    """The module of an implementation's kernels; takes a second to import."""
+    """Return the module of an implementation's kernels; its import takes a second."""
     if dispatch.family(implementation) == dispatch.PORTABLE:
         from vlcache_jax.pallas_kernels.attention import mosaic_gpu_mma
 
@@ -196,7 +199,7 @@ def _kernels(implementation: str) -> Any:
 def choose(
     kernel: str, case: str, implementation: str | None, q: Any, kinds: tuple[str, ...] = dispatch.FAMILIES
 ) -> dispatch.Choice:
-    """`dispatch.choose` for a kernel that multiplies q as that of attention does."""
+    """Call `dispatch.choose` for a kernel that multiplies `q` as attention does."""
 
     def check(kind: str) -> None:
         if isinstance(q, jax.Array):
@@ -207,10 +210,10 @@ def choose(
 
 
 def scale_of(scale: float | None, q: jax.Array) -> float:
-    """`scale`, or what None means.
+    """Return `scale`, or `D ** -0.5` if it is None.
 
     Raises:
-      ValueError: it is no positive number.
+      ValueError: `scale` is not a positive finite number.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not (math.isfinite(scale) and scale > 0):
@@ -226,7 +229,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, k_start: jax.Array, k_end: 
 
 
 def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """Raises ValueError unless q, k and v go together."""
+    """Raise ValueError unless the shapes and dtypes of q, k and v match."""
     if q.ndim != 3 or 0 in q.shape:
         raise ValueError(f"q must have shape [N, H, D] with no empty axis, got {list(q.shape)}")
     if k.ndim != 3 or 0 in k.shape or k.shape[2] != q.shape[2]:

@@ -7,7 +7,7 @@ rows that a warpgroup multiplies, so a group of any size packs, and nothing is t
 
 An *item* is a run of boxes and a range of pages of keys that they visit (`work.py`). Programs are few and stay: each
 does its items one after the other. One warpgroup loads queries and pages ahead, also those of the items to come; the
-others compute with a running softmax. A page is masked only on the side where some row does not see it whole. An item
+others compute with a running softmax. A page is masked only on a side that some row does not see completely. An item
 gives results, or sums that `mosaic_gpu_merge` brings together.
 
 Values are finite (both contracts say so): a weight of 0 silences them, and nothing is cleaned here.
@@ -53,12 +53,13 @@ from vlcache_jax.pallas_kernels.attention.work import (
 )
 
 M = BOX * EIGHT
-MULTIPROCESSORS = 132  # of an H100 or H200
-SHARED_MEMORY = 232_448  # bytes that a program of theirs may use
-# jax 0.12 has kernels linked by nvJitLink, for which ptxas ignores that warpgroups take more registers than others
-# (C7504). Three warpgroups then have 168 each, too few for the scores of 64 rows and 128 slots.
+MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200
+SHARED_MEMORY = 232_448  # bytes of shared memory that a program may use there
+# jax 0.12 links kernels with nvJitLink; ptxas then ignores that warpgroups take more registers than others (C7504).
+# Three warpgroups then have 168 each, too few for the scores of 64 rows and 128 slots.
 SPLITS_REGISTERS = jax.__version_info__ < (0, 12)
-LOWEST = float(jnp.finfo(jnp.float32).min)  # largest score of a row that has seen nothing: finite, as differences are
+# Largest score of a row that has seen nothing; finite, because differences of it are taken.
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 TUNED = pathlib.Path(__file__).with_name("tuned.json")
 
@@ -69,17 +70,17 @@ ACC = functools.partial(plgpu.ACC, dtype=jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """How the kernel works on items.
+    """Parameters of the Hopper attention kernel.
 
     Attributes:
-      tile: boxes of an item at most: 8 or 16, for one or two warpgroups that compute and share what is loaded.
-      block: slots of a page that are loaded and multiplied at once, 64 or 128.
-      stages: blocks of K and of V in flight.
-      take_turns: of two warpgroups, one multiplies while the other is at its softmax.
-      programs: that share the items.
+      tile: Maximum number of boxes of an item: 8 or 16, for one or two warpgroups that compute and share loaded blocks.
+      block: Slots of a page that are loaded and multiplied at once, 64 or 128.
+      stages: Blocks of K and of V in flight.
+      take_turns: With two warpgroups, one multiplies while the other computes its softmax.
+      programs: Number of programs that share the items.
 
     Raises:
-      ValueError: numbers that are not such.
+      ValueError: A number is out of range.
     """
 
     tile: int = 16
@@ -100,10 +101,10 @@ class AttentionConfig:
         return self.tile // EIGHT
 
     def queries(self, width: int) -> int:
-        """Items whose queries shared memory holds at once, 1 or 2.
+        """Return for how many items shared memory holds the queries at once, 1 or 2.
 
         Raises:
-          ValueError: not even one.
+          ValueError: It does not hold those of one item.
         """
         queries, keys = 2 * self.tile * BOX * width, 2 * self.block * width
         room = SHARED_MEMORY - 2048 - 2 * self.stages * keys  # barriers, and what Mosaic adds
@@ -113,8 +114,11 @@ class AttentionConfig:
 
 
 def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: bool = False) -> AttentionConfig:
-    """What was measured to be fastest for the next larger N of these heads, if `TUNED` has one up to four times as
-    large. Otherwise, where requests have few packed rows, one warpgroup and many pages in flight."""
+    """Return the fastest measured configuration of these heads for the next larger N.
+
+    It comes from `TUNED` if there is an entry up to four times as large. Otherwise, requests with few packed rows get
+    one warpgroup and many pages in flight.
+    """
     tuned = _tuned().get((heads, kv_heads, width, decode), ())
     measured = {rows: config for rows, config in tuned if n <= rows <= 4 * n}
     if measured:
@@ -126,14 +130,17 @@ def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: boo
 
 
 def is_tuned_here(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of `TUNED` holds: registers could be split, or could not, where it was measured, as here."""
+    """Return whether an entry of `TUNED` applies: registers could be split where it was measured exactly if they can
+    here. registers could be split, or could not, where it was measured, as here.
+    """
     return entry.get("splits registers") is SPLITS_REGISTERS
 
 
 @functools.cache
 def _tuned() -> dict[tuple[int, int, int, bool], list[tuple[int, AttentionConfig]]]:
-    """(H, K, D, decode) -> (N, fastest way to work), as `benchmarks.gpu` wrote them; those that do not hold are not
-    among them."""
+    """Return (H, K, D, decode) -> (N, fastest configuration), as written by `benchmarks.gpu`, without entries that do
+    not apply here.
+    """
     table: dict[tuple[int, int, int, bool], list[tuple[int, AttentionConfig]]] = {}
     if TUNED.exists():
         for entry in filter(is_tuned_here, json.loads(TUNED.read_text())["rows"]):
@@ -154,14 +161,14 @@ def work_config(
     shared: bool = True,
     programs: int | None = None,
 ) -> WorkConfig:
-    """How work is to be cut for `paged_attention`.
+    """Return how to cut work for `paged_attention`.
 
     Args:
-      rows, requests, pages: see `WorkConfig`.
+      rows, requests, pages: See `WorkConfig`.
       heads, kv_heads, width: H, K, D.
-      decode: requests have one row each.
-      shared: prefixes may be shared; the rows that visit them together fill large items.
-      programs: None is as many as `default_config` says.
+      decode: True if requests have one row each.
+      shared: True if prefixes may be shared; rows that visit them together fill large items.
+      programs: None uses the number of `default_config`.
     """
     config = default_config(rows, heads, kv_heads, width, decode=decode and not shared)
     group = part_of_group(heads // kv_heads, config.tile, rows)
@@ -182,11 +189,11 @@ def work_config(
 
 
 def check(q: jax.Array) -> None:
-    """Raises NotImplementedError, with the reason, for a case that the kernel does not do."""
+    """Raise NotImplementedError, with the reason, for a case that the kernel does not support."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic_gpu multiplies bfloat16 and float16, got q in {q.dtype}")
     if q.shape[2] > 128:
-        raise NotImplementedError(f"mosaic_gpu does head widths up to 128, got {q.shape[2]}")
+        raise NotImplementedError(f"mosaic_gpu supports head widths up to 128, got {q.shape[2]}")
 
 
 # Inner jits: a program that calls the same case for each of its layers compiles one kernel.
@@ -203,21 +210,23 @@ def paged_attention(
     config: AttentionConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Attention over pages.
+    """Compute attention over pages.
 
     Args:
-      q: `[N, H, D]`, rows of a step; if they are `packed`, as `work` packs them.
-      k, v: `[S, K, D]`, a pool of pages; V is finite. It is copied only if D is no multiple of 32.
-      work: of a configuration that `work_config` made for H, K and D.
-      end: `[N]`, one past the last logical slot that each row sees, where it is less than the work list says.
-      config: how the kernel works; None is `default_config`.
+      q: `[N, H, D]`, rows of a step; if `packed`, in the packed order of `work`.
+      k, v: `[S, K, D]`, a pool of pages; V is finite. The pool is copied only if D is no multiple of 32.
+      work: Made with a configuration of `work_config` for H, K and D.
+      end: `[N]`, one past the last logical slot that each row sees, if it is smaller than in the work list.
+      packed: Queries stand in the packed order of `work`.
+      scale: Factor of the scores.
+      config: Parameters of the kernel; None is `default_config`.
       interpret: Runs the kernel in the CPU's interpreter (jax 0.12 or later) instead of compiling it.
 
     Returns:
       `[N, H, D]`; rows that see nothing are 0.
 
     Raises:
-      ValueError: the work was cut for other arguments.
+      ValueError: The work was cut for other arguments.
     """
     check_cut(work.config, q, k, packed=packed, tiles=(EIGHT, 2 * EIGHT))
     cut, N, (_, H, D) = work.config, work.config.rows, q.shape
@@ -244,15 +253,15 @@ def attention(
     config: AttentionConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.attention`, for arguments that it and `check` have checked.
+    """Implement `vlcache_jax.pallas_kernels.attention` for arguments that it and `check` have checked.
 
     Args:
-      config, interpret: as in `paged_attention`.
+      config, interpret: As in `paged_attention`.
     """
     N, H, D = q.shape
     S, K, _ = k.shape
     config = config or default_config(N, H, K, D)
-    # Bulk copies take boxes of 8 rows and of 32 or 64 columns. Vision towers have heads of 72 and 80: what is padded
+    # Bulk copies take boxes of 8 rows and of 32 or 64 columns. Vision towers have heads of 72 and 80; the padding
     # multiplies zeros.
     q, k, v = (jnp.pad(x, ((0, -len(x) % BOX), (0, 0), (0, -D % 32))) for x in (q, k, v))
     buffer, seen, lists = tiles_of_rows(k_start, k_end, S, K, H // K, config.tile, config.programs)
@@ -262,8 +271,9 @@ def attention(
 
 
 class _Outputs(NamedTuple):
-    """Packed rows of results and their width; boxes of partials, and rows of results that items write to their place:
-    of both there may be none."""
+    """Sizes of the outputs: packed rows of results and their width, boxes of partials, and rows of results that items
+    write to their place. There may be no partials and no such rows.
+    """
 
     rows: int
     width: int
@@ -283,16 +293,16 @@ def _launch(
     config: AttentionConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
-    """Does the items.
+    """Launch the kernel over the items.
 
     Args:
-      q: [R, H, D], packed.
+      q: `[R, H, D]`, packed.
       buffer: int32, with the lists.
-      seen: [2, ...], first slot and one past the last of every row of the boxes.
+      seen: `[2, ...]`, first slot and one past the last of every row of the boxes.
 
     Returns:
-      results [R, H, width]; if there are partials their float32 sums [rows, D], largest scores and weights [rows]; and
-      if there are such, results in their place [direct_rows, H, width].
+      Results `[R, H, width]`; if there are partials, their float32 sums `[rows, D]`, largest scores and weights
+      `[rows]`; if items write results to their place, these results `[direct_rows, H, width]`.
     """
     D = q.shape[2]
     group, tile, block, stages, warpgroups = lists.group, config.tile, config.block, config.stages, config.warpgroups
@@ -317,7 +327,7 @@ def _launch(
             return pl.ds(lax.div(index, group) * BOX, BOX), head * group + lax.rem(index, group)
 
         def do_items(do: Callable[[Any, Any, Any], None]) -> None:
-            """do(item, place of its queries, blocks before it) for each item; counts of blocks run on."""
+            """Call do(item, place of its queries, blocks before it) for each item."""
 
             def one(item: Any, step: Any) -> Any:
                 first, last = read(item, FROM, TO)
@@ -351,7 +361,9 @@ def _launch(
                 return lax.rem(step + at - first, jnp.int32(stages))
 
             def softmax(x: jax.Array, at: Any, total: jax.Array, largest: jax.Array, weight: jax.Array) -> Any:
-                """Scores of the block, and the sums before it: (sums, weights of the block, largest score, weight)."""
+                """Return (sums, weights of the block, largest score, weight) from the scores of a block and the sums
+                before it.
+                """
                 slot = plgpu.broadcasted_iota(jnp.int32, (M, block), 1, layout=WGMMA)
                 x = mask(x, lax.div(at, of_page) < inner_from, lambda: slot >= across(start - at * block, block))
                 x = mask(x, lax.div(at, of_page) >= inner_to, lambda: slot < across(end - at * block, block))
@@ -364,7 +376,7 @@ def _launch(
                 plgpu.wgmma(acc, own_q, k_smem.at[stage(at)].T)
 
             def multiply_values(acc: Any, at: Any, total: jax.Array, p: jax.Array) -> None:
-                if interpret:  # it multiplies what lies in shared memory only, and starts from 0
+                if interpret:  # the interpreter multiplies only from shared memory, and starts from 0
                     p_smem[warpgroup] = p
                     plgpu.commit_smem()
                     plgpu.wgmma(acc, p_smem.at[warpgroup], v_smem.at[stage(at)])
@@ -372,8 +384,8 @@ def _launch(
                     acc[...] = total
                     plgpu.wgmma(acc, p, v_smem.at[stage(at)])
 
-            def sums(acc: Any, at: Any, total: jax.Array, behind: int) -> jax.Array:
-                x = plgpu.wgmma_accumulator_load(acc, wait_n=behind)
+            def sums(acc: Any, at: Any, total: jax.Array, pending: int) -> jax.Array:
+                x = plgpu.wgmma_accumulator_load(acc, wait_n=pending)
                 plgpu.barrier_arrive(v_free.at[stage(at)])
                 return total + x if interpret else x
 
@@ -422,7 +434,7 @@ def _launch(
                 return sums(acc, last - 1, total, 0)
 
             total = pl.run_scoped(last_values, ACC((M, D)))
-            empty = start >= end  # such a row has seen what its neighbours see whole
+            empty = start >= end  # such a row has seen all that its neighbors see
             # Read again, as registers are scarce in the loop.
             head, box0, boxes, partial, direct = read(item, HEAD, BOX0, BOXES, PARTIAL, DIRECT)
             boxes = boxes - warpgroup * EIGHT
@@ -464,7 +476,7 @@ def _launch(
                 return at if lists.tables is None else index_ref[lists.tables + table * lists.pages + at]
 
             def visit(at: Any, current: Any) -> Any:
-                following = page(at + 1)  # one too far in the end; the buffer goes on
+                following = page(at + 1)  # one too many at the end; the buffer has room
                 stage = lax.rem(step + at - first, jnp.int32(stages))
                 slots = pl.ds(current * PAGE + lax.rem(at, of_page) * block, block)
                 filled = step + at - first >= stages
@@ -531,7 +543,9 @@ def _launch(
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
-    """Shared memory that matrix products read and bulk copies fill, of rows that are `width` wide in the device's."""
+    """Return a spec of shared memory that matrix products read and bulk copies fill, for rows that are `width` wide in
+    device memory.
+    """
     swizzle = 128 if width % 64 == 0 else 64
     transforms: Any = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype=dtype, transforms=transforms)

@@ -1,8 +1,7 @@
-"""The results of a step's rows, from what `mosaic_gpu` gives for its items: one Mosaic GPU kernel.
+"""Mosaic GPU kernel that merges the results of `mosaic_gpu`'s items into the results of a step's rows.
 
-Where a row's heads come from one item each, the item has written them to their place if its rows follow each other in
-the step, or they are copied from among the packed rows. Partials of the others are summed, relative to their largest
-score.
+If one item gives all results of a row's head, it has written them to their place (if its rows follow each other in the
+step), or they are copied from the packed rows. Partials of the other rows are summed, relative to their largest score.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vlcache_jax.pallas_kernels.attention.work import Work
 
 WIDTH = 128  # of packed rows and of partials: one number for each thread of a program
-LOADS = 16  # of rows of partials, at once
+LOADS = 16  # rows of partials that are loaded at once
 ENOUGH = 4096  # programs that keep a device busy
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -28,16 +27,16 @@ def merge(
     work: Work,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """Results of the rows of a step.
+    """Return the results of the rows of a step.
 
     Args:
-      out: [N, H, 128], with the results of items that have written them to their place.
-      packed: [R, H, 128], results of the others.
-      partials: float32 [rows, 128], [rows], [rows], of items: weighted sums of values, largest scores as exponents of
-        2, and sums of weights relative to them, 0 for a row that sees nothing.
+      out: `[N, H, 128]`, with the results that items have written to their place.
+      packed: `[R, H, 128]`, results of the other items.
+      partials: float32 `[rows, 128]`, `[rows]`, `[rows]` of items: weighted sums of values, largest scores as exponents
+        of 2, and sums of weights relative to them, 0 for a row that sees nothing.
 
     Returns:
-      [N, H, 128]; rows that see nothing are 0.
+      `[N, H, 128]`; rows that see nothing are 0.
     """
     cut = work.config
     N, heads, group, box = cut.rows, cut.heads, cut.group, cut.box
@@ -87,7 +86,7 @@ def merge(
 
             def more(i: Any, states: Any) -> Any:
                 at = [begin + i * ahead + j for j in range(ahead)]
-                # What is one too many is the last one again, and weighs nothing.
+                # An index beyond the last one repeats the last, with weight 0.
                 boxes = [index[first["merge"] + lax.min(x, stop - 1)] for x in at]
                 sources = [[source + g * box for g in range(group)] for source in boxes]
                 values = [[plgpu.load(total_ref.at[x], layout=of_head, optimized=False) for x in xs] for xs in sources]

@@ -1,12 +1,12 @@
 """Attention as a Mosaic GPU kernel for every NVIDIA GPU since Ampere, driven by the list of items of `mosaic_gpu`.
 
-A program has one warpgroup, which loads and computes: of its four warps each multiplies 16 of the 64 packed rows
-(`fragments`), so that a row's scores, weights and sums stay in one warp's registers. Queries and results come and go
-without shared memory. Keys and values pass through a ring of a few blocks of 64 slots (`ring`), in turn: so few that
-two programs have room on a multiprocessor, and one computes weights while the other multiplies. A pool is seen as
-[S, K * D], of which a block has a head's columns.
+A program has one warpgroup, which loads and computes. Each of its four warps multiplies 16 of the 64 packed rows
+(`fragments`), so a row's scores, weights and sums stay in one warp's registers. Queries and results do not pass through
+shared memory. Keys and values alternate in a ring of a few blocks of 64 slots (`ring`). The ring is small enough that
+two programs fit on a multiprocessor: one computes weights while the other multiplies. The pool is viewed as [S, K * D];
+a block holds a head's columns.
 
-Masks, running softmax, empty rows, partials: as in `mosaic_gpu`.
+Masks, running softmax, empty rows and partials are as in `mosaic_gpu`.
 """
 
 import dataclasses
@@ -52,19 +52,19 @@ from vlcache_jax.pallas_kernels.ring import Ring
 BLOCK = 64  # slots that are loaded and multiplied at once
 OF_PAGE = PAGE // BLOCK
 TOGETHER = 2  # programs on a multiprocessor: their registers leave no room for more
-PLACES = 4  # of the ring at most: more hide nothing more
+PLACES = 4  # maximum places of the ring: more do not hide more latency
 LOWEST = float(jnp.finfo(jnp.float32).min)  # as in `mosaic_gpu`
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMmaConfig:
-    """How the kernel works on items.
+    """Parameters of the portable attention kernel.
 
     Attributes:
-      places: of the ring.
-      swizzle: bytes in which columns of shared memory are swizzled: 32 are 16 columns, those of one product.
-      bulk: copies are TMA's.
-      programs: that share the items.
+      places: Places of the ring.
+      swizzle: Bytes in which columns of shared memory are swizzled: 32 are 16 columns, those of one product.
+      bulk: TMA copies; otherwise threads do.
+      programs: Number of programs that share the items.
     """
 
     places: int
@@ -74,17 +74,17 @@ class AttentionMmaConfig:
 
 
 def default_config(width: int, chip: Chip | None = None, programs: int | None = None) -> AttentionMmaConfig:
-    """As many places as let two programs run on a multiprocessor.
+    """Return as many places as let two programs run on a multiprocessor.
 
     Args:
       width: D, a multiple of 16.
-      chip: None is the one at hand.
+      chip: None is the chip in use.
       programs: None is as many as run at once.
     """
     chip = chip or chip_at_hand()
-    room = chip.shared_memory // TOGETHER - RESERVED - (RESERVED if chip.has_bulk_copies else 0)  # of barriers
+    room = chip.shared_memory // TOGETHER - RESERVED - (RESERVED if chip.has_bulk_copies else 0)  # for barriers
     places = min(PLACES, room // (2 * BLOCK * width))
-    # TMA moves wide rows faster; threads' copies, 16 bytes each, do not care.
+    # TMA moves wide rows faster; copies by threads, 16 bytes each, do not depend on it.
     swizzles = (128, 64, 32) if chip.has_bulk_copies else (32,)
     swizzle = next(size for size in swizzles if 2 * width % size == 0)
     return AttentionMmaConfig(places, swizzle, chip.has_bulk_copies, programs or TOGETHER * chip.multiprocessors)
@@ -102,8 +102,10 @@ def work_config(
     shared: bool = True,
     programs: int | None = None,
 ) -> WorkConfig:
-    """How work is to be cut for `paged_attention`. Arguments as of `mosaic_gpu.work_config`; rows that decode are cut
-    like others."""
+    """Return how to cut work for `paged_attention`, with the arguments of `mosaic_gpu.work_config`.
+
+    Decoding rows are cut like others.
+    """
     group = part_of_group(heads // kv_heads, EIGHT, rows)
     programs = programs or default_config(_whole(width)).programs
     return WorkConfig(
@@ -122,11 +124,11 @@ def work_config(
 
 
 def check(q: jax.Array) -> None:
-    """Raises NotImplementedError, with the reason, for a case that the kernel does not do."""
+    """Raise NotImplementedError, with the reason, for a case that the kernel does not support."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic_gpu_mma multiplies bfloat16 and float16, got q in {q.dtype}")
     if q.shape[2] > WIDTH:
-        raise NotImplementedError(f"mosaic_gpu_mma does head widths up to {WIDTH}, got {q.shape[2]}")
+        raise NotImplementedError(f"mosaic_gpu_mma supports head widths up to {WIDTH}, got {q.shape[2]}")
 
 
 # Inner jits: a program that calls the same case for each of its layers compiles one kernel.
@@ -143,8 +145,10 @@ def paged_attention(
     config: AttentionMmaConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Attention over pages. Arguments, result and errors as of `mosaic_gpu.paged_attention`; work is that of this
-    `work_config`, and the pool is copied only if D is no multiple of 16."""
+    """Compute attention over pages, with the arguments, result and errors of `mosaic_gpu.paged_attention`.
+
+    `work` is made with this module's `work_config`. The pool is copied only if D is no multiple of 16.
+    """
     check_cut(work.config, q, k, packed=packed, tiles=(EIGHT,))
     cut, N, D = work.config, work.config.rows, q.shape[2]
     q, k, v = (_padded(x) for x in (q, k, v))
@@ -169,10 +173,10 @@ def attention(
     config: AttentionMmaConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.attention`, for arguments that it and `check` have checked.
+    """Implement `vlcache_jax.pallas_kernels.attention` for arguments that it and `check` have checked.
 
     Args:
-      config, interpret: as in `paged_attention`.
+      config, interpret: As in `paged_attention`.
     """
     N, H, D = q.shape
     S, K, _ = k.shape
@@ -186,7 +190,7 @@ def attention(
 
 
 def _whole(width: int) -> int:
-    """A head's width, in whole products."""
+    """Return a head's width, rounded up to a multiple of a product's depth."""
     return -(-width // DEPTH) * DEPTH
 
 
@@ -206,18 +210,19 @@ def _launch(
     config: AttentionMmaConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
-    """Does the items.
+    """Launch the kernel over the items.
 
     Args:
-      q: [R, H, D], packed.
+      q: `[R, H, D]`, packed.
       buffer: int32, with the lists.
-      seen: [2, ...], first slot and one past the last of every row of the boxes.
-      sizes: packed rows of results; boxes of partials, and rows of results that items write to their place: of both
-        there may be none.
+      seen: `[2, ...]`, first slot and one past the last of every row of the boxes.
+      sizes: Packed rows of results, boxes of partials, and rows of results that items write to their place; the last
+        two may be 0.
 
     Returns:
-      results [rows, H, WIDTH] (or D, where there are no partials); if there are partials their float32 sums
-      [rows, WIDTH], largest scores and weights [rows]; and if there are such, results in their place [rows, H, WIDTH].
+      Results `[rows, H, WIDTH]` (or D, if there are no partials); if there are partials, their float32 sums
+      `[rows, WIDTH]`, largest scores and weights `[rows]`; if items write results to their place, these results
+      `[rows, H, WIDTH]`.
     """
     (R, H, D), dtype, group = q.shape, q.dtype, lists.group
     packed_rows, partial_boxes, direct_rows = sizes
@@ -226,7 +231,7 @@ def _launch(
     interpreted = interpret is not None
     to_exponent = scale * math.log2(math.e)
     acc, row_layout = sums(dtype), sums(dtype).reduce(1)
-    columns = config.swizzle // 2  # that lie together in shared memory
+    columns = config.swizzle // 2  # columns that lie together in shared memory
     ring = Ring(config.places, 1, bulk=config.bulk)
 
     def across(x: jax.Array, count: int) -> jax.Array:
@@ -249,7 +254,7 @@ def _launch(
             first_block, blocks = first * OF_PAGE, (last - first) * OF_PAGE
             kv_columns = pl.ds(lax.div(head, per_head) * D, D)
 
-            def page(block: Any) -> Any:  # of the item's blocks, or of the last one
+            def page(block: Any) -> Any:  # a page of the item, or its last one
                 at = lax.min(first + lax.div(block, jnp.int32(OF_PAGE)), last - 1)
                 return at if lists.tables is None else index_ref[lists.tables + table * lists.pages + at]
 
@@ -257,8 +262,8 @@ def _launch(
                 slots = pl.ds(own * PAGE + lax.rem(block, jnp.int32(OF_PAGE)) * BLOCK, BLOCK)
                 return lambda place, copy: copy(ref.at[slots, kv_columns], blocks_smem.at[place])
 
-            # Blocks of keys have even numbers, those of values odd ones. While a block's keys are multiplied, the
-            # load `places - 1` behind them begins, while its values are, the next one.
+            # Blocks of keys have even numbers, blocks of values odd ones. While a block's keys are multiplied, the load
+            # `places - 1` after them begins; while its values are, the next one.
             ahead = [(config.places - 1 + i) // 2 for i in range(2)]
             sources = [(k_ref, v_ref)[(config.places - 1 + i) % 2] for i in range(2)]
             ring.start(
@@ -287,7 +292,7 @@ def _launch(
 
             def visit(block: Any, state: Any) -> Any:
                 total, largest, weight, pages = state
-                following = [page(block + 1 + i) for i in ahead]  # needed in the next turn
+                following = [page(block + 1 + i) for i in ahead]  # needed in the next iteration
                 x = keys(ring.step(2 * block, 2 * blocks, fetch(sources[0], block + ahead[0], pages[0])))
                 slot = plgpu.broadcasted_iota(jnp.int32, (M, BLOCK), 1, layout=acc)
                 at = first + lax.div(block, jnp.int32(OF_PAGE))
@@ -313,7 +318,7 @@ def _launch(
                 [page(i) for i in ahead],
             )
             total, largest, weight, _ = lax.fori_loop(0, blocks, visit, state)
-            empty = start >= end  # such a row has seen what its neighbours see whole
+            empty = start >= end  # such a row has seen all that its neighbors see
             # Read again, as registers are scarce in the loop.
             head, box0, boxes, partial, direct = read(item, HEAD, BOX0, BOXES, PARTIAL, DIRECT)
 

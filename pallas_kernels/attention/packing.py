@@ -32,15 +32,15 @@ from vlcache_jax.pallas_kernels.attention.work import (
     eights,
 )
 
-# What a program spends, in whole blocks: on an item besides its blocks, likewise on a partial, and more on a block with
-# a masked side.
+# Costs of a program, in full blocks: for an item in addition to its blocks, for a partial, and extra for a block with a
+# masked side.
 ITEM, MASK = 0.36, 0.12
 
 Numbers = npt.NDArray[np.int64]
 
 
 class ItemTiles(NamedTuple):
-    """Items before they are shared out, [d] each; `partial`: of rows that other items visit, too."""
+    """Items before they are distributed, `[d]` each. `partial` marks those of rows that other items visit, too."""
 
     octet: Numbers
     octets: Numbers
@@ -53,7 +53,7 @@ class ItemTiles(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Items: of which tile and head, which pages, whether the tile was cut for it, in which program; [i] each."""
+    """Items, `[i]` each: tile and head, pages, whether the tile was cut for the item, and program."""
 
     tile: Numbers
     head: Numbers
@@ -64,19 +64,21 @@ class Pieces(NamedTuple):
 
 
 def stable_order(numbers: Numbers, below: int) -> Numbers:
-    """The order of integers from 0 to `below`, equal ones as they stand. Small types are sorted by their digits."""
+    """Return the stable sorting order of integers from 0 to `below`. Small dtypes use a radix sort."""
     return (numbers.astype(np.uint16) if below <= 1 << 16 else numbers).argsort(kind="stable")
 
 
 def share_out(tiles: ItemTiles, config: WorkConfig, limit: int) -> Pieces:
-    """Deals tiles, times heads, to the programs; cuts what cannot be dealt whole, no tile into more than `limit`."""
-    # What each tile costs, in pages.
+    """Distribute tiles, times heads, over the programs. Tiles are cut only if necessary, none into more than
+    `limit`.
+    """
+    # Cost of each tile, in pages.
     pages = tiles.last - tiles.first
-    inner = np.minimum(np.maximum(tiles.inner_to - tiles.first, 0), pages)  # in front of those whose ends are masked
+    inner = np.minimum(np.maximum(tiles.inner_to - tiles.first, 0), pages)  # pages before those whose ends are masked
     masked = np.minimum(np.maximum(tiles.inner_from - tiles.first, 0), pages)
     fixed = ITEM * (1 + tiles.partial) + MASK * masked
     cost = fixed + inner + (1 + MASK) * (pages - inner)
-    # Every tile comes once a head, the dearest first.
+    # Every tile comes once per head, the most expensive first.
     order = (-cost if config.programs > 1 else -tiles.octets).argsort(kind="stable")
     tile = order.repeat(config.heads)
     head = np.arange(len(tile)) % config.heads
@@ -89,20 +91,21 @@ def share_out(tiles: ItemTiles, config: WorkConfig, limit: int) -> Pieces:
     program = np.empty(len(tile), np.int64)
     load = np.zeros(programs)
     loads = [load]
-    for dealt in range(0, len(tile), programs):  # the longest of these to the program that has least
+    # The most expensive of these goes to the program with the smallest load.
+    for dealt in range(0, len(tile), programs):
         mine = costs[dealt : dealt + programs]
         free = load.argsort(kind="stable")[: len(mine)]
         load = load.copy()
         load[free] += mine
         program[dealt : dealt + programs] = free
         loads.append(load)
-    # Even enough: nothing is cut.
+    # Balanced enough: nothing is cut.
     mean = costs.sum() / programs
     dealt_whole = Pieces(tile, head, tiles.first[tile], tiles.last[tile], np.zeros(len(tile), bool), program)
     if load.max() - mean <= max(1.0, 0.015 * mean):
         return dealt_whole
 
-    # Whole rounds stay as long as nobody has more than its share; what is left is cut along one line of pages.
+    # Full rounds stay while no program exceeds its share; the rest is cut along one line of pages.
     share = max(mean, costs[0] / max(limit - 1, 1) + 2 * ITEM)
     rounds = bisect.bisect_right(loads, share, key=np.ndarray.max) - 1  # loads grow from round to round
     dealt = min(rounds * programs, len(tile))
@@ -111,10 +114,10 @@ def share_out(tiles: ItemTiles, config: WorkConfig, limit: int) -> Pieces:
     by_room = loads[rounds].argsort(kind="stable")
     rest = tile[dealt:]
     length = pages[rest]
-    begin = np.zeros(len(rest) + 1, np.int64)  # of each on the line of all their pages
+    begin = np.zeros(len(rest) + 1, np.int64)  # where each begins on the line of all their pages
     length.cumsum(out=begin[1:])
     cuts = _cuts(begin, costs[dealt:], rest, fixed, inner, loads[rounds][by_room], share)
-    # Items begin where a tile does and where a program's share does.
+    # Items begin where a tile and where a program's share begins.
     points = np.concatenate([begin, cuts])  # where an item begins, and the end of the line
     points.sort()
     new = np.empty(len(points), bool)
@@ -123,7 +126,7 @@ def share_out(tiles: ItemTiles, config: WorkConfig, limit: int) -> Pieces:
     points = points[new]
     points, stops = points[:-1], points[1:]
     item = begin.searchsorted(points, side="right") - 1
-    # Each of them as a piece, behind those that were dealt whole.
+    # Each of them is a piece, after those that were distributed uncut.
     size, whole_size = stops - points, length[item]
     first = dealt_whole.first[dealt:][item] + points - begin[item]
     cut = Pieces(
@@ -138,7 +141,7 @@ def share_out(tiles: ItemTiles, config: WorkConfig, limit: int) -> Pieces:
         cut = Pieces(*(np.concatenate([before[:dealt], after]) for before, after in zip(dealt_whole, cut, strict=True)))
     if np.bincount(item).max() > limit:
         return dealt_whole
-    # As `cost` counts what is whole: a page that is masked on both sides counts as masked twice.
+    # The same cost as in `cost`: a page that is masked on both sides counts as masked twice.
     length = cut.last - cut.first
     masked = np.minimum(np.maximum(tiles.inner_from[cut.tile] - cut.first, 0), length)
     masked += np.minimum(np.maximum(cut.last - tiles.inner_to[cut.tile], 0), length)
@@ -147,16 +150,16 @@ def share_out(tiles: ItemTiles, config: WorkConfig, limit: int) -> Pieces:
 
 
 def _cuts(begin: Any, cost: Any, tile: Any, fixed: Any, inner: Any, load: Any, share: float) -> Numbers:
-    """Where the programs' shares of a line of items end, counted in pages [P]; `fixed`, `inner` are of their tiles.
+    """Return where the programs' shares of a line of items end, in pages `[P]`; `fixed`, `inner` are of their tiles.
 
-    A program that begins inside an item pays for an item and a partial again. How many do is known afterwards, so the
-    share, at least `share`, is found in a few turns. What rounding to pages takes from a program, the next one gets.
+    A program that begins inside an item pays for an item and a partial again. How many do is known only afterwards, so
+    the share, at least `share`, is found in a few iterations. Pages that rounding takes from a program go to the next.
     """
     line = [0.0, *cost.cumsum().tolist()]
     start, of_tile, used = begin.tolist(), tile.tolist(), load.tolist()
     ends = list(zip(fixed.tolist(), inner.tolist(), strict=True))
     programs, items = len(used), len(of_tile)
-    share = max(share, 2 * ITEM + 1 + MASK)  # less than a page cannot be shared out
+    share = max(share, 2 * ITEM + 1 + MASK)  # less than a page cannot be distributed
     end, again, masked = line[-1], 2 * ITEM, 1 + MASK
     inside = programs - min(items, programs) / 2
     full = max(share, (end + sum(used) + again * inside) / programs)
@@ -199,18 +202,18 @@ Index = npt.NDArray[np.int32]
 
 
 class Shared(NamedTuple):
-    """The first `pages` pages of these tables are the same."""
+    """Tables whose first `pages` pages are the same."""
 
     tables: Sequence[int]
     pages: int
 
 
 def shared_prefixes(tables: Sequence[Index]) -> list[Shared]:
-    """The prefixes that tables have in common, each once."""
+    """Return the prefixes that tables have in common, each once."""
     found: list[Shared] = []
 
     def split(members: Iterable[int], done: int) -> None:
-        """These share their first `done` pages."""
+        """Split members that share their first `done` pages."""
         next_page: dict[int, list[int]] = {}
         for i in members:
             if len(tables[i]) > done:
@@ -238,22 +241,23 @@ def make_work(
     least: npt.ArrayLike | None = None,
     shared: Sequence[Shared] = (),
 ) -> Work:
-    """Cuts the work of a step's attention.
+    """Cut the work of a step's attention.
 
     Args:
-      table: which table each row sees through, [n]; n is at most `config.rows`, and further rows see nothing.
-      start, end: the logical slots start <= s < end that it sees, [n].
-      tables: of each request, the pool's page of each of its logical pages.
-      least: what `end` is at least where the device decides, [n]; None is `end`.
-      shared: prefixes that several tables have in common, each once; a table may be in several, of which the longer
-        ones have no other tables. Rows that see them whole visit them together, where `config` allows it, that saves
-        time, and there is room for their partials.
+      table: The table of each row, `[n]`; n is at most `config.rows`, and further rows see nothing.
+      start, end: The logical slots start <= s < end that each row sees, `[n]`.
+      tables: The pool's page of each logical page, for each request.
+      config: How the work is cut, from `work_config`.
+      least: Lower bound of `end` if the device decides `end`, `[n]`; None is `end`.
+      shared: Prefixes that several tables have in common, each once. A table may be in several; a longer prefix has no
+        tables that the shorter ones lack. Rows that see a whole prefix visit it together if `config` allows it, it
+        saves time, and there is room for their partials.
 
     Returns:
-      The work list; it is never changed later, as a device may read it at any time.
+      The work list. It never changes, because a device may read it at any time.
 
     Raises:
-      ValueError: an argument is wrong; the message names it.
+      ValueError: An argument is wrong; the message names it.
     """
     table, start, end = (np.asarray(x, np.int64) for x in (table, start, end))
     least = end if least is None else np.minimum(np.asarray(least, np.int64), end)
@@ -268,13 +272,14 @@ def make_work(
     rows = _Rows(live, table[live], start[live], end[live], least[live])
     groups = _worthwhile(rows, parts.tables, lengths, shared, config)
     cuts = (_cut(rows, groups[:count], config) for count in range(len(groups), -1, -1))
-    cut = next(cut for cut in cuts if cut is not None)  # the longest prefixes are given up first; with none, all fits
+    # The longest prefixes are dropped first; without prefixes, everything fits.
+    cut = next(cut for cut in cuts if cut is not None)
     _write(parts, rows, *cut, config)
     return work
 
 
 class _Rows(NamedTuple):
-    """Rows that see something: [n] each."""
+    """Rows that see something, `[n]` each."""
 
     row: Numbers
     table: Numbers
@@ -284,7 +289,7 @@ class _Rows(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Rows (as indices into `_Rows`) that visit the pages from `first` to `last` of a shared prefix together."""
+    """Rows (indices into `_Rows`) that together visit the pages from `first` to `last` of a shared prefix."""
 
     rows: Numbers
     table: int
@@ -300,16 +305,18 @@ def _check(table: Any, start: Any, end: Any, lengths: Any, config: WorkConfig) -
             raise ValueError(f"{name} must have the shape of table, {table.shape}, got {x.shape}")
     if len(lengths) > config.requests or max(lengths, default=0) > config.pages:
         raise ValueError(
-            f"tables must be at most {config.requests} of at most {config.pages} pages, got {len(lengths)} of up to "
-            f"{max(lengths, default=0)}"
+            f"tables must be at most {config.requests} block tables of at most {config.pages} pages, "
+            f"got {len(lengths)} of up to {max(lengths, default=0)}"
         )
     if len(table) and (table.min() < 0 or table.max() >= len(lengths)):
-        raise ValueError(f"table must name one of {len(lengths)} tables, got {table.min()} to {table.max()}")
+        raise ValueError(
+            f"table must be indices below {len(lengths)}, the number of tables, got {table.min()} to {table.max()}"
+        )
     wrong = (start < 0) | (end > PAGE * lengths[table] if len(lengths) else False)
     if wrong.any() and (wrong := wrong & (start < end)).any():
         row = int(np.argmax(wrong))
         raise ValueError(
-            f"start and end must lie within the {lengths[table[row]]} pages of the row's table, got {start[row]} and "
+            f"start and end must be within the {lengths[table[row]]} pages of the block table, got {start[row]} and "
             f"{end[row]} for row {row}"
         )
 
@@ -317,7 +324,7 @@ def _check(table: Any, start: Any, end: Any, lengths: Any, config: WorkConfig) -
 def _worthwhile(
     rows: _Rows, tables: Index, lengths: Numbers, shared: Sequence[Shared], config: WorkConfig
 ) -> tuple[_Group, ...]:
-    """The groups of rows whose visiting a prefix together saves more blocks than its partials cost."""
+    """Return the groups of rows that save more blocks by visiting a prefix together than their partials cost."""
     groups: list[_Group] = []
     if not shared or not config.shared:
         return ()
@@ -326,11 +333,15 @@ def _worthwhile(
     for members, pages in sorted(shared, key=lambda prefix: prefix.pages):
         ids = np.asarray(members, np.int64)
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= len(lengths):
-            raise ValueError(f"shared must name some of {len(lengths)} tables, got {list(members)}")
+            raise ValueError(
+                f"shared must list indices below {len(lengths)}, the number of tables, got {list(members)}"
+            )
         first = int(done[ids[0]])
         same = lengths[ids].min() >= pages and (tables[ids, :pages] == tables[ids[0], :pages]).all()
         if not same or (done[ids] != first).any():
-            raise ValueError(f"shared must have tables with the same first {pages} pages, nested, got {list(members)}")
+            raise ValueError(
+                f"shared must list nested groups of tables with the same first {pages} pages, got {list(members)}"
+            )
         whole = (rows.start <= 0) & (rows.least >= pages * PAGE)
         is_member = np.zeros(len(lengths), bool)
         is_member[ids] = True
@@ -344,12 +355,12 @@ def _worthwhile(
 
 
 def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[ItemTiles, Numbers, Pieces] | None:
-    """Tiles, the place of each row in its own octet and in those of each group [1 + groups, n] (-1: none), and items.
+    """Return tiles, the place of each row in its own octet and in those of each group, and items.
 
-    None if the lengths of the configuration cannot hold it.
+    Places are `[1 + groups, n]`, -1 for none. The result is None if the lengths of the configuration are too small.
     """
     count, box = len(rows.row), config.box
-    # Which groups each row is in; `tail` is where the pages of its own begin.
+    # The groups of each row; `tail` is where its own pages begin.
     tail, level = np.zeros(count, np.int64), np.zeros(count, np.int64)
     chain = np.zeros((len(groups), count), np.int64)  # the groups of each row, the one with the shortest prefix first
     for number, group in enumerate(groups, 1):
@@ -357,13 +368,13 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[I
         tail[group.rows] = group.last
         level[group.rows] += 1
     levels = int(level.max(initial=0))
-    # Rows that agree in their table and groups lie together, by where they end.
+    # Rows with the same table and groups lie together, ordered by their ends.
     apart = np.concatenate([rows.table[None], chain[:levels][::-1]])  # rows of an octet agree in these
     order = np.lexsort((rows.end, *apart))
     table, start, end, least = (x[order] for x in rows[1:])
     tail, apart = tail[order], apart[:, order]
 
-    # Runs of such rows, each in octets of its own, and the place of each row in these.
+    # Runs of such rows, each in its own octets, and the place of each row in them.
     new = np.ones(count, bool)
     new[1:] = (apart[:, 1:] != apart[:, :-1]).any(0)
     first_row = new.nonzero()[0]
@@ -375,13 +386,13 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[I
     place = np.full((1 + len(groups), count), -1)
     place[0, order] = (first_octet[run_of] + within // box) * box + within % box if count else 0
 
-    # A group sees its prefix through the octets of its rows, or, where these lie far apart, through a dense copy.
+    # A group visits its prefix through the octets of its rows or, if these lie far apart, through a dense copy.
     used, apart_octets = int(octets.sum()), len(octets)
     spans: list[tuple[int, ...]] = []
     for number, group in enumerate(groups, 1):
         mine, dense = place[0, group.rows] // box, _up(len(group.rows), box)
         begin, stop = int(mine.min()), int(mine.max()) + 1
-        if box > 1 and 2 * dense <= stop - begin:  # packed densely they fill half the octets
+        if box > 1 and 2 * dense <= stop - begin:  # packed densely they fill at most half the octets
             begin, stop = used, used + dense
             place[number, group.rows] = begin * box + np.arange(len(group.rows))
             used = stop
@@ -393,7 +404,7 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[I
         begins, lengths, *of_groups = np.array(spans).T
         octets, first_octet = np.concatenate([octets, lengths]), np.concatenate([first_octet, begins])
 
-    # Octets are stacked to tiles; those of the groups, which come last, see whole prefixes.
+    # Octets are stacked into tiles; those of the groups, which come last, see the full prefix.
     run, offset, height = _tile_starts(octets, config)
     octet = first_octet[run] + offset
     if groups:
@@ -402,7 +413,7 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[I
         visits = [column[together] for column in of_groups]
         shared = [octet[own:], height[own:], *visits, 0 * together, 0 * together + FAR, together >= 0]
         run, offset, octet, height = (x[:own] for x in (run, offset, octet, height))
-    # Of each other tile the pages that any of its rows sees, and those that all see whole.
+    # For each other tile: the pages that any of its rows sees, and those that all rows see fully.
     at = first_row[run] + offset * box
     pages = (
         (np.minimum, np.maximum(start // PAGE, tail)),
@@ -417,7 +428,7 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[I
     if not kept.all():
         tiles = [x[kept] for x in tiles]
     merged = ItemTiles(*([np.concatenate(columns) for columns in zip(tiles, shared, strict=True)] if groups else tiles))
-    # If the static lengths do not hold it, the caller gives a group up.
+    # If the static lengths are too small, the caller drops a group.
     if used > config.octets or len(merged.octet) > config.tiles or (config.programs > 1 and levels >= config.pieces):
         return None
     pieces = share_out(merged, config, config.pieces // (1 + levels))
@@ -431,9 +442,9 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[I
 
 
 def _tile_starts(octets: Numbers, config: WorkConfig) -> tuple[Any, Any, Any]:
-    """Cuts runs of octets into tiles: of which run each is, its first octet in it, and how many octets it has.
+    """Cut runs of octets into tiles; return the run of each tile, its first octet in the run, and its number of octets.
 
-    What is left of a run is one more large tile if it fills most of it, else small ones.
+    The rest of a run is one more large tile if it fills most of it, otherwise small tiles.
     """
     per, small = config.tile // config.group, config.small // config.group
     if small == per:
@@ -453,16 +464,16 @@ def _tile_starts(octets: Numbers, config: WorkConfig) -> tuple[Any, Any, Any]:
 
 
 def _write(parts: WorkParts, rows: _Rows, tiles: ItemTiles, place: Numbers, pieces: Pieces, config: WorkConfig) -> None:
-    """Fills in what is not filled in yet."""
+    """Fill in the remaining parts of a work list."""
     box, group, heads = config.box, config.group, config.heads
-    # Which row each place in the octets has.
+    # The row at each place in the octets.
     parts.rows[:] = config.rows
     parts.rows[place[0]] = rows.row
     for places in place[1:]:
         packed = places >= 0
         parts.rows[places[packed]] = rows.row[packed]
 
-    # The items, program by program; those whose result is not final get room for partials.
+    # The items, program by program; items whose result is not final get room for partials.
     order = stable_order(pieces.program, config.programs)
     tile, head, first, last, is_cut = (column[order] for column in pieces[:5])
     is_partial = (tiles.partial[tile] | is_cut) & (config.programs > 1)
@@ -483,14 +494,14 @@ def _write(parts: WorkParts, rows: _Rows, tiles: ItemTiles, place: Numbers, piec
         of_tiles[:, DIRECT] = first_row
     of_tiles.take(tile, 0, items, "clip")
     items[:, HEAD], items[:, FROM], items[:, TO], items[:, PARTIAL] = head, first, last, partial
-    # Where each program's items begin. One program makes no partials.
+    # Where each program's items begin. A single program makes no partials.
     np.bincount(pieces.program, minlength=config.programs).cumsum(out=parts.ctas[1:])
     if config.programs == 1:
         return
     cut = is_partial.nonzero()[0]
     items[cut, DIRECT] = -1
 
-    # Which rows the items of each octet give: the row at its place, and which of its own rows have partials.
+    # The rows that the items of each octet give: the row at its place, and which of its own rows have partials.
     size = octets[cut]
     index = np.arange(size.sum()) - (size.cumsum() - size).repeat(size)  # of an octet in its item
     row = parts.rows.reshape(-1, box)[tiles.octet[tile[cut]].repeat(size) + index]
@@ -502,7 +513,7 @@ def _write(parts: WorkParts, rows: _Rows, tiles: ItemTiles, place: Numbers, piec
     at = (partial[cut] * box).repeat(size) + index * (group * box)
     parts.merge[: len(here)] = (at.astype(np.int32)[:, None] + np.arange(box, dtype=np.int32)).ravel()[here]
     np.bincount(target, minlength=config.rows * heads).cumsum(out=parts.merge_first[1:])
-    # From where each row's result is read, but for rows that items write directly.
+    # Where each row's result is read, except for rows that items write directly.
     parts.unpack[:] = config.octets * box
     parts.unpack[rows.row] = place[0]
     direct = (first_row >= 0).nonzero()[0]
@@ -512,9 +523,10 @@ def _write(parts: WorkParts, rows: _Rows, tiles: ItemTiles, place: Numbers, piec
 
 
 def _first_rows(rows: Index, tiles: ItemTiles, config: WorkConfig) -> Numbers:
-    """The first row of each tile whose rows follow each other in the step, and no other items visit; -1 of others.
+    """Return the first row of each tile whose rows follow each other in the step and that no other items visit, else
+    -1.
 
-    It is a multiple of `box`, as bulk copies ask.
+    The row is a multiple of `box`, as bulk copies require.
     """
     begin = tiles.octet * config.box
     last = begin + tiles.octets * config.box - 1
@@ -528,5 +540,5 @@ def _first_rows(rows: Index, tiles: ItemTiles, config: WorkConfig) -> Numbers:
 
 
 def _up(x: Any, unit: int) -> Any:
-    """How many units hold x."""
+    """Return the number of units that hold x."""
     return -(-x // unit)

@@ -33,11 +33,11 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, largest score
 
 
 def tile_rows(n: int, group: int) -> int:
-    """Rows of a tile: the more rows share the reading of a block the better, as long as they see the same blocks.
+    """Return the rows of a tile. More rows share the reading of a block, as long as they see the same blocks.
 
-    A handful of rows are requests that decode, and share nothing. Few rows are scattered over long prompts, where a
-    large tile would see far more slots than its rows do. The query heads of a group multiply the same keys together;
-    where there is but one, as in vision towers, more rows fill the product.
+    A handful of rows are requests that decode, and share nothing. Few rows are scattered over long prompts; a large
+    tile would see far more slots than its rows do. The query heads of a group multiply the same keys together. A group
+    of one, as in vision towers, takes more rows to fill the product.
     """
     if n <= 8:
         return 1
@@ -45,18 +45,18 @@ def tile_rows(n: int, group: int) -> int:
 
 
 def block_slots(n: int) -> int:
-    """Slots of a block: longer ones waste more at the ends of intervals, shorter ones more on the loop.
+    """Return the slots of a block: longer ones waste more at the ends of intervals, shorter ones more on the loop.
 
-    Rows that decode, and those of a whole prefill, see blocks that end where they do. Scattered rows do not.
+    Decoding rows, and those of a full prefill, see blocks that end where they do. Scattered rows do not.
     """
     return 256 if 8 < n < 1024 else 128
 
 
 def work_config(rows: int, requests: int, pages: int, *, decode: bool, shared: bool) -> WorkConfig:
-    """How paged attention is cut: tiles hold rows of one request, large ones as long as it has many rows left.
+    """Return how paged attention is cut: tiles hold rows of one request, large ones as long as it has many rows left.
 
-    Rows that decode are one to a request; where pages may be shared, the rows that visit them together fill a tile.
-    Sizes that are not needed are not compiled.
+    Requests that decode have one row each. If pages may be shared, the rows that visit them together fill a tile. Sizes
+    that are not needed are not compiled.
     """
     if decode:
         return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows) if shared else 1, small=1, shared=shared)
@@ -65,7 +65,9 @@ def work_config(rows: int, requests: int, pages: int, *, decode: bool, shared: b
 
 
 def _is_scattered(rows: int) -> bool:
-    """Whether few of a tile's rows follow each other: so few are computed mostly where images are linked."""
+    """Return whether few of a tile's rows follow each other. So few rows are mostly those recomputed after linking
+    images.
+    """
     return rows < 1024
 
 
@@ -73,7 +75,7 @@ def _is_scattered(rows: int) -> bool:
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, k_start: jax.Array, k_end: jax.Array, *, scale: float
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.attention`, for arguments that it has checked."""
+    """Implement `vlcache_jax.pallas_kernels.attention` for arguments that it has checked."""
     return _on_each_platform(_attention, scale, q, k, v, k_start, k_end)
 
 
@@ -81,12 +83,12 @@ def attention(
 def paged_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, work: Work, end: jax.Array | None = None, *, scale: float
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.paged_attention`, for arguments that it has checked."""
+    """Implement `vlcache_jax.pallas_kernels.paged_attention` for arguments that it has checked."""
     return _on_each_platform(_paged_attention, scale, q, k, v, work, work.parts().end if end is None else end)
 
 
 def _on_each_platform(function: Callable[..., jax.Array], scale: float, q: jax.Array, *args: Any) -> jax.Array:
-    # Weights of bfloat16 would round once more than values, which a CPU need not: it takes these products in float32.
+    # Weights in bfloat16 are rounded once more. A CPU need not do so: it takes these products in float32.
     wide = functools.partial(function, scale=scale, compute=jnp.float32)
     narrow = functools.partial(function, scale=scale, compute=q.dtype)
     return lax.platform_dependent(q, *args, cpu=wide, default=narrow)
@@ -121,16 +123,16 @@ def _tile(
     *,
     block: int,
 ) -> jax.Array:
-    """Attention of the rows of one tile: q [N, K, G, D], start and end [N] -> [N, K, G, D]."""
+    """Compute attention of the rows of one tile: q `[N, K, G, D]`, start and end `[N]` -> `[N, K, G, D]`."""
     S, K, D = k.shape
     N, _, G, _ = q.shape
     empty = end <= start
     lo = jnp.where(empty, S, start).min()
     hi = jnp.where(empty, 0, end).max()
-    # Empty rows see whatever the tile sees, so that they never cost a mask; their results are dropped at the end.
+    # Empty rows see all that the tile sees, so they never require a mask; their results are dropped at the end.
     start, end = jnp.where(empty, lo, start), jnp.where(empty, hi, end)
     q = q.transpose(1, 2, 0, 3)
-    # Slots that all rows see lie in `count` large blocks, behind `front` blocks that are masked and before others.
+    # Slots that all rows see lie in `count` large blocks, after `front` masked blocks and before others.
     large = min(WHOLE_BLOCK, S)
     front = jnp.maximum(start.max() - lo + block - 1, 0) // block
     count = jnp.maximum(end.min() - lo - front * block, 0) // large
@@ -141,14 +143,14 @@ def _tile(
 
     def partly(j: jax.Array, state: State) -> State:
         at = lo + j * block + jnp.where(j < front, 0, count * large)
-        first = jnp.minimum(at, S - block)  # the last block of the pool reaches back over slots that are done
+        first = jnp.minimum(at, S - block)  # the last block of the pool overlaps slots that are done
         slot = first + jnp.arange(block)
         seen = (slot >= jnp.maximum(start, at)[:, None]) & (slot < end[:, None])
 
         def add(_: jax.Array, state: State) -> State:
             return _add_block(q, *_block(k, v, first, block, compute), seen, state, scale)
 
-        # Loops, not conditions: what a condition holds, a CPU computes in one thread, but for products.
+        # Loops, not conditions: a CPU runs the content of a condition in one thread, except products.
         return lax.fori_loop(0, seen.any().astype(jnp.int32), add, state)
 
     state = lax.fori_loop(0, count, whole, _empty_state((K, G, N), D))
@@ -160,11 +162,11 @@ def _tile(
 def _paged_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, work: Work, end: jax.Array, scale: float, compute: DTypeLike
 ) -> jax.Array:
-    """One item after the other goes on with the sums of its rows, so there are no partials."""
+    """Compute paged attention item by item; each continues the sums of its rows, so there are no partials."""
     N, H, D = q.shape
     K = k.shape[1]
     parts, config = work.parts(), work.config
-    # Few rows see many pages; two at once halve the loop. Decoding rows may see but one.
+    # Few rows see many pages; two at once halve the loop. Decoding rows may see only one.
     span = min(2, config.pages) if config.box > 1 and _is_scattered(config.rows) else 1
     q = q.reshape(N, K, H // K, D)
     start = parts.start
@@ -181,7 +183,7 @@ def _paged_attention(
 
         def visit(i: jax.Array, state: State) -> State:
             page = item[FROM] + i * span
-            # Beyond the last page it is taken again, and none of it seen.
+            # Beyond the last page, that page is taken again, fully masked.
             numbers = [parts.tables[item[TABLE], jnp.minimum(page + j, item[TO] - 1)] for j in range(span)]
             pages = [_block(k, v, number * PAGE, PAGE, compute) for number in numbers]
             keys, values = (jnp.concatenate(blocks) for blocks in zip(*pages, strict=True))
@@ -204,7 +206,7 @@ def _paged_attention(
         return sum_total, sum_largest, sum_weight
 
     def add_row(i: jax.Array, sums: State) -> State:
-        """The same of an item of one row. Masking is cheap there, so that every page is masked."""
+        """Add an item of one row. Masking is cheap there, so every page is masked."""
         item = parts.items[i]
         row = parts.rows[item[BOX0]]
         mine, first, last, total, largest, weight = (
@@ -231,7 +233,8 @@ def _paged_attention(
         sums = lax.fori_loop(0, large, functools.partial(add_item, config.tile), sums)
     add_small = add_row if config.small * config.box == 1 else functools.partial(add_item, config.small)
     total, _, weight = lax.fori_loop(large, parts.ctas[-1], add_small, sums)
-    is_empty = (weight == 0) | (start >= end)[:, None, None]  # an item may have added pages that others see whole
+    # An item may have added pages that only its other rows see.
+    is_empty = (weight == 0) | (start >= end)[:, None, None]
     return jnp.where(is_empty[..., None], 0, total / weight[..., None]).reshape(N, H, D).astype(k.dtype)
 
 
@@ -248,7 +251,7 @@ def _block(k: jax.Array, v: jax.Array, first: jax.Array, size: int, compute: DTy
 def _add_block(
     q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array | None, state: State, scale: float
 ) -> State:
-    """Adds a block of keys and values [B, K, D] to the sums of rows q [K, G, N, D]; `seen` [N, B], None: all."""
+    """Add a block of keys and values `[B, K, D]` to the sums of rows q `[K, G, N, D]`; `seen` `[N, B]`, None: all."""
     scores = _product("kgnd,skd->kgns", q, keys)
     weights, decay, largest = _softmax(scores, seen, state[1], scale)
     total = state[0] * decay[..., None] + _product("kgns,skd->kgnd", weights.astype(values.dtype), values)
@@ -258,7 +261,7 @@ def _add_block(
 def _add_row(
     q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array | None, state: State, scale: float
 ) -> State:
-    """The same for one row, q [H, K * D] as by `_block_diagonal`: plain products over the block as it lies."""
+    """Add a block for one row, q `[H, K * D]` of `_block_diagonal`, by plain products over the block as it lies."""
     keys, values = (x.reshape(len(x), -1) for x in (keys, values))
     weights, decay, largest = _softmax(_product("hc,sc->hs", q, keys), seen, state[1], scale)
     total = state[0] * decay[:, None] + _product("hs,sc->hc", weights.astype(values.dtype), values)
@@ -266,10 +269,10 @@ def _add_row(
 
 
 def _softmax(scores: jax.Array, seen: jax.Array | None, largest: jax.Array, scale: float) -> State:
-    """Weights of a block's scores, what earlier sums decay by, and the new largest score."""
+    """Return weights of a block's scores, the factor by which earlier sums decay, and the new largest score."""
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
-    # As the scale is positive, it can wait: here it shares a pass with the exponential.
+    # The scale is positive, so it can be applied here, in the same pass as the exponential.
     new_largest = jnp.maximum(largest, scores.max(-1))
     return jnp.exp((scores - new_largest[..., None]) * scale), jnp.exp((largest - new_largest) * scale), new_largest
 
@@ -280,9 +283,9 @@ def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _block_diagonal(q: jax.Array) -> jax.Array:
-    """Queries of a row [K, G, D] -> [H, K * D], zero outside their own key-value head.
+    """Return the queries of a row `[K, G, D]` as `[H, K * D]`, zero outside their own key-value head.
 
-    So the heads of a page need not be taken apart: K times the multiplications take half the time.
+    The heads of a page need not be separated: K times the multiplications take half the time.
     """
     K, G, D = q.shape
     own = jnp.eye(K, dtype=bool)[:, None, :, None]
@@ -290,7 +293,7 @@ def _block_diagonal(q: jax.Array) -> jax.Array:
 
 
 def _own_blocks(total: jax.Array, kv_heads: int) -> jax.Array:
-    """[H, K * D] -> [K, G, D], of each head the part of its own key-value head."""
+    """Return `[K, G, D]` of `[H, K * D]`: for each head the part of its own key-value head."""
     H, width = total.shape
     blocks = total.reshape(kv_heads, H // kv_heads, kv_heads, width // kv_heads)
     return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)

@@ -1,4 +1,4 @@
-"""The contracts of grouped products, and of the mixture of experts that is made of them."""
+"""The contracts of grouped products, and of the mixture of experts that uses them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from vlcache_jax.pallas_kernels.quantized_matmul import check_float8
 
 
 def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """Multiplies each row by the matrix of its group, as `jax.lax.ragged_dot` does; in XLA.
+    """Multiply each row by the matrix of its group, as `jax.lax.ragged_dot` does; in XLA.
 
-    Operations follow the rows, and only matrices of groups that have rows are read. (What XLA makes of `ragged_dot` on
-    CPUs and GPUs multiplies every row by every matrix.)
+    The number of operations follows the rows, and only matrices of groups that have rows are read. (XLA compiles
+    `ragged_dot` on CPUs and GPUs so that every row is multiplied by every matrix.)
 
     Args:
-      x: rows sorted by group, [R, K].
-      weights: a matrix of each group, [E, K, N], of the same dtype; or in 8 bits, float8_e4m3fn [E, N, K].
-      sizes: rows of each group, int32 [E]; rows beyond all of them belong to no group.
-      scale: the factors of weights in 8 bits, float32 [E, N, B], see `float8_matmul`.
+      x: Rows sorted by group, `[R, K]`.
+      weights: One matrix for each group, `[E, K, N]`, of the same dtype; or FP8 (float8_e4m3fn), `[E, N, K]`.
+      sizes: Number of rows of each group, int32 `[E]`; rows beyond their sum belong to no group.
+      scale: Factors of FP8 weights, float32 `[E, N, B]`, see `float8_matmul`; None if the weights are not FP8.
 
     Returns:
-      [R, N] in the dtype of `x`; 0 where a row belongs to no group.
+      `[R, N]` in the dtype of `x`; 0 if a row belongs to no group.
 
     Raises:
-      ValueError: shapes or dtypes that do not go together.
+      ValueError: Shapes or dtypes do not match.
     """
     if scale is not None:
         check_float8("weights", weights, scale)
         if x.ndim != 2 or weights.ndim != 3 or weights.shape[2] != x.shape[1]:
-            raise ValueError(f"weights must be [E, N, {x.shape[-1]}] in 8 bits, got {weights.shape}")
+            raise ValueError(f"weights must be [E, N, {x.shape[-1]}] in float8_e4m3fn, got {weights.shape}")
     elif x.ndim != 2 or weights.ndim != 3 or weights.shape[1] != x.shape[1] or x.dtype != weights.dtype:
         raise ValueError(f"weights must be [E, {x.shape[-1]}, N] in {x.dtype}, got {weights.shape} in {weights.dtype}")
     if sizes.shape != weights.shape[:1]:
@@ -53,33 +53,33 @@ def mix_experts(
     first: int | jax.Array = 0,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Sums, over the experts e that each row has chosen, weight * down_e(silu(gate_e x) * up_e x).
+    """Sum weight * down_e(silu(gate_e x) * up_e x) over the experts e that each row has chosen.
 
-    Operations follow the choices, and only matrices of experts that somebody has chosen are read. As the library does,
-    products are rounded to the dtype of `x` and added in float32, always in the same order.
+    The number of operations follows the choices, and only matrices of chosen experts are read. As in the transformers
+    library, products are rounded to the dtype of `x` and added in float32, always in the same order.
 
-    Experts may be spread over devices, each of which holds some that follow each other: what other experts give is left
-    out here, and the sum over the devices, in float32, is the whole.
+    Experts may be distributed over devices, each of which holds consecutive ones. Each device leaves out the results of
+    other experts; the float32 sum over the devices is the full result.
 
-    Letters: N rows, `k` choices of each, E experts at hand, M width, F width of an expert.
+    Letters: N rows, `k` choices of each, E experts on this device, M width, F width of an expert.
 
     Args:
-      x: [N, M].
-      weight: of each choice, [N, k], in the dtype of `x`.
-      expert: chosen, int32 [N, k]; a choice outside of those at hand adds nothing, whatever row and weight hold.
-      gate_up: gate and up side by side, [E, M, 2F], in the dtype of `x`; or in 8 bits, float8_e4m3fn [E, 2F, M].
-      down: [E, F, M], likewise; or in 8 bits, [E, M, F].
-      gate_up_scale, down_scale: the factors of matrices in 8 bits, float32 [E, 2F, B] and [E, M, B'], see
-        `float8_matmul`.
-      first: the number of the first expert at hand.
-      implementation: as in `vlcache_jax.pallas_kernels.attention`; the kernel multiplies bfloat16 and float16.
+      x: `[N, M]`.
+      weight: Weight of each choice, `[N, k]`, in the dtype of `x`.
+      expert: Chosen experts, int32 `[N, k]`; a choice of an expert that is not here adds nothing, whatever the row and
+        the weight are.
+      gate_up: Gate and up side by side, `[E, M, 2F]`, in the dtype of `x`; or FP8 (float8_e4m3fn), `[E, 2F, M]`.
+      down: `[E, F, M]` in the dtype of `x`; or FP8, `[E, M, F]`.
+      gate_up_scale, down_scale: Factors of FP8 matrices, float32 `[E, 2F, B]` and `[E, M, B']`, see `float8_matmul`.
+      first: Number of the first expert on this device.
+      implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel multiplies bfloat16 and float16.
 
     Returns:
-      float32 [N, M].
+      float32 `[N, M]`.
 
     Raises:
-      ValueError: shapes or dtypes that do not go together.
-      NotImplementedError: the implementation asked for does not do this case.
+      ValueError: Shapes or dtypes do not match.
+      NotImplementedError: The requested implementation does not support this case.
     """
     if in_8_bits := gate_up_scale is not None and down_scale is not None:
         check_float8("gate_up", gate_up, gate_up_scale)
@@ -88,7 +88,7 @@ def mix_experts(
     N, E, F, M = len(x), len(down), gate_up.shape[1 if in_8_bits else 2] // 2, x.shape[1]
 
     def check() -> None:
-        from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu  # takes a second to import
+        from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu  # its import takes a second
         from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 
         dispatch.check_array(implementation, x)
@@ -123,7 +123,7 @@ def mix_experts(
 
 
 def _turned(x: jax.Array, matrices: jax.Array) -> jax.ShapeDtypeStruct:
-    """What matrices [E, out, in] in 8 bits stand for."""
+    """Return the shape of the dequantized `[E, in, out]` matrices of FP8 matrices `[E, out, in]`."""
     count, outputs, inputs = matrices.shape
     return jax.ShapeDtypeStruct((count, inputs, outputs), x.dtype)
 

@@ -1,12 +1,12 @@
 """The experts' products as Mosaic GPU kernels for Hopper, driven by a tile table (`tiles.py`).
 
-One kernel makes silu(gate x) * up x of packed rows, another one multiplies by the matrices that lead back; the router's
-weights are applied where a row's parts are added. Programs are few and stay: an *item* is a tile and some columns, and
-each program does every so many of them. One warpgroup loads blocks ahead, also those of the items to come; the others
-multiply 64 rows each by what is loaded once. A tile reads whole rows of 64 or 128, of which it writes its own octets.
+One kernel computes silu(gate x) * up x of packed rows, another one multiplies by the down matrices. The router's
+weights are applied when a row's parts are added. Programs are few and persistent: an *item* is a tile and some columns,
+and each program does every P-th item. One warpgroup loads blocks ahead, also those of the next items; the others
+multiply 64 rows each by a block that is loaded once. A tile reads 64 or 128 rows and writes only its own octets.
 
-Rows of a product do not touch each other, and matrices of experts that nobody has chosen are not read: what is not
-finite stays where it is.
+Rows of a product do not affect each other, and matrices of experts that no row has chosen are not read. Non-finite
+numbers therefore do not spread.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ STAGES = 8  # blocks in flight at most
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmulConfig:
-    """How the kernels work.
+    """Parameters of the kernels.
 
     Attributes:
-      warpgroups: that compute, 1 or 2: a tile has 64 rows for each.
-      programs: that share the items.
+      warpgroups: Warpgroups that compute, 1 or 2; a tile has 64 rows for each.
+      programs: Number of programs that share the items.
     """
 
     warpgroups: int
@@ -47,22 +47,22 @@ class GroupedMatmulConfig:
 
 
 def default_config(choices: int, experts: int, programs: int | None = None) -> GroupedMatmulConfig:
-    """Large tiles where experts have more rows than a small one holds."""
+    """Return large tiles if experts have more rows than a small one holds."""
     return GroupedMatmulConfig(2 if choices > M * experts else 1, programs or MULTIPROCESSORS)
 
 
 def check(x: jax.Array, hidden: int) -> None:
-    """Raises NotImplementedError, with the reason, for a case that the kernels do not do.
+    """Raise NotImplementedError, with the reason, for a case that the kernels do not support.
 
     Args:
-      x: [N, M].
+      x: `[N, M]`.
       hidden: F.
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic_gpu multiplies bfloat16 and float16, got x in {x.dtype}")
     if x.shape[1] % BLOCK or hidden % BLOCK:
         raise NotImplementedError(
-            f"mosaic_gpu does experts whose widths are multiples of {BLOCK}, got {x.shape[1]} and {hidden}"
+            f"mosaic_gpu supports experts whose widths are multiples of {BLOCK}, got {x.shape[1]} and {hidden}"
         )
 
 
@@ -76,12 +76,12 @@ def mix_experts(
     config: GroupedMatmulConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.mix_experts`, for arguments that it and `check` have checked.
+    """Implement `vlcache_jax.pallas_kernels.mix_experts` for arguments that it and `check` have checked.
 
     Args:
-      expert: counted from the first one at hand; E and above are elsewhere.
-      config: how the kernels work; None is `default_config`.
-      interpret: runs them in the CPU's interpreter (jax 0.12 or later) instead of compiling them.
+      expert: Counted from the first one on this device; numbers from E on are elsewhere.
+      config: Parameters of the kernels; None is `default_config`.
+      interpret: Runs them in the CPU's interpreter (jax 0.12 or later) instead of compiling them.
     """
     config = config or default_config(expert.size, len(gate_up))
     run = functools.partial(_multiply, config=config, interpret=interpret)
@@ -98,20 +98,20 @@ def mix_packed(
     length: int,
     multiply: Callable[..., jax.Array],
 ) -> jax.Array:
-    """The mixture by `multiply(packed rows, matrices, tiles, gated=)`.
+    """Compute the mixture by `multiply(packed rows, matrices, tiles, gated=)`.
 
     Args:
-      x, weight, expert: as in `mix_experts`.
-      gate_up, down: matrices as `multiply` takes them.
-      count: of the experts at hand.
-      length: octets of a tile at most.
+      x, weight, expert: As in `mix_experts`.
+      gate_up, down: Matrices in the form that `multiply` takes.
+      count: Number of experts on this device.
+      length: Maximum number of octets of a tile.
     """
     N, k = expert.shape
     tiles = (tiles_of_row if N == 1 else make_tiles)(expert.reshape(-1), count, length)
     packed = x.at[tiles.source // k].get(mode="clip")
     hidden = multiply(packed, gate_up, tiles, gated=True)
     made = multiply(hidden, down, tiles, gated=False)
-    # As the library does: products in the model's dtype, their sum in float32.
+    # As in the transformers library: products in the model's dtype, their sum in float32.
     parts = made.at[tiles.place].get(mode="clip").reshape(N, k, -1) * weight[:, :, None]
     return jnp.where((expert < count)[:, :, None], parts, 0).sum(axis=1, dtype=jnp.float32)
 
@@ -128,7 +128,7 @@ def mix_experts_in_8_bits(
     programs: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The same of matrices in 8 bits; `programs`: that share the items."""
+    """Mix experts with FP8 matrices; `programs` is the number of programs that share the items."""
     E = len(gate_up)
     rows = quantized.rows_of_experts(expert.size, E)
 
@@ -151,9 +151,10 @@ def _multiply(
     config: GroupedMatmulConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """Packed rows [P, K] times the matrices [E, K, width] of their experts; rows that no tile holds are left undefined.
+    """Multiply packed rows `[P, K]` by the matrices `[E, K, width]` of their experts.
 
-    `gated`: the matrices are [E, K, 2 * width], gate and up side by side, and the result is silu(gate x) * up x.
+    Rows that no tile holds are left undefined. If `gated`, the matrices are `[E, K, 2 * width]`, gate and up side by
+    side, and the result is silu(gate x) * up x.
     """
     (P, K), halves = x.shape, 2 if gated else 1
     E, width, dtype = len(weights), weights.shape[2] // halves, x.dtype
@@ -170,7 +171,7 @@ def _multiply(
         count = lax.div(used_ref[0] * across - cta + programs - 1, jnp.int32(programs))
 
         def do_items(do: Callable[[Any, Any, Any], None]) -> None:
-            """do(tile, its columns, blocks before it) for each item; counts of blocks run on."""
+            """Call do(tile, its columns, blocks before it) for each item."""
 
             def one(i: Any, _: Any) -> None:
                 item = cta + i * programs
@@ -264,13 +265,13 @@ def _multiply(
 
 
 def _look_at(*refs: Any) -> None:
-    """Reads shared memory as its matrix products do, in which the interpreter looks for no races."""
+    """Read shared memory as matrix products do, because the interpreter does not check these for races."""
     for ref in refs:
         ref[...]
-    plgpu.commit_smem()  # orders it before what bulk copies write there later
+    plgpu.commit_smem()  # orders this read before later writes of bulk copies
 
 
 def columns_of(width: int, experts: int, choices: int, programs: int) -> int:
-    """Of an item: few where there are few tiles, so that all programs have some."""
+    """Return the columns of an item: few if there are few tiles, so that all programs have some."""
     items = min(experts, choices) * (width // WIDE)
     return NARROW if width % WIDE or items < 2 * programs else WIDE

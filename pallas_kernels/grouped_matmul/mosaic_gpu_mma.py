@@ -1,7 +1,7 @@
 """The experts' products as Mosaic GPU kernels for every NVIDIA GPU since Ampere, driven by the same tile table.
 
-As in `mosaic_gpu`, but for the warpgroup: there is one, which loads blocks ahead into a ring and multiplies 64 rows of
-an expert by its matrices (`fragments`), from shared memory into registers and from there to the device's memory.
+They differ from `mosaic_gpu` in the warpgroup: there is one, which loads blocks ahead into a ring and multiplies 64
+rows of an expert by its matrices (`fragments`), from shared memory into registers and from there to device memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from vlcache_jax.pallas_kernels.quantized_matmul.mosaic_gpu import rows_of_exper
 from vlcache_jax.pallas_kernels.ring import Ring
 
 TOGETHER = 2  # programs on a multiprocessor
-PLACES = 4  # of the ring at most
+PLACES = 4  # maximum places of the ring
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmulMmaConfig:
-    """How the kernels work.
+    """Parameters of the portable kernels.
 
     Attributes:
-      room: bytes of shared memory for a program's ring.
-      bulk: copies are TMA's.
-      programs: that share the items.
+      room: Bytes of shared memory for a program's ring.
+      bulk: TMA copies; otherwise threads do.
+      programs: Number of programs that share the items.
     """
 
     room: int
@@ -46,9 +46,9 @@ class GroupedMatmulMmaConfig:
 
 
 def default_config(chip: Chip | None = None, programs: int | None = None) -> GroupedMatmulMmaConfig:
-    """Room for two programs on a multiprocessor of the chip, which is the one at hand if None."""
+    """Return room for two programs on a multiprocessor of the chip; None is the chip in use."""
     chip = chip or chip_at_hand()
-    room = chip.shared_memory // TOGETHER - RESERVED - (RESERVED if chip.has_bulk_copies else 0)  # of barriers
+    room = chip.shared_memory // TOGETHER - RESERVED - (RESERVED if chip.has_bulk_copies else 0)  # for barriers
     return GroupedMatmulMmaConfig(room, chip.has_bulk_copies, programs or TOGETHER * chip.multiprocessors)
 
 
@@ -62,7 +62,7 @@ def mix_experts(
     config: GroupedMatmulMmaConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.mix_experts`; arguments as of `mosaic_gpu.mix_experts`."""
+    """Implement `vlcache_jax.pallas_kernels.mix_experts`, with the arguments of `mosaic_gpu.mix_experts`."""
     run = functools.partial(_multiply, config=config or default_config(), interpret=interpret)
     return mix_packed(x, weight, expert, gate_up, down, len(gate_up), EIGHT, run)
 
@@ -79,7 +79,7 @@ def mix_experts_in_8_bits(
     programs: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The same of matrices in 8 bits; `programs`: that share the items."""
+    """Mix experts with FP8 matrices; `programs` is the number of programs that share the items."""
     E = len(gate_up)
     rows = quantized.rows_of_tile(rows_of_experts(expert.size, E), chip_at_hand())
 
@@ -104,10 +104,10 @@ def _multiply(
     config: GroupedMatmulMmaConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """Packed rows times the matrices of their experts, as in `mosaic_gpu`."""
+    """Multiply packed rows by the matrices of their experts, as in `mosaic_gpu`."""
     (P, K), halves = x.shape, 2 if gated else 1
     E, width, dtype, programs = len(weights), weights.shape[2] // halves, x.dtype, config.programs
-    # Sums of both halves are in registers, where there is room for 128 columns.
+    # Sums of both halves are in registers, which have room for 128 columns.
     columns = NARROW if gated else columns_of(width, E, len(tiles.place), programs)
     across, blocks = width // columns, K // BLOCK
     ring = Ring(min(PLACES, config.room // (2 * BLOCK * (M + halves * columns))), 1 + halves, bulk=config.bulk)

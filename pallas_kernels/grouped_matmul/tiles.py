@@ -1,8 +1,8 @@
 """The tile table of the experts' products: which rows are multiplied by which expert's matrices.
 
-It is made on the device, as only there the router's choice is known, by a few reductions: choices of many rows are not
-sorted, and there is no loop. The choices of an expert are packed in *octets*, so that a bulk copy moves eight rows of
-one expert; what fills the last octet is computed in vain. A *tile* is a run of octets of one expert.
+It is made on the device, because the router's choice is known only there. It takes a few reductions: choices of many
+rows are not sorted, and there is no loop. The choices of an expert are packed in *octets*, so that a bulk copy moves
+eight rows of one expert; the padding of the last octet is computed in vain. A *tile* is a run of octets of one expert.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ CHUNK = 512  # choices that are compared with each other
 
 
 class ExpertTiles(NamedTuple):
-    """Where choices lie and who multiplies them, int32.
+    """Places of the choices and tiles that multiply them, int32.
 
     Attributes:
-      expert, first, octets: [T], of each tile its expert, first octet, and how many octets are its own.
-      used: [1], how many tiles there are.
-      place: [R], the packed row of each choice; of those that are nobody's one beyond `source`.
-      source: [P], the choice that each packed row is of; any where a row fills an octet, or is behind all of them.
+      expert, first, octets: `[T]`, expert, first octet and number of octets of each tile.
+      used: `[1]`, number of tiles.
+      place: `[R]`, the packed row of each choice; one beyond `source` for choices of no expert here.
+      source: `[P]`, the choice of each packed row; arbitrary for rows that pad an octet or come after all octets.
     """
 
     expert: jax.Array
@@ -37,17 +37,17 @@ class ExpertTiles(NamedTuple):
 
     @property
     def table(self) -> tuple[jax.Array, ...]:
-        """As products take it."""
+        """(expert, first, octets, used): the arguments of products."""
         return self.expert, self.first, self.octets, self.used
 
 
 def make_tiles(expert: jax.Array, count: int, length: int) -> ExpertTiles:
-    """Packs choices and cuts them into tiles.
+    """Pack choices and cut them into tiles.
 
     Args:
-      expert: of each choice, int32 [R]; `count` and above are nobody's.
+      expert: Expert of each choice, int32 `[R]`; numbers from `count` on are no expert here.
       count: E.
-      length: octets of a tile at most.
+      length: Maximum number of octets of a tile.
     """
     choices, some = len(expert), min(len(expert), count)
     most = (choices + (BOX - 1) * some) // BOX  # octets
@@ -55,8 +55,8 @@ def make_tiles(expert: jax.Array, count: int, length: int) -> ExpertTiles:
     chunk = min(CHUNK, choices)
     ids = jnp.pad(expert, (0, -choices % chunk), constant_values=count).reshape(-1, chunk)
     at, chunks, experts = np.arange(chunk), np.arange(len(ids)), np.arange(count)
-    # How many choices of the same expert stand before each choice in its chunk, how many of each expert in each chunk,
-    # and in those before it. The first two are one reduction.
+    # Number of choices of the same expert before each choice in its chunk, of choices of each expert in each chunk, and
+    # of those in the chunks before it. The first two are one reduction.
     who = jnp.concatenate([ids, jnp.broadcast_to(experts, (len(ids), count))], axis=1)
     until = np.append(at, np.full(count, chunk))
     counted = ((who[:, :, None] == ids[:, None, :]) & (at < until[:, None])).sum(2)
@@ -87,12 +87,13 @@ def make_tiles(expert: jax.Array, count: int, length: int) -> ExpertTiles:
 
 
 def tiles_of_row(expert: jax.Array, count: int, length: int) -> ExpertTiles:
-    """The same for the choices of one row: each that is somebody's has an octet and a tile, in the order of experts.
-    All packed rows are that row, so that any choice will do as their source.
+    """Pack the choices of one row: each choice of an expert here has an octet and a tile, in the order of experts.
+
+    All packed rows are that row, so any choice serves as their source.
 
     Args:
-      expert: of each choice, int32 [k].
-      count, length: see `make_tiles`.
+      expert: Expert of each choice, int32 `[k]`.
+      count, length: See `make_tiles`.
     """
     k = len(expert)
     rows = (k + length) * BOX

@@ -1,7 +1,7 @@
-"""Grouped products in loops over what there is: groups that have rows, and tiles of their rows.
+"""Grouped products in XLA, in loops over groups that have rows and over tiles of their rows.
 
-Rows are sorted by expert, so that each expert's rows are multiplied together, and nothing else is computed: neither
-other experts, nor rows that nobody needs.
+Rows are sorted by expert, so that each expert's rows are multiplied together. Other experts and rows that are not
+needed are not computed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def mix_experts(
     gate_up_scale: jax.Array | None = None,
     down_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.mix_experts`, for arguments that it has checked.
+    """Implement `vlcache_jax.pallas_kernels.mix_experts` for arguments that it has checked.
 
     Args:
-      expert: counted from the first one at hand; those that are elsewhere are E.
+      expert: Counted from the first one on this device; experts that are elsewhere are E.
     """
     count, (N, k) = len(gate_up), expert.shape
     weight = jnp.where(expert < count, weight, 0)
     expert = expert.reshape(-1)
-    order = jnp.argsort(expert, stable=True)  # what is nobody's is sorted behind all experts
+    order = jnp.argsort(expert, stable=True)  # choices of experts elsewhere are sorted after all experts
     sizes = jnp.zeros(count, jnp.int32).at[expert].add(1, mode="drop")
     gate, up = jnp.split(grouped_matmul(x[order // k], gate_up, sizes, gate_up_scale), 2, axis=1)
     made = grouped_matmul(jax.nn.silu(gate) * up, down, sizes, down_scale)
@@ -41,11 +41,11 @@ def mix_experts(
 
 
 def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.grouped_matmul`, for arguments that it has checked.
+    """Implement `vlcache_jax.pallas_kernels.grouped_matmul` for arguments that it has checked.
 
-    A group's matrix is copied out once, dequantised if it is in 8 bits, and stays in the processor's cache while the
-    group's rows pass, a tile at a time. A group's last tile reaches into the rows of those behind it, which overwrite
-    what it leaves there.
+    A group's matrix is copied out once, dequantized if it is FP8, and stays in the processor's cache while the group's
+    rows pass, one tile at a time. A group's last tile extends into the rows of the next groups, which overwrite its
+    excess.
     """
     rows, groups = len(x), len(weights)
     tile = tile_of(rows, groups)
@@ -53,7 +53,7 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, scale: ja
     end = jnp.cumsum(sizes)
     with_rows_first = jnp.argsort(sizes == 0, stable=True)
     padded = jnp.pad(x, ((0, tile), (0, 0)))
-    # Matrices in 8 bits are [out, in]: turned, the compiler would have a turned copy of the stack.
+    # FP8 matrices are [out, in]: if they were transposed, the compiler would store a transposed copy of the stack.
     columns, inputs = (weights.shape[2], 0) if scale is None else (weights.shape[1], 1)
 
     def matrix_of(g: jax.Array) -> jax.Array:
@@ -80,5 +80,5 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, scale: ja
 
 
 def tile_of(rows: int, groups: int) -> int:
-    """Rows of a tile: fewer where groups are small."""
+    """Return the rows of a tile: fewer if groups are small."""
     return next(size for size in (MOST, 64, 32, 16, LEAST) if size == LEAST or 4 * size * groups <= rows)

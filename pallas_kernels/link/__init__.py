@@ -1,6 +1,6 @@
-"""Linking: stored keys and values of an image go to their slots, the keys turned to their new positions.
+"""Linking: writes stored keys and values of an image to their slots, with the keys rotated to their new positions.
 
-What is stored may be coded (`codec`).
+Stored keys and values may be coded (`codec`).
 """
 
 from vlcache_jax.pallas_kernels.link.api import check_slots as check_slots

@@ -34,38 +34,38 @@ def link(
     weight: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes stored K and V of a layer into the pool, at any slots and positions.
+    """Write the stored keys and values of a layer into the pool, at any slots and positions.
 
-    Keys are stored as they are before rotation, so one rotation by the new absolute position is all that moving
-    an image takes, whatever the layout of M-RoPE. The result equals what computing the same keys at these positions
-    writes, up to how often a compiler rounds on the way (the GPU kernel: once, from float32), and up to the codec's
-    error. What has been coded is decoded on the way, rounded to the pool's dtype, and from then on handled alike.
+    Keys are stored before rotation, so moving an image takes one rotation by the new absolute position, whatever the
+    layout of M-RoPE. The result equals keys that are computed at these positions, up to the number of roundings (the
+    GPU kernel: once, from float32), and up to the codec's error. Coded data is decoded first, rounded to the pool's
+    dtype, and from then on handled alike.
 
-    The pool's values are finite, which `vlcache_jax.pallas_kernels.attention` relies on: where a stored value is NaN or
-    infinite, 0 is written, and NaN to the same place of the key (`vlcache_jax.pallas_kernels.carry_flaws`). So what is
-    damaged reaches exactly the rows that see it. Keys may hold anything.
+    The pool's values are finite; `vlcache_jax.pallas_kernels.attention` relies on it. If a stored value is NaN or
+    infinite, 0 is written, and NaN to the same place of the key (`vlcache_jax.pallas_kernels.propagate_nonfinite`). So
+    damaged data reaches exactly the rows that see it. Keys may hold anything.
 
-    Letters: `G` layers that are stored together, `T` tokens, of all images, `C` tokens that an image has room for,
+    Letters: `G` layers that are stored together, `T` tokens of all images, `C` tokens that an image has room for,
     `S` slots, `K` key-value heads, `D` head width.
 
     Args:
       k_pool: Keys of a layer `[S, K, D]`; updated in place where it is donated.
       v_pool: Values of a layer `[S, K, D]`.
-      images: What is stored, of each image its planes, whole: a slice that the caller makes may be copied. That is one,
-        keys before rotation and values `[G, 2, C, K, D]` in the pool's dtype, or, coded, two, the codes and the scales,
-        uint8 `[G, 2, C, K, bytes]` each (`Codec.encode`). All images have as many tokens, the first of their `C`, and
-        those of an image follow those of the one before it.
-      slot: Where each token goes, int32 `[T]`, none negative and all below `S` distinct; tokens at slots from `S` on,
-        of which there may be any number, write nothing. A numpy array is checked; one of jax is not, because it may
-        have to be waited for (`vlcache_jax.pallas_kernels.link.check_slots`).
-      cos: Of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
-      sin: Likewise.
-      source: Which of the `C` of a single image each token is, int32 `[T]`. Of every eight tokens, counted from the
-        first, the source of the first is a multiple of eight, and those of the others follow it. None: the first `T`.
-      layer: Which of the stored layers.
-      codec: Of what is stored: a name in `vlcache_jax.pallas_kernels.CODECS`; None if it is not coded.
-      bias: Of the coded keys, `[K, D]`, as it was given to `Codec.encode`.
-      weight: Of the coded keys, `[D]`, likewise.
+      images: Buffers of each image, in full (a slice that the caller makes may be copied). Without a codec, one buffer:
+        keys before rotation and values `[G, 2, C, K, D]` in the pool's dtype. With a codec, two: codes and scales,
+        uint8 `[G, 2, C, K, bytes]` each (`Codec.encode`). All images have equally many tokens, the first of their `C`;
+        the tokens of an image follow those of the one before it.
+      slot: Slot of each token, int32 `[T]`, none negative and all below `S` distinct. Tokens with a slot from `S` on
+        write nothing; any number may have such a slot. A numpy array is checked
+        (`vlcache_jax.pallas_kernels.link.check_slots`); a jax array is not, because this could wait for the device.
+      cos: Cosines of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
+      sin: Sines of these angles, of the same shape and dtype.
+      source: Index among the `C` tokens of a single image, for each token, int32 `[T]`. In every group of eight tokens
+        the first source is a multiple of eight, and the others follow it. None: the first `T`.
+      layer: Index among the stored layers.
+      codec: Codec of the stored data: a name in `vlcache_jax.pallas_kernels.CODECS`; None if it is not coded.
+      bias: Bias of the coded keys, `[K, D]`, as passed to `Codec.encode`.
+      weight: Weight of the coded keys, `[D]`, as passed to `Codec.encode`.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel moves bfloat16 and float16.
 
     Returns:
@@ -73,22 +73,24 @@ def link(
 
     Raises:
       ValueError: An argument is wrong; the message names it.
-      NotImplementedError: The implementation asked for does not do this case.
+      NotImplementedError: The requested implementation does not support this case.
     """
     _check_places(k_pool, v_pool, slot, cos, sin)
     heads, coded = k_pool.shape[1:], None if codec is None else find(codec)
     size = len(slot) // max(len(images), 1)
     if size * len(images) != len(slot):
-        raise ValueError(f"slot must be of {len(images)} images of one size, got {len(slot)} tokens")
+        raise ValueError(
+            f"slot must have the same number of tokens for each of {len(images)} images, got {len(slot)} tokens"
+        )
     if source is not None and (len(images) != 1 or source.shape != slot.shape or source.dtype != jnp.int32):
         raise ValueError(
-            f"source must be int32 of shape {list(slot.shape)}, of one image, "
-            f"got {source.dtype} {list(source.shape)} of {len(images)}"
+            f"source must be int32 of shape {list(slot.shape)} for exactly one image, "
+            f"got {source.dtype} {list(source.shape)} for {len(images)}"
         )
-    for planes in images:
-        _check_planes(planes, heads, k_pool.dtype, coded, size if source is None else 0)
-        if not 0 <= layer < len(planes[0]):
-            raise ValueError(f"layer must be at least 0 and below {len(planes[0])}, got {layer}")
+    for buffers in images:
+        _check_buffers(buffers, heads, k_pool.dtype, coded, size if source is None else 0)
+        if not 0 <= layer < len(buffers[0]):
+            raise ValueError(f"layer must be at least 0 and below {len(buffers[0])}, got {layer}")
     _check_constants(bias, weight, heads, coded)
     if isinstance(slot, np.ndarray):
         check_slots(slot, len(k_pool))
@@ -102,7 +104,7 @@ def link(
 
     kept = "" if source is None else ", kept on the device"
     case = f"{codec or 'data'} of {k_pool.dtype} {[size, *heads]}{kept}"
-    # Coded linking has a verdict of its own: a chip that does it wrong still links what is not coded.
+    # Coded linking has its own self-test result: a chip that does it wrong still links uncoded buffers.
     checks = dict.fromkeys(dispatch.FAMILIES, check)
     choice = dispatch.choose("link" if coded is None else "link_coded", case, implementation, checks)
     if choice.implementation == "xla":
@@ -119,7 +121,7 @@ def link(
 
 def _check_places(k_pool: jax.Array, v_pool: jax.Array, slot: Any, cos: jax.Array, sin: jax.Array) -> None:
     if k_pool.ndim != 3 or v_pool.shape != k_pool.shape:
-        raise ValueError(f"k_pool, v_pool must have one shape [S, K, D], got {k_pool.shape} and {v_pool.shape}")
+        raise ValueError(f"k_pool and v_pool must have the same shape [S, K, D], got {k_pool.shape} and {v_pool.shape}")
     if v_pool.dtype != k_pool.dtype:
         raise ValueError(f"v_pool must have the dtype of k_pool, {k_pool.dtype}, got {v_pool.dtype}")
     if slot.ndim != 1 or slot.dtype != jnp.int32:
@@ -132,43 +134,43 @@ def _check_places(k_pool: jax.Array, v_pool: jax.Array, slot: Any, cos: jax.Arra
             )
 
 
-def _check_planes(
-    planes: Sequence[jax.Array], heads: tuple[int, ...], dtype: jnp.dtype, codec: Codec | None, tokens: int
+def _check_buffers(
+    buffers: Sequence[jax.Array], heads: tuple[int, ...], dtype: jnp.dtype, codec: Codec | None, tokens: int
 ) -> None:
     widths = heads[1:]
     if codec is not None:
-        widths, dtype = tuple(size // heads[0] for size in codec.planes(*heads)), jnp.dtype(jnp.uint8)
+        widths, dtype = tuple(size // heads[0] for size in codec.buffers(*heads)), jnp.dtype(jnp.uint8)
     ends = [(2, heads[0], width, dtype) for width in widths]
-    if [(*plane.shape[1:2], *plane.shape[3:], plane.dtype) for plane in planes] != ends:
+    if [(*buffer.shape[1:2], *buffer.shape[3:], buffer.dtype) for buffer in buffers] != ends:
         shapes = " and ".join(f"[G, 2, C, {heads[0]}, {width}]" for width in widths)
-        got = ", ".join(f"{plane.dtype} {list(plane.shape)}" for plane in planes)
-        raise ValueError(f"planes must be {dtype} of shape {shapes}, got {got or 'none'}")
-    if (least := min(plane.shape[2] for plane in planes)) < tokens:
-        raise ValueError(f"planes must have room for {tokens} tokens, got {least}")
+        got = ", ".join(f"{buffer.dtype} {list(buffer.shape)}" for buffer in buffers)
+        raise ValueError(f"buffers of images must be {dtype} of shape {shapes}, got {got or 'none'}")
+    if (least := min(buffer.shape[2] for buffer in buffers)) < tokens:
+        raise ValueError(f"buffers of images must hold at least {tokens} tokens, got {least}")
 
 
 def _check_constants(
     bias: jax.Array | None, weight: jax.Array | None, heads: tuple[int, ...], codec: Codec | None
 ) -> None:
     if codec is None and not (bias is None and weight is None):
-        raise ValueError("bias and weight go with a codec: keys that are not coded have them")
+        raise ValueError("bias and weight must be None without a codec, because such keys already include them")
     for name, array, shape in (("bias", bias, heads), ("weight", weight, heads[1:])):
         if array is not None and (array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating)):
-            raise ValueError(f"{name} must be of floats, of shape {list(shape)}, got {array.dtype} {list(array.shape)}")
+            raise ValueError(f"{name} must be floats of shape {list(shape)}, got {array.dtype} {list(array.shape)}")
 
 
 def check_slots(slot: npt.NDArray[np.int32], slots: int) -> None:
-    """Sees that of a pool's `slots` none is written twice: two writers of one slot race, and K and V may differ in who
-    wins.
+    """Check that no slot below `slots` is written twice. Two writers of one slot race, and K and V may have different
+    winners.
 
     Raises:
-      ValueError: a slot is negative, or comes again.
+      ValueError: A slot is negative, or comes more than once.
     """
     if len(slot) and slot.min() < 0:
         raise ValueError(f"slot must not be negative, got {slot.min()}")
-    written = slot[slot < slots]  # never something as large as the pool
+    written = slot[slot < slots]  # never an array as large as the pool
     if (written[1:] > written[:-1]).all():
         return  # most are in order, and sorting takes a hundred times as long
     written = np.sort(written)
     if (twice := written[1:] == written[:-1]).any():
-        raise ValueError(f"slot must be distinct below {slots}, got {written[1:][np.argmax(twice)]} more than once")
+        raise ValueError(f"slot must be unique below {slots}, got {written[1:][np.argmax(twice)]} more than once")

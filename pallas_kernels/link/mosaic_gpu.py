@@ -1,9 +1,9 @@
 """Linking as a Mosaic GPU kernel, for every NVIDIA GPU since Ampere: one pass over memory, in place.
 
-Each program copies a few tokens into shared memory, decodes what is coded in registers, turns the keys, and copies
-every token's keys and values from shared memory to its slot, unless that is out of range. Before Hopper, which has TMA,
-and where shared memory is short, tokens pass through registers alone, one after the other. Programs are small, so that
-many run on a multiprocessor and cover each other's waiting.
+Each program copies a few tokens into shared memory, decodes coded data in registers, rotates the keys, and copies every
+token's keys and values from shared memory to its slot, unless the slot is out of range. Before Hopper, which has TMA,
+and if shared memory is short, tokens pass through registers alone, one after the other. Programs are small, so that
+many run on a multiprocessor and hide each other's latency.
 """
 
 import functools
@@ -22,29 +22,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vlcache_jax.pallas_kernels.chips import RESERVED, Chip
 from vlcache_jax.pallas_kernels.link.codec import Codec, overflow
 
-TOKENS = 8  # of a program
+TOKENS = 8  # tokens of a program
 WARPS, LANES = 4, 32
 
 
 def check(k_pool: jax.Array, kept: int | None) -> None:
-    """Raises NotImplementedError, with the reason, for a case that the kernel does not do.
+    """Raise NotImplementedError, with the reason, for a case that the kernel does not support.
 
     Args:
-      kept: tokens among which there is a source of each; None: they lie in their order.
+      kept: Number of tokens that the sources select from; None: tokens lie in their order.
     """
     _, K, D = k_pool.shape
     if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic_gpu links bfloat16 and float16, got k_pool in {k_pool.dtype}")
     if D not in (64, 128):
         raise NotImplementedError(f"mosaic_gpu links heads of width 64 and 128, got {D}")
-    if K > 256 // TOKENS:  # rows of a bulk copy
+    if K > 256 // TOKENS:  # maximum rows of a bulk copy
         raise NotImplementedError(f"mosaic_gpu links up to {256 // TOKENS} heads, got {K}")
-    if kept is not None and kept % TOKENS:  # a program copies its tokens whole
-        raise NotImplementedError(f"mosaic_gpu links from multiples of {TOKENS} tokens, got {kept}")
+    if kept is not None and kept % TOKENS:  # a program copies all of its tokens
+        raise NotImplementedError(
+            f"mosaic_gpu links from buffers whose length is a multiple of {TOKENS} tokens, got {kept}"
+        )
 
 
 def has_room(k_pool: jax.Array, codec: Codec | None, chip: Chip) -> bool:
-    """Whether a multiprocessor has room for what two programs copy in bulk; one alone would wait for memory."""
+    """Return whether a multiprocessor has room for the bulk copies of two programs; a single one would wait for
+    memory.
+    """
     _, K, D = k_pool.shape
     linked, stored = 2 * D * k_pool.dtype.itemsize, 0 if codec is None else 2 * D * codec.bits // 8
     scales = 0 if codec is None else 2 * 4 * (D // codec.group(D))
@@ -68,34 +72,36 @@ def link(
     bulk: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it and `check` have checked."""
+    """Implement `vlcache_jax.pallas_kernels.link` for arguments that it and `check` have checked."""
     size = len(slot) // len(images)
     tokens = slice(size) if source is None else source
-    for i, planes in enumerate(images):
+    for i, buffers in enumerate(images):
         part = slice(i * size, (i + 1) * size)
-        scales = None if codec is None else _scale_rows(codec, planes[1][layer][:, tokens])
+        scales = None if codec is None else _scale_rows(codec, buffers[1][layer][:, tokens])
         k_pool, v_pool = _link(
-            k_pool, v_pool, planes[0], np.full(1, layer, np.int32), source, scales, slot[part], cos[part], sin[part],
+            k_pool, v_pool, buffers[0], np.full(1, layer, np.int32), source, scales, slot[part], cos[part], sin[part],
             bias, weight, codec=codec, bulk=bulk, interpret=interpret,
         )  # fmt: skip
     return k_pool, v_pool
 
 
-def _scale_rows(codec: Codec, plane: jax.Array) -> jax.Array:
-    """Scales of keys and values, of `[2, T, K, bytes]`: those of a program's tokens together, each kind (of K or V, a
-    group, scale or zero) a row of its own. Made of its rows this is one operation; a transposition would be another
-    one."""
-    _, T, K, _ = plane.shape
-    pairs = codec.pairs(plane).reshape(2, T * K, -1)
+def _scale_rows(codec: Codec, buffer: jax.Array) -> jax.Array:
+    """Return the scales of keys and values, of `[2, T, K, bytes]`, with those of a program's tokens together.
+
+    Each kind (of K or V, a group, scale or zero) is a row of its own. Built from its rows, this is one operation; a
+    transposition would be another one.
+    """
+    _, T, K, _ = buffer.shape
+    pairs = codec.pairs(buffer).reshape(2, T * K, -1)
     pairs = jnp.pad(pairs, ((0, 0), (0, -T * K % (TOKENS * K)), (0, 0)))
     rows = [half[:, i].reshape(-1, TOKENS * K) for half in pairs for i in range(pairs.shape[-1])]
     return jnp.stack(rows, 1).reshape(-1, TOKENS * K)
 
 
 def _layout(heads: int, width: int) -> Any:
-    """How the threads of four warps hold `width` columns of some heads: a warp whole rows, where there are as many."""
+    """Return the layout of `width` columns of some heads in four warps: each warp has full rows if there are enough."""
     rows = math.gcd(heads, WARPS)
-    parts = min(WARPS // rows, width // LANES)  # of a row
+    parts = min(WARPS // rows, width // LANES)  # parts of a row
     tiling = plgpu.Tiling(((rows, width), (1, width // parts), (width // parts // LANES,)))
     alike = plgpu.Replicated(WARPS // rows // parts)  # warps that do the same
     warps: tuple[Any, ...] = (-5, -4, alike) if alike.times > 1 else (-5, -4)
@@ -124,18 +130,18 @@ def _link(
 ) -> tuple[jax.Array, jax.Array]:
     (T,), (S, K, D), dtype = slot.shape, k_pool.shape, k_pool.dtype
     half = D // 2
-    # Four heads, one for each warp, are turned at once. Where they are of several tokens, so are the angles.
+    # Four heads, one for each warp, are rotated at once. If they are of several tokens, so are the angles.
     rows = K if K % WARPS == 0 or not bulk else WARPS
     if rows != K:
         cos, sin = (jnp.broadcast_to(x, (T, K, half)) for x in (cos, sin))
         bias = None if bias is None else jnp.tile(bias, (TOKENS, 1))
     stored = D if codec is None else D * codec.bits // 8  # columns of a row of `data`
     group = D if codec is None else codec.group(D)
-    width = min(half, group)  # columns that are turned at once: of one group
+    width = min(half, group)  # columns of one group that are rotated at once
     layout = _layout(K if rows == K else WARPS, width)
     slot = jnp.pad(slot, (0, -T % TOKENS), constant_values=S)
     source = None if source is None else jnp.pad(source, (0, -T % TOKENS))
-    if not bulk:  # threads read whole programs, also where there is no token
+    if not bulk:  # threads read full programs, including absent tokens
         cos, sin = (jnp.pad(x, ((0, -T % TOKENS), (0, 0), (0, 0))) for x in (cos, sin))
         data = jnp.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % TOKENS), (0, 0), (0, 0)))
     block = data[0, 0].size // stored  # rows
@@ -165,8 +171,8 @@ def _link(
         def program(k_smem: Any, v_smem: Any, angles_smem: Any, here: Any, *coded_smem: Any) -> None:
             k_stored, v_stored, scales_own = coded_smem or (k_smem, v_smem, None)
 
-            def decoded(ref: Any, plane: int, i: Any, column: int) -> Iterator[jax.Array]:
-                """Both halves of what one turn needs of keys (plane 0) or values (1), as float32."""
+            def decoded(ref: Any, buffer: int, i: Any, column: int) -> Iterator[jax.Array]:
+                """Yield both halves of the keys (buffer 0) or values (1) of one iteration, as float32."""
                 some = pl.ds(i * rows, rows)
                 for high in range(2):
                     at = column + high * half
@@ -176,16 +182,16 @@ def _link(
                     code = load(ref.at[some, pl.ds(at if codec.bits == 8 else column, width)]).astype(jnp.int32)
                     if codec.bits == 4:
                         code = code >> 4 if high else code & 15
-                    row = 2 * (plane * (D // group) + at // group)
+                    row = 2 * (buffer * (D // group) + at // group)
                     scale, zero = (load_column(scales_own.at[row + j, some]) for j in range(2))
                     x = code.astype(jnp.float32) * scale + zero
-                    if plane == 0:
+                    if buffer == 0:
                         if weight is not None:
                             x *= load_row(given["weight"].at[pl.ds(at, width)])
                         if bias is not None:
                             heads = pl.ds(0 if rows == K else i * rows, rows)
                             x += load(given["bias"].at[heads, pl.ds(at, width)]).astype(jnp.float32)
-                        x = x.astype(dtype).astype(jnp.float32)  # as it would be if it were not coded
+                        x = x.astype(dtype).astype(jnp.float32)  # as if it were not coded
                     yield x
 
             first = lax.axis_index("tokens") * TOKENS
@@ -216,7 +222,7 @@ def _link(
                     a, b = decoded(k_stored, 0, i, column)
                     turned = a * c - b * s, b * c + a * s
                     for high, value in enumerate(decoded(v_stored, 1, i, column)):
-                        finite = jnp.abs(value) < limit  # see `carry_flaws`
+                        finite = jnp.abs(value) < limit  # see `propagate_nonfinite`
                         key = jnp.where(finite, turned[high], jnp.nan).astype(dtype)
                         part = pl.ds(high * half + column, width)
                         write(part, key, jnp.where(finite, value, 0.0).astype(dtype))
@@ -277,7 +283,7 @@ def _link(
         grid_names=("tokens",),
         interpret=interpret,
     )(
-        data.reshape(-1, stored),  # whole: a slice would be copied in front of the kernel
+        data.reshape(-1, stored),  # the full array: a slice would be copied before the kernel
         layer,
         slot,
         cos.reshape(-1, half),

@@ -1,4 +1,4 @@
-"""Linking as an XLA program: a rotation, and scatters that drop what is out of range."""
+"""Linking as an XLA program: a rotation, and scatters that drop out-of-range slots."""
 
 import functools
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.pallas_kernels.flaws import carry_flaws
 from vlcache_jax.pallas_kernels.link.codec import Codec, overflow
+from vlcache_jax.pallas_kernels.nonfinite import propagate_nonfinite
 from vlcache_jax.pallas_kernels.rotation import rotate
 
-# Tokens of an image that is written alone: a CPU copies what is concatenated twice. Small images are concatenated, as
-# the program would grow with their number.
+# Minimum tokens of an image that is written alone, because a CPU copies concatenated arrays twice. Small images are
+# concatenated; otherwise the program would grow with their number.
 LARGE = 512
 
 
@@ -30,7 +30,7 @@ def link(
     layer: int,
     codec: Codec | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it has checked."""
+    """Implement `vlcache_jax.pallas_kernels.link` for arguments that it has checked."""
     size = len(slot) // len(images)
     tokens = slice(size) if source is None else source
     read = functools.partial(
@@ -54,18 +54,18 @@ def _write(
     cos: jax.Array,
     sin: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    k, v = carry_flaws(rotate(k_raw, cos, sin), v)
+    k, v = propagate_nonfinite(rotate(k_raw, cos, sin), v)
     k_pool = k_pool.at[slot].set(k, mode="drop", unique_indices=True)
     return k_pool, v_pool.at[slot].set(v, mode="drop", unique_indices=True)
 
 
 def _read(
-    planes: Sequence[jax.Array], *, layer: int, tokens: Any, dtype: Any, bias: Any, weight: Any, codec: Codec | None
+    buffers: Sequence[jax.Array], *, layer: int, tokens: Any, dtype: Any, bias: Any, weight: Any, codec: Codec | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys before rotation and values of an image, in the pool's dtype."""
-    keys, values = ([plane[layer, half, tokens] for plane in planes] for half in range(2))
+    """Return keys before rotation and values of an image, in the pool's dtype."""
+    keys, values = ([buffer[layer, half, tokens] for buffer in buffers] for half in range(2))
     if codec is None:
         return keys[0], values[0]
     k_raw, v = codec.decode(keys[0], keys[1], bias, weight), codec.decode(values[0], values[1])
-    # XLA may leave out a rounding in front of a test for infinity. What the dtype does not hold is not finite.
+    # XLA may leave out a rounding before a test for infinity. Values beyond the dtype's range are not finite.
     return k_raw.astype(dtype), jnp.where(jnp.abs(v) < overflow(dtype), v, jnp.nan).astype(dtype)

@@ -1,4 +1,4 @@
-"""Products of rows with a matrix that is kept in 8 bits."""
+"""Products of rows with an FP8 matrix."""
 
 from vlcache_jax.pallas_kernels.quantized_matmul.api import check_float8 as check_float8
 from vlcache_jax.pallas_kernels.quantized_matmul.api import float8_matmul as float8_matmul

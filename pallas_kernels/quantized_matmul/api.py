@@ -1,4 +1,4 @@
-"""The contract of products with a matrix that is kept in 8 bits."""
+"""The contract of products with an FP8 matrix."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from vlcache_jax.pallas_kernels.quantized_matmul import xla
 
 
 def float8_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array, *, implementation: str | None = None) -> jax.Array:
-    """Multiplies rows by a matrix in 8 bits, of which no more than a tile is dequantised at once, on a CPU the whole.
+    """Multiply rows by an FP8 matrix. A tile of it is dequantized at a time, on a CPU the whole matrix.
 
-    A weight is its 8 bits times its factor, rounded to the dtype of `x`.
+    A weight is its FP8 code times its factor, rounded to the dtype of `x`.
 
-    Letters: N rows, K inputs, O outputs, B groups of K / B inputs that follow each other.
+    Letters: N rows, K inputs, O outputs, B groups of K / B consecutive inputs.
 
     Args:
-      x: [N, K], float32, bfloat16 or float16.
-      weight: float8_e4m3fn [O, K].
-      scale: the factors of each output's groups, float32 [O, B].
-      implementation: as in `vlcache_jax.pallas_kernels.attention`; the kernel multiplies bfloat16 and float16.
+      x: `[N, K]`, float32, bfloat16 or float16.
+      weight: float8_e4m3fn `[O, K]`.
+      scale: Factors of each output's groups, float32 `[O, B]`.
+      implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel multiplies bfloat16 and float16.
 
     Returns:
-      [N, O] in the dtype of `x`.
+      `[N, O]` in the dtype of `x`.
 
     Raises:
-      ValueError: shapes or dtypes that do not go together.
-      NotImplementedError: the implementation asked for does not do this case.
+      ValueError: Shapes or dtypes do not match.
+      NotImplementedError: The requested implementation does not support this case.
     """
     if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(f"weight must be [O, {x.shape[-1]}], got {list(weight.shape)}")
     check_float8("weight", weight, scale)
 
     def check() -> None:
-        from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu  # takes a second to import
+        from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu  # its import takes a second
 
         dispatch.check_array(implementation, x)
         mosaic_gpu.check(x, weight, scale, len(weight))
@@ -56,16 +56,16 @@ def float8_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array, *, implemen
 
 
 def check_float8(name: str, weight: jax.Array, scale: jax.Array) -> None:
-    """Sees that a matrix, or a stack of them, [..., O, K], and its factors [..., O, B] go together.
+    """Check that a matrix, or a stack of them, `[..., O, K]`, and its factors `[..., O, B]` match.
 
     Raises:
-      ValueError: they do not; it names `name`.
+      ValueError: They do not; the message names `name`.
     """
     if weight.dtype != jnp.float8_e4m3fn:
-        raise ValueError(f"{name} must be float8_e4m3fn beside its factors, got {weight.dtype}")
+        raise ValueError(f"{name} must be float8_e4m3fn if it has factors, got {weight.dtype}")
     *outputs, inputs = weight.shape
     if scale.dtype != jnp.float32 or list(scale.shape[:-1]) != outputs or inputs % scale.shape[-1]:
         raise ValueError(
-            f"factors of {name} must be float32 {outputs} x groups that share {inputs} inputs, "
+            f"factors of {name} must be float32 of shape {outputs} x groups, a number that divides {inputs} inputs, "
             f"got {scale.dtype} {list(scale.shape)}"
         )

@@ -1,11 +1,11 @@
-"""Products with matrices in 8 bits as a Mosaic GPU kernel for Hopper.
+"""Products with FP8 matrices as a Mosaic GPU kernel for Hopper.
 
-Outputs are the rows of the matrix products here, and what they give is turned when it is written: a warpgroup takes 64
-outputs times 128 inputs, which share a factor, from shared memory into registers, makes 16 bits of them and their
-factors, and multiplies by rows that lie in shared memory. So nothing that is dequantised is ever written.
+Outputs are the rows of the matrix products here, and the results are transposed when they are written. A warpgroup
+loads 64 outputs times 128 inputs, which share a factor, from shared memory into registers, converts them with their
+factors to 16 bits, and multiplies by rows in shared memory. Dequantized weights are never written.
 
-Programs are few and stay: an *item* is a tile of rows, which are an expert's, and some outputs; each program does every
-so many of them. One warpgroup loads blocks ahead, also those of the items to come.
+Programs are few and persistent: an *item* is a tile of rows of one expert, and some outputs; each program does every
+P-th item. One warpgroup loads blocks ahead, also those of the next items.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from vlcache_jax.pallas_kernels.attention.mosaic_gpu import ACC, MULTIPROCESSORS
 BOX = 8  # rows that are written together
 M = 64  # outputs that a warpgroup multiplies
 BLOCK = 128  # inputs, which share a factor
-MOST_ROWS = 128  # of a tile
+MOST_ROWS = 128  # rows of a tile
 STAGES = 8  # blocks in flight at most
-LOADED = plgpu.Layout.WGMMA_UPCAST_2X  # of 8 bits, four of which are loaded at once
+LOADED = plgpu.Layout.WGMMA_UPCAST_2X  # for 8-bit weights, four of which are loaded at once
 FACTORS = LOADED.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmulConfig:
-    """How the kernel works.
+    """Parameters of the Hopper FP8 kernel.
 
     Attributes:
-      rows: of a tile, a multiple of 8.
-      warpgroups: that compute, each 64 outputs of an item.
-      programs: that share the items.
+      rows: Rows of a tile, a multiple of 8.
+      warpgroups: Warpgroups that compute, each 64 outputs of an item.
+      programs: Number of programs that share the items.
     """
 
     rows: int
@@ -51,10 +51,10 @@ class QuantizedMatmulConfig:
 def default_config(
     rows: int, outputs: int, programs: int | None = None, tiles: int | None = None
 ) -> QuantizedMatmulConfig:
-    """Tiles as large as the rows fill; items of 64 outputs where there are too few of 128 for all programs.
+    """Return tiles as large as the rows fill; items of 64 outputs if there are too few of 128 for all programs.
 
     Args:
-      tiles: of rows; None: as many as they fill.
+      tiles: Number of tiles of rows; None: as many as the rows fill.
     """
     programs = programs or MULTIPROCESSORS
     tile = min(MOST_ROWS, -(-rows // BOX) * BOX)
@@ -63,25 +63,25 @@ def default_config(
 
 
 def rows_of_experts(choices: int, experts: int) -> int:
-    """Of a tile: twice as many as an expert has in the mean, as few have more."""
+    """Return the rows of a tile: twice the mean of an expert, because few experts have more."""
     mean = choices / min(choices, experts)
     return int(min(MOST_ROWS, max(2 * BOX, BOX * -(-2 * mean // BOX))))
 
 
 def check(x: Any, weight: Any, scale: Any, outputs: int) -> None:
-    """Raises NotImplementedError, with the reason, for a case that the kernel does not do.
+    """Raise NotImplementedError, with the reason, for a case that the kernel does not support.
 
     Args:
-      x: [N, K].
-      weight, scale: [..., O, K] in 8 bits, and their factors.
-      outputs: that lie together: O, or half of it where these are gate and up.
+      x: `[N, K]`.
+      weight, scale: `[..., O, K]` in FP8, and their factors.
+      outputs: Outputs that lie together: O, or half of it for gate and up.
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic_gpu multiplies bfloat16 and float16, got x in {x.dtype}")
     if weight.shape[-1] != BLOCK * scale.shape[-1] or outputs % M:
         raise NotImplementedError(
-            f"mosaic_gpu does matrices in 8 bits of which {BLOCK} inputs share a factor, with a multiple of {M} "
-            f"outputs, got {weight.shape[-1]} inputs, {scale.shape[-1]} factors and {outputs} outputs"
+            f"mosaic_gpu supports FP8 matrices with one factor for {BLOCK} inputs, and multiples of {M} outputs, "
+            f"got {weight.shape[-1]} inputs, {scale.shape[-1]} factors and {outputs} outputs"
         )
 
 
@@ -93,11 +93,11 @@ def float8_matmul(
     config: QuantizedMatmulConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.float8_matmul`, for arguments that it and `check` have checked.
+    """Implement `vlcache_jax.pallas_kernels.float8_matmul` for arguments that it and `check` have checked.
 
     Args:
-      config: how the kernel works; None is `default_config`.
-      interpret: runs it in the CPU's interpreter (jax 0.12 or later) instead of compiling it.
+      config: Parameters of the kernel; None is `default_config`.
+      interpret: Runs it in the CPU's interpreter (jax 0.12 or later) instead of compiling it.
     """
     config = config or default_config(len(x), len(weight))
     run = functools.partial(multiply, gated=False, config=config, interpret=interpret)
@@ -105,7 +105,7 @@ def float8_matmul(
 
 
 def in_tiles(run: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, scale: jax.Array, rows: int) -> jax.Array:
-    """Rows times one matrix by `run`, which takes what `multiply` takes, in tiles of so many rows."""
+    """Multiply rows by one matrix with `run`, which takes the arguments of `multiply`, in tiles of `rows` rows."""
     count, octets = -(-len(x) // rows), rows // BOX
     padded = jnp.pad(x, ((0, count * rows - len(x)), (0, 0)))
     tile = np.arange(count, dtype=np.int32)
@@ -128,14 +128,14 @@ def multiply(
     config: QuantizedMatmulConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """Rows [P, K] times matrices in 8 bits [E, width, K]; rows that no tile holds are left undefined.
+    """Multiply rows `[P, K]` by FP8 matrices `[E, width, K]`; rows that no tile holds are left undefined.
 
     Args:
-      scale: factors, float32 [E, width, K / 128].
-      expert, first, octets: of each tile the number of its matrix, its first row / 8, and its rows / 8; it reads
+      scale: Factors, float32 `[E, width, K / 128]`.
+      expert, first, octets: For each tile the number of its matrix, its first row / 8, and its rows / 8; it reads
         `config.rows` of them.
-      count: [1], tiles.
-      gated: matrices are [E, 2 * width, K], gate above up, and the result is silu(gate x) * up x.
+      count: `[1]`, number of tiles.
+      gated: Matrices are `[E, 2 * width, K]`, gate above up, and the result is silu(gate x) * up x.
     """
     (P, K), halves, dtype = x.shape, 2 if gated else 1, x.dtype
     width, n, warpgroups, programs = weights.shape[1] // halves, config.rows, config.warpgroups, config.programs
@@ -151,7 +151,7 @@ def multiply(
         items = lax.div(count_ref[0] * across - cta + programs - 1, jnp.int32(programs))
 
         def do_items(do: Callable[[Any, Any, Any], None]) -> None:
-            """do(tile, its outputs, blocks before it) for each item; counts of blocks run on."""
+            """Call `do(tile, first_output, blocks_done)` for each item of this program."""
 
             def one(i: Any, _: Any) -> None:
                 item = cta + i * programs
@@ -178,7 +178,7 @@ def multiply(
             matrix = expert_ref[tile]
 
             def factors(k: Any) -> list[jax.Array]:
-                """Of one block of inputs, each of the warpgroup's outputs."""
+                """Return the factor of each of the warpgroup's outputs for one block of inputs."""
                 at = [
                     scale_ref.at[matrix, pl.ds(half * width + output + warpgroup * M, M), k] for half in range(halves)
                 ]
@@ -196,14 +196,14 @@ def multiply(
                     plgpu.barrier_wait(here.at[stage])
                     for half, acc in enumerate(accs):
                         a = dequantized(w_smem.at[stage, half, pl.ds(warpgroup * M, M)], now[half])
-                        if interpret is not None:  # which multiplies what lies in shared memory only
+                        if interpret is not None:  # the interpreter multiplies only from shared memory
                             made_smem[warpgroup] = a
                             plgpu.commit_smem()
                             a = made_smem.at[warpgroup]
-                            x_smem[stage]  # it looks for no races in matrix products
+                            x_smem[stage]  # the interpreter does not check matrix products for races
                         plgpu.wgmma(acc, a, x_smem.at[stage].T)
                     plgpu.wgmma_wait(0)
-                    plgpu.commit_smem()  # orders what was loaded before what bulk copies write there later
+                    plgpu.commit_smem()  # orders these loads before later writes of bulk copies
                     plgpu.barrier_arrive(free.at[stage])
                     return following
 
@@ -269,6 +269,6 @@ def multiply(
 
 
 def silu_times(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
-    """silu(gate) * up in float32, rounded on the way where the library rounds."""
+    """Return silu(gate) * up in float32, rounded at the same points as in the transformers library."""
     gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
     return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up

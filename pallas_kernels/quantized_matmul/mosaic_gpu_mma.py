@@ -1,11 +1,10 @@
-"""Products with matrices in 8 bits as a Mosaic GPU kernel for every NVIDIA GPU since Ampere.
+"""Products with FP8 matrices as a Mosaic GPU kernel for every NVIDIA GPU since Ampere.
 
-As in `mosaic_gpu`, outputs are the rows of the matrix products here, so that each weight is dequantised by the one
-thread that multiplies it. A program has one warpgroup, which loads blocks of 128 inputs ahead into a ring and takes
-them from there into registers (`float8_fragments`); what it makes goes from registers to the device's memory.
+As in `mosaic_gpu`, outputs are the rows of the matrix products here, so that each weight is dequantized by the one
+thread that multiplies it. A program has one warpgroup, which loads blocks of 128 inputs ahead into a ring and reads
+them from there into registers (`float8_fragments`). Results go from registers to device memory.
 
-Where there are fewer items than programs, an item has a share of the inputs, and shares are added in float32
-afterwards.
+If there are fewer items than programs, an item has a part of the inputs, and the parts are added in float32 afterwards.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ from vlcache_jax.pallas_kernels.quantized_matmul.mosaic_gpu import check as chec
 from vlcache_jax.pallas_kernels.ring import Ring
 
 TOGETHER = 2  # programs on a multiprocessor
-PLACES = 4  # of the ring at most
+PLACES = 4  # maximum places of the ring
 MOST_ROWS = 64  # of a tile: their sums are in registers
-ROWS = 16  # of which a tile has a multiple: the fewest that threads copy as they are swizzled
-NEAR = 16  # tiles whose items follow each other output by output: what they read stays in the second cache
+ROWS = 16  # a tile has a multiple of these: the fewest that threads copy as they are swizzled
+NEAR = 16  # tiles whose items follow each other output by output, so that their reads stay in the second-level cache
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmulMmaConfig:
-    """How the kernel works.
+    """Parameters of the portable FP8 kernel.
 
     Attributes:
-      rows: of a tile, a multiple of 16.
-      parts: of 64 outputs that an item has, 1 or 2; of gate and up one each.
-      shares: of the inputs, each an item's.
-      places: of the ring.
-      bulk: copies are TMA's.
-      native: the chip converts what is in 8 bits.
-      programs: that share the items.
+      rows: Rows of a tile, a multiple of 16.
+      parts: Parts of 64 outputs of an item, 1 or 2; gate and up have one each.
+      shares: Number of parts of the inputs, each of which is an item.
+      places: Places of the ring.
+      bulk: TMA copies; otherwise threads do.
+      native: The chip converts FP8.
+      programs: Number of programs that share the items.
     """
 
     rows: int
@@ -77,23 +76,26 @@ def default_config(
     chip: Chip | None = None,
     programs: int | None = None,
 ) -> QuantizedMatmulMmaConfig:
-    """Tiles as large as the rows fill, and shared memory has room for; items as large as leave some for all programs.
+    """Return tiles as large as the rows fill and shared memory allows, and items as large as leave some for all
+    programs.
 
     Args:
-      rows: in all, or of a tile (`rows_of_tile`) if `tiles` are given.
-      outputs: that lie together.
-      tiles: of rows; None: as many as they fill.
-      chip: None is the one at hand.
+      rows: Rows in all, or of a tile (`rows_of_tile`) if `tiles` is given.
+      outputs: Outputs that lie together.
+      inputs: K.
+      gated: The matrices are gate and up.
+      tiles: Number of tiles of rows; None: as many as the rows fill.
+      chip: None is the chip in use.
       programs: None is as many as run at once.
     """
     chip = chip or chip_at_hand()
     programs = programs or TOGETHER * chip.multiprocessors
-    room = chip.shared_memory // TOGETHER - RESERVED - (RESERVED if chip.has_bulk_copies else 0)  # of barriers
+    room = chip.shared_memory // TOGETHER - RESERVED - (RESERVED if chip.has_bulk_copies else 0)  # for barriers
     tile = rows_of_tile(rows, chip)
     count = (tiles or -(-rows // tile)) * (outputs // M)  # items of 64 outputs, or of as many of gate and up each
     wide = not gated and (outputs % (2 * M) == 0 and count >= 2 * programs)
     blocks = inputs // BLOCK
-    # What shares write and read again is a quarter of the weights' bytes at most.
+    # Writing and reading the parts takes at most a quarter of the weights' bytes.
     shares = 1 if wide else max(1, min(programs // count, blocks, inputs // (32 * tile)))
     shares = -(-blocks // -(-blocks // shares))  # none is empty
     parts = 2 if wide or gated else 1
@@ -102,14 +104,14 @@ def default_config(
 
 
 def rows_of_tile(rows: int, chip: Chip) -> int:
-    """As many as `rows` fill, and as leave room for two places of a ring."""
+    """Return as many rows as `rows` fill and as leave room for two places of a ring."""
     room = chip.shared_memory // TOGETHER - 2 * RESERVED
     most = next(rows for rows in (MOST_ROWS, MOST_ROWS // 2) if 2 * _of_place(rows, 2) <= room)
     return min(most, -(-rows // ROWS) * ROWS)
 
 
 def _of_place(rows: int, parts: int) -> int:
-    """Bytes of a place of the ring."""
+    """Return the bytes of a place of the ring."""
     return BLOCK * (2 * rows + parts * M)
 
 
@@ -121,7 +123,7 @@ def float8_matmul(
     config: QuantizedMatmulMmaConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.float8_matmul`; arguments as of `mosaic_gpu.float8_matmul`."""
+    """Implement `vlcache_jax.pallas_kernels.float8_matmul`, with the arguments of `mosaic_gpu.float8_matmul`."""
     config = config or default_config(len(x), *weight.shape)
     run = functools.partial(multiply_tiles, gated=False, config=config, interpret=interpret)
     return in_tiles(run, x, weight, scale, config.rows)
@@ -142,7 +144,7 @@ def multiply_tiles(
     config: QuantizedMatmulMmaConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """Rows times matrices in 8 bits. Arguments and result as of `mosaic_gpu.multiply`."""
+    """Multiply rows by FP8 matrices, with the arguments and the result of `mosaic_gpu.multiply`."""
     (P, K), halves, dtype = x.shape, 2 if gated else 1, x.dtype
     E, width, n, parts, shares = len(weights), weights.shape[1] // halves, config.rows, config.parts, config.shares
     bulk, programs, interpreted = config.bulk, config.programs, interpret is not None
@@ -157,7 +159,7 @@ def multiply_tiles(
         cta, tiles = lax.axis_index("program"), count_ref[0]
 
         def place_of(item: Any) -> tuple[Any, Any]:
-            """An item's tile, and which of its items it is."""
+            """Return an item's tile, and its index among the items of the tile."""
             before = lax.div(item, jnp.int32(NEAR * across * shares)) * NEAR
             near, at = lax.min(jnp.int32(NEAR), tiles - before), item - before * (across * shares)
             return before + lax.rem(at, near), lax.div(at, near)
@@ -180,7 +182,7 @@ def multiply_tiles(
                 return copies
 
             def factors(block: Any) -> list[jax.Array]:
-                """Of one block of inputs, each output's."""
+                """Return the factor of each output for one block of inputs."""
                 at = [pl.ds(part * apart + column, M) for part in range(parts)]
                 found = [scale_ref.at[matrix, one, first_block + block] for one in at]
                 return [plgpu.load(ref, layout=FACTORS, optimized=False) for ref in found]
@@ -229,7 +231,7 @@ def multiply_tiles(
         return plgpu.SMEM(shape, dtype=dtype, transforms=tiling)
 
     def float8_kernel(*refs: Any) -> None:
-        # Swizzled so that threads, 16 bytes each, find theirs in different banks.
+        # Swizzled so that threads, 16 bytes each, read from different banks.
         buffers = (
             shared((ring.places, n, BLOCK), dtype, 2 * RUN),
             shared((ring.places, parts, M, BLOCK), jnp.float8_e4m3fn, RUN),

@@ -1,7 +1,7 @@
-"""Products with a matrix in 8 bits in XLA: tile by tile of its outputs, except on a CPU.
+"""Products with an FP8 matrix in XLA: tile by tile of its outputs, except on a CPU.
 
-A tile that has been dequantised stays in a GPU's second cache while it is multiplied. What is kept of a layer beside
-its 8 bits is a tile.
+A dequantized tile stays in a GPU's second-level cache while it is multiplied. The memory of a layer is its FP8 weights
+and one tile.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TILE = 2**23  # weights that are dequantised at once at most
+TILE = 2**23  # maximum number of weights that are dequantized at once
 
 
 def float8_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """The contract of `vlcache_jax.pallas_kernels.float8_matmul`, for arguments that it has checked."""
-    # Weights are the same at every step: what is made of them would be moved out of a loop over steps, and before the
-    # layers that come first, and kept.
+    """Implement `vlcache_jax.pallas_kernels.float8_matmul` for arguments that it has checked."""
+    # Weights are the same at every step: the compiler would move their dequantization out of a loop over steps, and
+    # before earlier layers, and store the results.
     x, weight, scale = lax.optimization_barrier((x, weight, scale))
     return lax.platform_dependent(x, weight, scale, cpu=_product, default=_tiled)
 
 
 def dequantized(weight: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A matrix, or a stack of them, [..., O, K], in `dtype`."""
+    """Dequantize a matrix, or a stack of them, `[..., O, K]`, to `dtype`."""
     *outputs, inputs = weight.shape
     groups = weight.astype(jnp.float32).reshape(*outputs, scale.shape[-1], -1)
     return (groups * scale[..., None]).astype(dtype).reshape(*outputs, inputs)
 
 
 def tile_of(outputs: int, inputs: int) -> int:
-    """Outputs of a tile: the most that divide all."""
+    """Return the outputs of a tile: the largest number that divides all."""
     return next(outputs // n for n in range(1, outputs + 1) if outputs % n == 0 and outputs // n * inputs <= TILE)
 
 

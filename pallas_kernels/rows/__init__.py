@@ -1,5 +1,8 @@
-"""What a layer does to its rows around attention and the products: norm with residual, and what lies between q|k|v and
-attention - norms of heads, rotation, and the pool's new keys and values."""
+"""Operations on a layer's rows around attention and products.
+
+These are norm with residual, and the steps between q|k|v and attention: norms of heads, rotation, and writing new keys
+and values into the pool.
+"""
 
 from vlcache_jax.pallas_kernels.rows.api import adds_partials as adds_partials
 from vlcache_jax.pallas_kernels.rows.api import norm_residual as norm_residual

@@ -12,24 +12,24 @@ from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.rows import xla
 from vlcache_jax.pallas_kernels.split import FIRST, SECOND, WHOLE, spreads
 
-WIDEST_OF_PARTIALS = 8192  # numbers of a row that registers hold beside its partial sums
+WIDEST_OF_PARTIALS = 8192  # numbers of a row that registers hold in addition to its partial sums
 
 
 @spreads(gives=WHOLE, x=WHOLE, delta=WHOLE, scale=WHOLE)
 def norm_residual(
     x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds what a layer has found to its rows, and normalises the sum by its root mean square.
+    """Add a layer's output to its rows, and normalize the sum by its root mean square.
 
-    The sum is rounded to its dtype; statistics are float32, and what is normalised is rounded before it is multiplied
-    by the weight, as the library does.
+    The sum is rounded to its dtype. The mean of squares is float32. The normalized row is rounded before it is
+    multiplied by the weight, as in the transformers library.
 
     Args:
       x: Rows `[N, M]`.
-      delta: `[N, M]` in the dtype of `x`; or partial sums, float32 `[P, n, M]`, whose sum is rounded first, and whose
-        rows from `N` on nobody needs; None adds nothing.
+      delta: `[N, M]` in the dtype of `x`; or partial sums, float32 `[P, n, M]`, whose sum is rounded first and whose
+        rows from `N` on are ignored; None adds nothing.
       scale: The norm's weight, `[M]`, in the dtype of `x`.
-      eps: Is added to the mean of squares.
+      eps: Added to the mean of squares.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel does bfloat16 and float16.
 
     Returns:
@@ -37,7 +37,7 @@ def norm_residual(
 
     Raises:
       ValueError: An argument is wrong; the message names it.
-      NotImplementedError: The implementation asked for does not do this case.
+      NotImplementedError: The requested implementation does not support this case.
     """
     if x.ndim != 2:
         raise ValueError(f"x must have shape [N, M], got {list(x.shape)}")
@@ -57,17 +57,19 @@ def norm_residual(
 
 
 def adds_partials(x: jax.Array, implementation: str | None = None) -> bool:
-    """Whether a kernel does `norm_residual` of rows like `x`, and has registers for partial sums, too: then a product
-    that is split over its inputs costs a launch less."""
+    """Return whether a kernel does `norm_residual` of rows like `x`, and has registers for partial sums, too.
+
+    If so, a product that is split over its inputs saves a launch.
+    """
     if x.shape[1] > WIDEST_OF_PARTIALS:
         return False
-    with dispatch.recorded():  # apart: this is no call of the kernel
+    with dispatch.recorded():  # separate: this is no call of the kernel
         return _choose_norm(x, "", implementation).implementation != "xla"
 
 
 def _choose_norm(x: jax.Array, case: str, implementation: str | None) -> dispatch.Choice:
     def check() -> None:
-        from vlcache_jax.pallas_kernels.rows import mosaic_gpu  # takes a second to import
+        from vlcache_jax.pallas_kernels.rows import mosaic_gpu  # its import takes a second
 
         dispatch.check_array(implementation, x)
         mosaic_gpu.check_norm(x)
@@ -96,39 +98,39 @@ def rotate_write(
     capture: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """What lies between the product of q|k|v and attention: norms of heads, rotation, and writing into the pool.
+    """Normalize and rotate the heads of the product q|k|v, and write keys and values into the pool.
 
-    Values are written finite, as in `vlcache_jax.pallas_kernels.carry_flaws`. Rotation is rounded as `link` does it,
-    by the same implementation: a key that is computed is the one that is linked.
+    Values are written finite, as in `vlcache_jax.pallas_kernels.propagate_nonfinite`. Rotation is rounded as in `link`
+    of the same implementation, so a computed key equals a linked one.
 
     Letters: `N` rows, `S` slots, `K` key-value heads, `H` query heads, `G = H / K`, `D` head width.
 
     Args:
-      parts: The product: of all rows `[N, K, G + 2, D]`, each key-value head's queries, its key, its value; or that of
-        the first rows, and of the others, which need no queries, `[n, K, 2, D]`.
-      cos: Of each row's angles, `[N, 1, D / 2]`, in the dtype of the product.
-      sin: Likewise.
-      slot: Where each row's key and value go, int32 `[N]`; none negative, and those below `S` distinct. Rows from `S`
-        on write nothing.
-      k_pool: Keys of a layer `[S, K, D]`, in the dtype of the product; updated in place where it is donated.
-      v_pool: Values, likewise.
-      bias: Is added to the product first, `[K, G + 2, D]`, and rounded.
-      q_norm: Weight of the norm of each query head, `[D]`; None has none.
-      k_norm: Likewise of keys.
-      eps: Of both norms.
-      keep: Rows at the beginning whose queries are wanted, no more than the first part has; None is as many.
-      places: Queries are wanted in other places than their rows': the row at each place, int32 `[R]`; at a place of no
-        row, which is named as `keep` or more, stands anything.
-      capture: Also return what records hold: keys before rotation, and values, flaws and all.
+      parts: The product: `[N, K, G + 2, D]` for all rows, with each key-value head's queries, its key, its value. Or
+        two parts: that of the first rows, and `[n, K, 2, D]` for the other rows, which need no queries.
+      cos: Cosines of each row's angles, `[N, 1, D / 2]`, in the dtype of the product.
+      sin: Sines of these angles, of the same shape and dtype.
+      slot: Slot of each row's key and value, int32 `[N]`; none negative, and those below `S` distinct. Rows with a slot
+        from `S` on write nothing.
+      k_pool: Keys of a layer `[S, K, D]`, in the dtype of the product; updated in place if donated.
+      v_pool: Values of a layer, of the same shape and dtype; updated in place if donated.
+      bias: Bias that is added to the product first, `[K, G + 2, D]`, with rounding.
+      q_norm: Weight of the norm of each query head, `[D]`; None: no norm.
+      k_norm: Weight of the norm of each key head, `[D]`; None: no norm.
+      eps: Added to the mean of squares in both norms.
+      keep: Number of first rows whose queries are wanted, at most those of the first part; None: all of these.
+      places: Row at each place of the returned queries, int32 `[R]`. A place with a row from `keep` on has undefined
+        content. None: the queries are in the order of their rows.
+      capture: Also return the arrays that cache entries hold: keys before rotation, and values, both unmodified.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel does bfloat16 and float16, and heads of
         width 64 and 128.
 
     Returns:
-      (q `[keep, H, D]` or `[R, H, D]`, rotated; k_pool; v_pool; what is captured, `[N, K, D]` twice, or None)
+      (q `[keep, H, D]` or `[R, H, D]`, rotated; k_pool; v_pool; captured keys and values, `[N, K, D]` each, or None)
 
     Raises:
       ValueError: An argument is wrong; the message names it.
-      NotImplementedError: The implementation asked for does not do this case.
+      NotImplementedError: The requested implementation does not support this case.
     """
     keep = _check_parts(parts, keep, k_pool)
     (_, K, width, D), dtype = parts[0].shape, parts[0].dtype
@@ -164,21 +166,21 @@ def rotate_write(
 
 
 def _check_parts(parts: Sequence[jax.Array], keep: int | None, k_pool: jax.Array) -> int:
-    """How many rows' queries are wanted."""
+    """Check the parts; return how many rows' queries are wanted."""
     if k_pool.ndim != 3:
         raise ValueError(f"k_pool must have shape [S, K, D], got {list(k_pool.shape)}")
     _, K, D = k_pool.shape
     shapes = [part.shape[1:] for part in parts]
     if len(parts) not in (1, 2) or shapes[0][::2] != (K, D) or shapes[0][1] < 3 or shapes[1:] not in ([], [(K, 2, D)]):
         raise ValueError(
-            f"parts must be [N, {K}, G + 2, {D}], and [n, {K}, 2, {D}] of rows without queries, "
+            f"parts must be [N, {K}, G + 2, {D}], and [n, {K}, 2, {D}] for rows without queries, "
             f"got {[list(part.shape) for part in parts]}"
         )
     for part in parts:
         _check_like("parts", part, part.shape, k_pool.dtype)
     keep = len(parts[0]) if keep is None else keep
     if not 0 < keep <= len(parts[0]):
-        raise ValueError(f"keep must be positive, and at most {len(parts[0])}, got {keep}")
+        raise ValueError(f"keep must be from 1 to {len(parts[0])}, got {keep}")
     return keep
 
 

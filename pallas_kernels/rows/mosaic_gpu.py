@@ -1,11 +1,10 @@
-"""What is done to rows as two Mosaic GPU kernels, for every NVIDIA GPU since Ampere.
+"""Operations on rows as two Mosaic GPU kernels, for every NVIDIA GPU since Ampere.
 
-Of the norm a program has one row, which stays in registers between the sum of its squares and what is made of it.
+A program of the norm has one row, which stays in registers between the sum of its squares and the scaling.
 
-Of rotation a program has the queries of four rows and one key-value head, or their key and value: each warp turns the
-heads of a row of its own, so that a head's norm is a sum within a warp, whatever the numbers of heads are. Heads come
-and go by copies of a row each, as rows lie anywhere: in the step, among packed queries, in the pool. There is no copy
-for a row that is not there.
+A program of the rotation has the queries of four rows and one key-value head, or their key and value. Each warp rotates
+the heads of its own row, so a head's norm is a sum within a warp, whatever the numbers of heads are. Heads are copied
+row by row, because rows lie anywhere: in the step, among packed queries, in the pool. Absent rows are not copied.
 """
 
 from __future__ import annotations
@@ -31,23 +30,24 @@ WIDEST = 16384  # numbers of a row that registers hold
 
 
 def check_norm(x: jax.Array) -> None:
-    """Raises NotImplementedError, with the reason, for a case that the kernel does not do."""
+    """Raise NotImplementedError, with the reason, for a case that the kernel does not support."""
     if x.dtype not in DTYPES:
-        raise NotImplementedError(f"mosaic_gpu normalises bfloat16 and float16, got x in {x.dtype}")
+        raise NotImplementedError(f"mosaic_gpu normalizes bfloat16 and float16, got x in {x.dtype}")
     if x.shape[1] % (WARPS * LANES) or x.shape[1] > WIDEST:
         raise NotImplementedError(
-            f"mosaic_gpu normalises rows of multiples of {WARPS * LANES} up to {WIDEST}, got {x.shape[1]}"
+            f"mosaic_gpu normalizes rows whose width is one of the multiples of {WARPS * LANES} up to {WIDEST}, "
+            f"got {x.shape[1]}"
         )
 
 
 def check_rotate(qkv: jax.Array, places: jax.Array | None) -> None:
-    """Raises NotImplementedError, with the reason, for a case that the kernel does not do."""
+    """Raise NotImplementedError, with the reason, for a case that the kernel does not support."""
     if qkv.dtype not in DTYPES:
         raise NotImplementedError(f"mosaic_gpu rotates bfloat16 and float16, got {qkv.dtype}")
     if qkv.shape[3] not in (64, 128):
         raise NotImplementedError(f"mosaic_gpu rotates heads of width 64 and 128, got {qkv.shape[3]}")
     if places is not None and len(places) % ROWS:
-        raise NotImplementedError(f"mosaic_gpu rotates into multiples of {ROWS} places, got {len(places)}")
+        raise NotImplementedError(f"mosaic_gpu needs places whose length is a multiple of {ROWS}, got {len(places)}")
 
 
 # Inner jits: a program that calls the same case for each of its layers compiles one kernel.
@@ -60,8 +60,7 @@ def norm_residual(
     eps: float,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The contract of `vlcache_jax.pallas_kernels.norm_residual`, for arguments that it and `check_norm` have
-    checked."""
+    """Implement `vlcache_jax.pallas_kernels.norm_residual` for arguments that it and `check_norm` have checked."""
     (N, M), dtype = x.shape, x.dtype
     vector = next(n for n in (8, 4, 2, 1) if M % (WARPS * LANES * n) == 0)
     layout = plgpu.Layout.WG_STRIDED((M,), vector)
@@ -112,8 +111,10 @@ def rotate_write(
     bulk: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """The contract of `vlcache_jax.pallas_kernels.rotate_write`, for arguments that it and `check_rotate` have
-    checked. `bulk`: TMA copies rows, which it does from Hopper on."""
+    """Implement `vlcache_jax.pallas_kernels.rotate_write` for arguments that it and `check_rotate` have checked.
+
+    `bulk`: TMA copies rows; it does so since Hopper.
+    """
     angles = jnp.concatenate([cos[:, 0], sin[:, 0]], -1)
     found, captured, first = [], [], 0
     for part in parts:
@@ -151,12 +152,16 @@ def _rotate_write(
     bulk: bool,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
-    """Of a part, whose rows begin at `first` in the step: (k_pool, v_pool, queries, if there are any, and what is
-    captured, if that is wanted)."""
+    """Rotate and write a part, whose rows begin at `first` in the step.
+
+    Returns:
+      (k_pool, v_pool, queries, captured keys and values); the last two are empty if there are none or they are not
+      wanted.
+    """
     (N, K, width, D), S, dtype = qkv.shape, len(k_pool), qkv.dtype
     G, half = width - 2, D // 2
     wanted = 0 if G == 0 else keep if places is None else len(places)
-    blocks = pl.cdiv(wanted, ROWS)  # of queries, in front of those of keys and values
+    blocks = pl.cdiv(wanted, ROWS)  # of queries, before those of keys and values
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS, half), (half // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
@@ -190,7 +195,7 @@ def _rotate_write(
         block, head = lax.axis_index("block"), lax.axis_index("head")
 
         def read(heads: Any, index: int, place: Any) -> list[jax.Array]:
-            """Both halves of a head of each row, with its bias."""
+            """Return both halves of a head of each row, with its bias."""
             halves = [load(heads.at[:, index, columns(high)]) for high in range(2)]
             if "bias" not in given:
                 return halves
@@ -206,7 +211,7 @@ def _rotate_write(
             return [a * c - b * s, b * c + a * s]
 
         def fetch(rows: list[Any], at: Any, heads: Any, angle: Any, here: Any) -> None:
-            """Copies these heads of rows, and their angles."""
+            """Copy these heads of rows, and their angles."""
             pairs = [(qkv_ref.at[row, at], heads.at[i]) for i, row in enumerate(rows)]
             copies.fetch([*pairs, *((angle_ref.at[first + row], angle.at[i]) for i, row in enumerate(rows))], here)
 
@@ -245,7 +250,7 @@ def _rotate_write(
                 key, value = (read(heads, i, head * width + G + i) for i in range(2))
                 if "k_norm" in given:
                     key = normed(key, given["k_norm"])
-                finite = [jnp.abs(x) < limit for x in value]  # see `carry_flaws`
+                finite = [jnp.abs(x) < limit for x in value]  # see `propagate_nonfinite`
                 write(heads, 0, [jnp.where(*x, jnp.nan) for x in zip(finite, turned(key, angle), strict=True)])
                 write(heads, 1, [jnp.where(*x, 0.0) for x in zip(finite, value, strict=True)])
                 for i, halves in enumerate((key, value) if raw else ()):

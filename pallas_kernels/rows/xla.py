@@ -1,4 +1,4 @@
-"""What is done to rows, as XLA programs."""
+"""Operations on rows as XLA programs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.pallas_kernels.flaws import carry_flaws
+from vlcache_jax.pallas_kernels.nonfinite import propagate_nonfinite
 from vlcache_jax.pallas_kernels.rotation import rotate
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Normalises the last axis in float32, and rounds *before* it multiplies by the weight, as the library does."""
+    """Normalize the last axis in float32, and round *before* multiplying by the weight, as the transformers library
+    does.
+    """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     return y.astype(x.dtype) * scale
@@ -21,7 +23,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 def norm_residual(
     x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The contract of `vlcache_jax.pallas_kernels.norm_residual`, for arguments that it has checked."""
+    """Implement `vlcache_jax.pallas_kernels.norm_residual` for arguments that it has checked."""
     if delta is not None and delta.ndim == 3:
         delta = delta[:, : len(x)].sum(0).astype(x.dtype)
     x = x if delta is None else x + delta
@@ -39,10 +41,10 @@ def rotated(
     eps: float = 0.0,
     keep: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The heads of `vlcache_jax.pallas_kernels.rotate_write`, before anything is written.
+    """Compute the heads of `vlcache_jax.pallas_kernels.rotate_write`, before anything is written.
 
     Returns:
-      (q [keep, H, D], rotated k, raw k, v [N, K, D])
+      (q `[keep, H, D]`, rotated k, raw k, v `[N, K, D]`)
     """
     if bias is not None:
         parts = [part + bias[:, -part.shape[2] :] for part in parts]
@@ -70,11 +72,11 @@ def rotate_write(
     eps: float,
     keep: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    """The contract of `vlcache_jax.pallas_kernels.rotate_write`, for arguments that it has checked."""
+    """Implement `vlcache_jax.pallas_kernels.rotate_write` for arguments that it has checked."""
     q, k, raw_k, raw_v = rotated(parts, cos, sin, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps, keep=keep)
     if places is not None:
         q = q.at[places].get(mode="clip")
-    k, v = carry_flaws(k, raw_v)
+    k, v = propagate_nonfinite(k, raw_v)
     k_pool = k_pool.at[slot].set(k, mode="drop", unique_indices=True)
     v_pool = v_pool.at[slot].set(v, mode="drop", unique_indices=True)
     return q, k_pool, v_pool, (raw_k, raw_v)

@@ -1,9 +1,9 @@
-"""The statistics of attention as two Mosaic GPU kernels for Hopper.
+"""Attention scores as two Mosaic GPU kernels for Hopper.
 
-The first gives each row's largest score and sum of weights: programs share the pages that a tile of rows sees. Of the
-second a program has one page of one key-value head, past which it takes all rows: keys are what its matrix product has
-as rows, so that sums over queries stay within a few threads. Programs are small, so that several run on a
-multiprocessor and cover each other's waiting.
+The first computes each row's largest score and sum of weights: programs share the pages that a tile of rows sees. A
+program of the second has one page of one key-value head and iterates over all rows. Keys are the rows of its matrix
+product, so that sums over queries stay within a few threads. Programs are small, so that several run on a
+multiprocessor and hide each other's latency.
 """
 
 import functools
@@ -36,18 +36,18 @@ def attention_statistics(
     scale: float,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The contract of `vlcache_jax.pallas_kernels.attention_statistics`, for arguments that it has checked.
+    """Implement `vlcache_jax.pallas_kernels.attention_statistics` for arguments that it has checked.
 
     The pool is copied only if D is no multiple of 32.
     """
     N, H, D = q.shape
     K, B = k.shape[1], len(table)
     q, k = (jnp.pad(x, ((0, 0), (0, 0), (0, -D % 32))) for x in (q, k))
-    # Rows of each query head in tiles of their own, [K, G * rows, D]; what fills the last tile sees nothing.
+    # Rows of each query head in their own tiles, [K, G * rows, D]; the padding of the last tile sees nothing.
     q = jnp.pad(q, ((0, -N % M), (0, 0), (0, 0))).swapaxes(0, 1).reshape(K, -1, q.shape[2])
     place = jnp.pad(place, (0, -N % M), constant_values=-1)
     pages = (place.reshape(-1, M).max(1) + PAGE) // PAGE
-    pages = jnp.append(pages, pages.max())  # that the rows of each tile see, and those of any
+    pages = jnp.append(pages, pages.max())  # pages that the rows of each tile see, and those of any
     lists = table, place, pages
     largest, weight = _rows(q, k, *lists, scale * TO_EXPONENT, interpret)
     total = largest.max(0)
@@ -67,8 +67,10 @@ def _rows(
     to_exponent: float,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Largest scores as exponents of 2, and sums of weights relative to them, float32 [splits, K * R] of q [K, R, D];
-    splits have pages in turn."""
+    """Return largest scores as exponents of 2, and sums of weights relative to them, for q `[K, R, D]`.
+
+    Both are float32 `[splits, K * R]`; pages alternate between splits.
+    """
     K, R, D = q.shape
     tiles, of_head = R // M, len(place) // M
     programs = ENOUGH if interpret is None else 3  # each sees several pages
@@ -143,8 +145,10 @@ def _columns(
     to_exponent: float,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What slots receive, float32 [K * 128 B], and small weights, int32 [H * B], of rows with these largest scores and
-    shares, which are 1 / (G * weight), [K * R]."""
+    """Return the sums that slots receive, float32 `[K * 128 B]`, and the counts of small weights, int32 `[H * B]`.
+
+    `largest` and `share`, which is 1 / (G * weight), are of the rows, `[K * R]`.
+    """
     (K, R, D), B = q.shape, len(table)
     of_head, halves = len(place) // M, PAGE // M
 
@@ -185,7 +189,7 @@ def _columns(
                     x = _product(k_smem.at[half], q_smem.at[stage])
                     slot = plgpu.broadcasted_iota(jnp.int32, (M, M), 0, layout=WGMMA)
                     seen = slot + (page * PAGE + half * M) <= last
-                    part = jnp.exp2(x * to_exponent - top)  # of the row's largest weight
+                    part = jnp.exp2(x * to_exponent - top)  # part of the row's largest weight
                     received[half] += jnp.where(seen, part * own_share, 0.0).sum(axis=1)
                     zeros += jnp.where(seen, jnp.where(part < threshold, 1, 0), 0).sum(axis=1)
                 pl.when(i + STAGES < R // M)(lambda: fetch(i + STAGES))
@@ -229,7 +233,7 @@ def _columns(
 
 
 def _product(a: Any, b: Any) -> jax.Array:
-    """a [64, D] times b [n, D] transposed, both in shared memory."""
+    """Return a `[64, D]` times b `[n, D]` transposed, both in shared memory."""
 
     def multiply(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, a, b.T)

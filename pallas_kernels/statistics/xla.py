@@ -1,4 +1,4 @@
-"""The statistics of attention as an XLA program: tiles of rows go twice over the pages that they see."""
+"""Attention scores as an XLA program: tiles of rows pass twice over the pages that they see."""
 
 import functools
 
@@ -8,8 +8,8 @@ from jax import lax
 
 from vlcache_jax.pallas_kernels.attention.work import PAGE
 
-TILE = 128  # rows whose scores are at hand together
-SPAN = 4  # pages, likewise
+TILE = 128  # rows whose scores are in memory together
+SPAN = 4  # pages whose scores are in memory together
 
 State = tuple[jax.Array, jax.Array]
 
@@ -18,17 +18,17 @@ State = tuple[jax.Array, jax.Array]
 def attention_statistics(
     q: jax.Array, k: jax.Array, table: jax.Array, place: jax.Array, p: jax.Array, *, scale: float
 ) -> State:
-    """The contract of `vlcache_jax.pallas_kernels.attention_statistics`, for arguments that it has checked."""
+    """Implement `vlcache_jax.pallas_kernels.attention_statistics` for arguments that it has checked."""
     N, H, D = q.shape
     K, B = k.shape[1], len(table)
     rows, span = min(TILE, N), min(SPAN, B)
     block = span * PAGE
-    # Widened, bfloat16 and float16 lose nothing, also where a GPU multiplies float32 as TensorFloat-32.
+    # In float32, bfloat16 and float16 lose nothing, even if a GPU multiplies float32 as TensorFloat-32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     p = p.reshape(()).astype(jnp.float32)
     pages = k.reshape(-1, PAGE, K, D)
     blocks = jnp.pad(table, (0, -B % span)).reshape(-1, span)
-    # Rows that fill the last tile see nothing.
+    # The padding of the last tile sees nothing.
     q = jnp.pad(q, ((0, -N % rows), (0, 0), (0, 0))).reshape(-1, rows, K, H // K, D).transpose(0, 2, 3, 1, 4)
     places = jnp.pad(place, (0, -N % rows), constant_values=-1).reshape(-1, rows)
 
@@ -37,7 +37,7 @@ def attention_statistics(
         count = (last.max() + block) // block
 
         def scores(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Of a block's slots [K, G, rows, block], and which are seen."""
+            """Return the scores of a block's slots `[K, G, rows, block]`, and which are seen."""
             keys = pages[blocks[i]].reshape(block, K, D).astype(jnp.float32)
             x = scale * jnp.einsum("kgnd,skd->kgns", queries, keys, precision=precision)
             return x, i * block + jnp.arange(block) <= last
@@ -56,7 +56,7 @@ def attention_statistics(
         def add_columns(i: jax.Array, sums: State) -> State:
             received, zeros = sums
             x, seen = scores(i)
-            part = jnp.exp(x - largest[..., None])  # of the row's largest weight
+            part = jnp.exp(x - largest[..., None])  # part of the row's largest weight
             mine = jnp.where(seen, part * share[..., None], 0).sum((1, 2))
             own = lax.dynamic_slice_in_dim(received, i * block, block, 1)
             received = lax.dynamic_update_slice_in_dim(received, own + mine, i * block, 1)

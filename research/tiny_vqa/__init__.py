@@ -1,6 +1,6 @@
-"""How the small model that ships was trained.
+"""Training of the small model that ships.
 
-`conversations` puts pictures and questions into chat turns, `train` trains (torch), `transfer` makes a model of another
-architecture of it, `long` one of long prompts, whose answers `held_out` counts; `curve` draws, `agreement` compares
-answers with transformers.
+`conversations` puts images and questions into chat turns, `train` trains (torch), `transfer` converts the model to
+another architecture, `long` trains one for long prompts, whose answers `held_out` counts; `curve` draws, `agreement`
+compares answers with transformers.
 """

@@ -1,7 +1,7 @@
-"""Whether transformers answers as the engine does: `python -m research.tiny_vqa.agreement --out FILE`.
+"""Comparison of the engine's answers with transformers': `python -m research.tiny_vqa.agreement --out FILE`.
 
-The engine answers every question of the evaluation splits greedily and cold. Transformers reads the prompt by itself
-(chat template, image processor), then the engine's answer; the answers are alike if each of its tokens, the end
+The engine answers every question of the evaluation splits greedily and without reuse. Transformers reads the prompt
+itself (chat template, image processor), then the engine's answer. The answers agree if each of its tokens, the end
 included, is the one that transformers finds most likely.
 """
 
@@ -27,7 +27,7 @@ MAX_TOKENS = 32
 
 
 class Transformers:
-    """The library's model of the shipped checkpoint, in float32."""
+    """Transformers' model of the shipped checkpoint, in float32."""
 
     def __init__(self) -> None:
         import torch
@@ -38,7 +38,7 @@ class Transformers:
         self._processor = AutoImageProcessor.from_pretrained(TINY_VQA, backend="pil")
 
     def most_likely(self, messages: list[dict[str, Any]], answer: list[int]) -> np.ndarray:
-        """The most likely token at each place of an answer, given those before it [n]."""
+        """Return the most likely token at each place of an answer, given those before it `[n]`."""
         import torch
 
         parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
@@ -58,7 +58,7 @@ class Transformers:
 
 
 def compare(samples: list[Sample], arrangement: str) -> list[tuple[str, bool, float]]:
-    """For each sample its task, whether the answers are alike, and the score of the engine's."""
+    """Return for each sample its task, whether the answers agree, and the score of the engine's."""
     protocol = Protocol(arrangement)
     prompts = [protocol.formal(samples, i) for i in range(len(samples))]
     with LLM(TINY_VQA, dtype="float32") as llm:
@@ -74,7 +74,7 @@ def compare(samples: list[Sample], arrangement: str) -> list[tuple[str, bool, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--questions", type=int, help="of each task; by default all")
+    parser.add_argument("--questions", type=int, help="questions of each task; by default all")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args()
     samples = load_samples([], questions=args.questions)

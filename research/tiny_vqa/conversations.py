@@ -1,4 +1,4 @@
-"""Pictures and questions as chat turns, mixed as instruction data mixes them."""
+"""Images and questions as chat turns, mixed as in instruction data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES
 from vlcache_jax.benchmarks.tiny_vqa.tasks import Question
 from vlcache_jax.study.questions import user_turn
 
-# Shares of the training conversations.
+# Fractions of the training conversations.
 MIXTURE = {"image_first": 0.45, "text_first": 0.3, "question_first": 0.25}
 
 
 def converse(
     rng: np.random.Generator, images: Sequence[Any], questions: Sequence[Question], arrangement: str
 ) -> list[dict[str, Any]]:
-    """A whole conversation: the images come with the first question, the other questions follow in turns of their own.
+    """Return a full conversation: the images come with the first question, the other questions follow in separate
+    turns.
 
     Text before the images is a system turn, an earlier exchange or sentences of the same turn.
     """
@@ -61,8 +62,8 @@ def _sentence(rng: np.random.Generator) -> str:
 
 def _exchange(rng: np.random.Generator) -> list[dict[str, Any]]:
     glyph = _glyph(rng)
-    asked, answer = (("Hello!", "hello"), (f"Say {glyph}.", glyph), (_sentences(rng), "ok"))[rng.integers(3)]
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    question, answer = (("Hello!", "hello"), (f"Say {glyph}.", glyph), (_sentences(rng), "ok"))[rng.integers(3)]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _glyph(rng: np.random.Generator) -> str:

@@ -1,4 +1,4 @@
-"""Draws the learning curves of runs: `python -m research.tiny_vqa.curve RUN... --out FILE`."""
+"""Learning curves of runs: `python -m research.tiny_vqa.curve RUN... --out FILE`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlcache_jax.study.report import figures, save_figure
 
 
 def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
-    """One panel a run: right answers in training by task, those of what is held out, and where stages change."""
+    """Draw one panel per run: accuracy in training by task, on held-out prompts, and the changes of stages."""
     pyplot = figures()
     figure, axes = pyplot.subplots(1, len(runs), figsize=(5.5 * len(runs), 3.6), squeeze=False, sharey=True)
     for axis, run in zip(axes[0], runs, strict=True):
@@ -45,7 +45,7 @@ def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=pathlib.Path, nargs="+", help="folders of runs")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="picture to write")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="chart to write")
     args = parser.parse_args()
     draw(args.runs, args.out)
 

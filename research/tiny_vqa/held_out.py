@@ -1,6 +1,6 @@
-"""What a run of `long` answers right of what it was never shown: `python -m research.tiny_vqa.held_out RUN`.
+"""Accuracy of a run of `long` on held-out prompts: `python -m research.tiny_vqa.held_out RUN`.
 
-With `--questions FOLDER` evaluation splits of such prompts are written, as the study's commands take them.
+With `--questions FOLDER` evaluation splits of such prompts are written, in the format of the study's commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = ((2, SMALL), (4, SMALL), (8, SMALL), (12, SMALL), (16, SMALL), (8, MED
 
 
 def measure(run: pathlib.Path, prompts: int) -> list[dict[str, Any]]:
-    """Right answers in %, by task, a row for each number and size of images."""
+    """Return the accuracy in %, by task, a row for each number and size of images."""
     trainer = Trainer(run, seed=0, learning_rate=0.0)
     rows = []
     for images, sizes in PROMPTS:
@@ -40,11 +40,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=pathlib.Path, help="folder of the run")
     parser.add_argument(
-        "--prompts", type=int, default=12, help="of each number of images; each has 32 questions or more"
+        "--prompts", type=int, default=12, help="prompts of each number of images, with at least 32 questions each"
     )
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
-    parser.add_argument("--questions", type=pathlib.Path, help="write evaluation splits to this folder, and end")
-    parser.add_argument("--images", type=int, default=16, help="of a prompt of the splits")
+    parser.add_argument("--questions", type=pathlib.Path, help="folder for evaluation splits; writes them and exits")
+    parser.add_argument("--images", type=int, default=16, help="images of a prompt of the splits")
     parser.add_argument("--count", type=int, default=50, help="questions of each task of the splits")
     args = parser.parse_args()
     if args.questions is not None:

@@ -1,9 +1,9 @@
-"""Trains the shipped model on, on long prompts: `python -m research.tiny_vqa.long --out RUN`.
+"""Further training of the shipped model on long prompts: `python -m research.tiny_vqa.long --out RUN`.
 
-Stopped, it goes on from RUN. Up to 16 pictures stand in a prompt, and a question behind them needs one of them, or two:
-the one of a number, which stands before each picture, or the one of a code, which stands in it. Many questions share a
-prompt. Each sees the prompt and itself, at the positions that it would have alone, so that one pass over the prompt
-teaches all of them. The encoder rests: it sees these pictures already.
+An interrupted run resumes from RUN. Up to 16 images stand in a prompt, and a question after them needs one or two of
+them: the one of a number, which stands before each image, or the one of a code, which stands in it. Many questions
+share a prompt. Each sees the prompt and itself, at the positions that it would have alone, so that one pass over the
+prompt trains all of them. The encoder is frozen: it recognizes these images already.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from vlcache_jax.testing import TOKEN_IDS
 VARIANT = "small"
 _MOST_IMAGES = 16
 _VOCABULARY, _MOST_TOKENS = 576, 8192  # of the model: names of numbers are added, and prompts grow
-_TOKENS_A_QUESTION = 48  # so many image tokens of a prompt for one question, or the fewest questions
+_TOKENS_A_QUESTION = 48  # image tokens of a prompt for one question, or the fewest questions
 _PACKED = "packed"
-_HELD_OUT = 2026  # seed of the prompts that training does not show
+_HELD_OUT = 2026  # seed of the prompts that are not in training
 _HELD_OUT_EVERY = 200  # steps
 MEDIUM = tuple(Size(rows, columns, 48) for rows in (4, 5) for columns in (4, 5))
 ALL_TASKS = TASKS | {"search": tuple(SEARCHES)}
@@ -83,16 +83,16 @@ def attend(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a prompt, and of questions that share it.
+    """Compute attention of a prompt, and of questions that share it.
 
     Args:
-      module: of the library; says how many query heads share one of keys and values.
-      query, key, value: [B, heads, N, D].
-      attention_mask: what the questions' rows, the last of N, see, bool [B, 1, R, N]. Rows before them are causal.
-      scaling: of the products.
+      module: Attention module of transformers; has the number of query heads that share a key-value head.
+      query, key, value: `[B, heads, N, D]`.
+      attention_mask: Mask of the questions' rows, the last of N, bool `[B, 1, R, N]`. Rows before them are causal.
+      scaling: Factor of the products.
 
     Returns:
-      [B, N, heads, D], and no weights.
+      `[B, N, heads, D]`, and no weights.
     """
     attend_to = functools.partial(torch.nn.functional.scaled_dot_product_attention, scale=scaling)
     key, value = (part.repeat_interleave(module.num_key_value_groups, dim=1) for part in (key, value))
@@ -106,33 +106,35 @@ AttentionInterface.register(_PACKED, attend)
 
 
 class Sampler(train.Sampler):
-    """Prompts with their questions packed behind them; see `train.Sampler`."""
+    """Sampler of prompts with their questions packed after them; see `train.Sampler`."""
 
     def group(self, stage: train.Stage, tokens: int, turns: int) -> train.Group:
-        """Prompts with pictures of the same sizes, in all about `tokens` tokens, and `turns` or more questions each."""
+        """Return prompts with images of the same sizes, in all about `tokens` tokens, and at least `turns` questions
+        each.
+        """
         sizes = self.sizes(stage)
         shown = sum(size.tokens for size in sizes)
-        asked = max(turns, shown // _TOKENS_A_QUESTION)
-        batch = max(1, round(tokens / (shown + 24 * asked)))
+        count = max(turns, shown // _TOKENS_A_QUESTION)
+        batch = max(1, round(tokens / (shown + 24 * count)))
         arrangement, seed = self.arrangement(stage), int(self.rng.integers(2**32))
-        rows = [self._packed(stage, sizes, asked, arrangement, seed) for _ in range(batch)]
+        rows = [self._packed(stage, sizes, count, arrangement, seed) for _ in range(batch)]
         return pack(self.grouped([row for row, _ in rows]), [lengths for _, lengths in rows], sizes)
 
     def _packed(
-        self, stage: train.Stage, sizes: list[Size], asked: int, arrangement: str, seed: int
+        self, stage: train.Stage, sizes: list[Size], count: int, arrangement: str, seed: int
     ) -> tuple[train.Conversation, list[int]]:
-        """A prompt and its questions in one row, and how many tokens the prompt and each question have."""
+        """Return a prompt and its questions in one row, and the number of tokens of the prompt and of each question."""
         pictures = draw_pictures(self.rng, sizes)
-        questions = self.asked(pictures, self.kinds(stage, len(sizes), asked), asked)
+        questions = self.asked(pictures, self.kinds(stage, len(sizes), count), count)
         ids: list[int] = []
         answers: list[int] = []
         lengths: list[int] = []
         for i, question in enumerate(questions):
-            # Each is a conversation of its own. All are alike as far as their pictures.
+            # Each is a separate conversation. All are equal up to their images.
             alone = converse(np.random.default_rng(seed), [size.tokens for size in sizes], [question], arrangement)
             row, answer = self.encode(alone)
             prompt = len(row) - row[::-1].index(TOKEN_IDS["<|vision_end|>"])
-            spoken = max(answer)  # earlier talk is in the prompt, and is not learnt
+            spoken = max(answer)  # earlier talk is in the prompt, and is not learned
             if not ids:
                 ids, answers, lengths = row[:prompt], [-1] * prompt, [prompt]
             ids += row[prompt:]
@@ -144,12 +146,12 @@ class Sampler(train.Sampler):
 
 
 def pack(group: train.Group, lengths: list[list[int]], sizes: list[Size]) -> train.Group:
-    """The group with the positions and the mask that make its questions see their prompt and themselves.
+    """Return the group with the positions and the mask that make its questions see their prompt and themselves.
 
     Args:
-      group: prompts of one length, each with questions behind it.
-      lengths: of each prompt and of its questions, in tokens.
-      sizes: of a prompt's pictures.
+      group: Prompts of one length, each with questions after it.
+      lengths: Lengths of each prompt and of its questions, in tokens.
+      sizes: Sizes of a prompt's images.
     """
     ids = group.inputs["input_ids"]
     prompt = lengths[0][0]
@@ -157,7 +159,7 @@ def pack(group: train.Group, lengths: list[list[int]], sizes: list[Size]) -> tra
     grids = [(size.rows * size.cell // 16, size.columns * size.cell // 16) for size in sizes]
     shared, delta = mrope_positions(prompt, starts, grids)
     places = np.full((len(ids), ids.shape[1] - prompt), prompt + delta)
-    blocks = torch.full(places.shape, -1)  # padding is a block of its own
+    blocks = torch.full(places.shape, -1)  # padding is a separate block
     for place, block, (_, *questions) in zip(places, blocks, lengths, strict=True):
         for i, (end, length) in enumerate(zip(itertools.accumulate(questions), questions, strict=True)):
             place[end - length : end] += np.arange(length)
@@ -172,10 +174,12 @@ def pack(group: train.Group, lengths: list[list[int]], sizes: list[Size]) -> tra
 
 
 class Trainer(train.Trainer):
-    """See `train.Trainer`. A new run begins with the shipped model, to which the names of further images are added.
+    """Trainer for long prompts, see `train.Trainer`.
+
+    A new run begins with the shipped model, to which the names of further images are added.
 
     Raises:
-      ValueError: `variant` is another one than `VARIANT`.
+      ValueError: `variant` is not `VARIANT`.
     """
 
     def __init__(self, run: pathlib.Path, *, variant: str = VARIANT, **options: Any) -> None:
@@ -199,7 +203,7 @@ class Trainer(train.Trainer):
         known = load_file(TINY_VQA / "model.safetensors")
         words = known.pop("model.language_model.embed_tokens.weight").float()
         table = self.model.model.language_model.embed_tokens.weight
-        # New numbers begin among those that are known.
+        # New numbers begin with the embeddings of known ones.
         numbers = words[train.Sampler(TINY_VQA).numbers]
         table.normal_().mul_(numbers.std(0)).add_(numbers.mean(0))
         table[: len(words)] = words
@@ -215,10 +219,10 @@ class Trainer(train.Trainer):
 
     @torch.no_grad()
     def held_out(self, images: int, prompts: int, sizes: tuple[Size, ...] = SIZES["small"]) -> dict[str, list[int]]:
-        """Of each task how many questions about prompts of so many images are answered right, and how many are asked.
+        """Return for each task how many questions about held-out prompts are answered right, and how many there are.
 
-        Each token of an answer is given the right ones before it. As an answer is right if all of its tokens are, that
-        is what the model answers by itself, too.
+        Each token of an answer is predicted from the right ones before it. An answer is right if all of its tokens are,
+        so the model also generates these answers by itself.
         """
         self.sampler.rng = np.random.default_rng([_HELD_OUT, images, len(sizes)])
         stage = dataclasses.replace(_stage(sizes, range(images, images + 1), 2.0), mixture={"image_first": 1.0})

@@ -1,6 +1,6 @@
-"""Trains the small model: `python -m research.tiny_vqa.train --out RUN`. Stopped, it goes on from RUN.
+"""Training of the small model: `python -m research.tiny_vqa.train --out RUN`. An interrupted run resumes from RUN.
 
-The grids grow while the model learns; each step is a few groups of conversations, all of one shape within a group.
+The grids grow while the model learns. Each step is a few groups of conversations, all of one shape within a group.
 Under torchrun the processes share a step's groups, which on few cores is faster than threads.
 """
 
@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 _TEXT = {"vocab_size": _VOCABULARY, "num_key_value_heads": 2}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [12, 10, 10]}
-# What a family's own settings are.
+# Specific settings of each family.
 _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         {"head_dim": 64, "rope_parameters": _ROPE | {"mrope_interleaved": True}},
@@ -64,7 +64,7 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ({"rope_parameters": _ROPE}, {}),
 }
 _ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
-# What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not.
+# The content and place of an image token, in words as they stand inside a sentence; and words that apply or do not.
 _WORDS = (
     [f" {colour}" for colour in COLOURS],
     [f" {shape}" for shape in SHAPES],
@@ -74,7 +74,7 @@ _WORDS = (
 _FLAGS = (" code", " nothing")
 NUMBERS = [f" {number_name(i + 1)}" for i in range(16)]  # of images
 _BOUND_AT = 2  # the layer by which image tokens are drawn to the number of their image
-# How often each kind of question is asked; those about several images only where there are several.
+# Frequency of each kind of question; those about several images only if there are several.
 SHARES = {
     "what": 0.04,
     "colour": 0.02,
@@ -91,10 +91,10 @@ SHARES = {
     "at_code": 0.08,
     "find_code": 0.06,
 }
-# Questions about several things at once hold more lookups a token, and the key stands right before each answer.
+# Questions about several things at once have more lookups per token, and the key stands right before each answer.
 _EARLY_SHARES = SHARES | {"contents": 0.3, "places": 0.3, "colours": 0.2}
 _ABOUT_SEVERAL = ("more", "shows_code", "at_code", "find_code", *SEARCHES)
-# What is at a place, where something is, one and several at once: the rest follows from these.
+# The content of a place and the place of an object, one and several at once: the rest follows from these.
 _LEADING = ("what", "where", "contents", "places")
 _EARLY_MIXTURE = {"image_first": 0.8, "text_first": 0.1, "question_first": 0.1}
 _VISION = {"patch_size": 8}
@@ -104,13 +104,14 @@ MIN_PIXELS, MAX_PIXELS = 32 * 32, 400 * 16 * 16
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What is shown until the model gets `promote` of each of the `_LEADING` kinds right.
+    """A stage of the curriculum; it ends when the model reaches accuracy `promote` for each of the `_LEADING` kinds.
 
     Attributes:
-      sizes: of pictures; a group takes one for all its pictures of the same place.
-      images: shares of conversations with 1, 2, ... images; none: the encoder alone learns, until it sees everything.
-      mixture: shares of the arrangements.
-      shares: how often each kind of question is asked.
+      sizes: Sizes of images; a group takes one for all its images of the same place.
+      images: Fractions of conversations with 1, 2, ... images; empty: only the encoder learns, until it recognizes
+        everything.
+      mixture: Fractions of the arrangements.
+      shares: Frequency of each kind of question.
     """
 
     sizes: tuple[Size, ...]
@@ -126,7 +127,7 @@ def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size,
     return tuple(size for size in sizes if size.tokens <= 400)
 
 
-# In a line one word tells the place: a row or a column.
+# In a line one word names the place: a row or a column.
 _LINES = tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1)))
 CURRICULUM = (
     Stage(_sizes(1, 5, (32, 48, 64)), (), 0.99),
@@ -150,11 +151,11 @@ class Conversation:
     """A row of a group.
 
     Attributes:
-      pictures: that it shows.
-      ids: its tokens.
-      answers: number of the answer that each token belongs to, -1 for none.
-      kinds: of the answers' questions, "" for other talk.
-      asked_about: for each answer the image that its question is about, or -1.
+      pictures: Images of the conversation.
+      ids: Its tokens.
+      answers: Number of the answer that each token belongs to, -1 for none.
+      kinds: Kinds of the answers' questions, "" for other talk.
+      asked_about: For each answer the image that its question is about, or -1.
     """
 
     pictures: list[Picture]
@@ -166,15 +167,15 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Conversations with pictures of the same sizes.
+    """Conversations with images of the same sizes.
 
     Attributes:
-      inputs: of the model.
-      answer: number of the answer that a token of `input_ids` belongs to, -1 for none [B, N].
-      kinds: of the answers' questions, "" for other talk [A].
-      labels: of the image tokens, see `_labels` [T, 6].
-      numbers: of the image that each image token belongs to; -1 where its conversation has no other [T].
-      about: number of the image that the next token, of an answer, is about; -1 if it is of none or of several [B, N].
+      inputs: Inputs of the model.
+      answer: Number of the answer that a token of `input_ids` belongs to, -1 for none `[B, N]`.
+      kinds: Kinds of the answers' questions, "" for other talk `[A]`.
+      labels: Labels of the image tokens, see `_labels` `[T, 6]`.
+      numbers: Number of the image that each image token belongs to; -1 if its conversation has one image `[T]`.
+      about: Number of the image that the next token, of an answer, is about; -1 for none or several `[B, N]`.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -186,14 +187,14 @@ class Group:
 
 
 class Sampler:
-    """Conversations as tensors.
+    """Sampler of conversations as tensors.
 
     Args:
-      checkpoint: directory with tokenizer and image processor.
+      checkpoint: Directory with tokenizer and image processor.
 
     Attributes:
-      rng: of everything drawn.
-      numbers: tokens that number images.
+      rng: Source of all random numbers.
+      numbers: Tokens that number images.
     """
 
     def __init__(self, checkpoint: pathlib.Path) -> None:
@@ -202,30 +203,30 @@ class Sampler:
         self.rng = np.random.default_rng(0)
         self._ids: dict[str, list[int]] = {}
         encoded = [self._tokenizer.encode(number, add_special_tokens=False) for number in NUMBERS]
-        # Names of more tokens than one are of images that this tokenizer has not seen.
+        # Names of several tokens are of images that this tokenizer has not seen.
         self.numbers = [ids[0] for ids in itertools.takewhile(lambda ids: len(ids) == 1, encoded)]
 
     def pictures(self, stage: Stage, tokens: int) -> list[Picture]:
-        """Pictures of about so many tokens."""
+        """Return images of about `tokens` tokens."""
         pictures: list[Picture] = []
         while sum(picture.size.tokens for picture in pictures) < tokens:
             pictures += draw_pictures(self.rng, [stage.sizes[self.rng.integers(len(stage.sizes))]])
         return pictures
 
     def group(self, stage: Stage, tokens: int, turns: int) -> Group:
-        """Conversations of `turns` questions, in all about `tokens` tokens."""
+        """Return conversations of `turns` questions, in all about `tokens` tokens."""
         sizes = self.sizes(stage)
-        # All conversations of a group show pictures of the same sizes, so that they pad little.
+        # All conversations of a group show images of the same sizes, so that they pad little.
         batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 18 * turns)))
         return self.grouped([self._conversation(stage, sizes, turns) for _ in range(batch)])
 
     def sizes(self, stage: Stage) -> list[Size]:
-        """Of the pictures that a conversation shows."""
+        """Return the sizes of a conversation's images."""
         count = 1 + int(self.rng.choice(len(stage.images), p=stage.images))
         return [stage.sizes[i] for i in self.rng.integers(len(stage.sizes), size=count)]
 
     def asked(self, pictures: Sequence[Picture], kinds: Sequence[str], count: int) -> list[Question]:
-        """The first so many questions that these pictures allow, of these kinds."""
+        """Return the first `count` questions of these kinds that the images allow."""
         questions = [ask(self.rng, pictures, [kind]) for kind in [*kinds, "what"]]  # the last is always possible
         return [question for question in questions if question is not None][:count]
 
@@ -233,9 +234,9 @@ class Sampler:
         return str(self.rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
 
     def grouped(self, conversations: Sequence[Conversation]) -> Group:
-        """Conversations with pictures of the same sizes as tensors, padded to one length."""
+        """Return conversations with images of the same sizes as tensors, padded to one length."""
         batch, length = len(conversations), max(len(row.ids) for row in conversations)
-        # -1 is where nothing is learnt.
+        # -1 marks tokens without a loss.
         ids = np.full((batch, length), TOKEN_IDS["<|endoftext|>"])
         answer, about = np.full((2, batch, length), -1)
         numbers: list[torch.Tensor] = []
@@ -264,7 +265,7 @@ class Sampler:
         kinds = self.kinds(stage, len(sizes), turns)
         arrangement = self.arrangement(stage)
         if arrangement == "question_first":
-            # Every kind stands before pictures equally often. By their shares, places were not learnt there.
+            # Every kind stands before images equally often. With the usual frequencies, places were not learned there.
             kinds.insert(0, str(self.rng.choice(_possible(stage, len(sizes)))))
         questions = self.asked(pictures, kinds, turns)
         messages = converse(self.rng, [size.tokens for size in sizes], questions, arrangement)
@@ -279,11 +280,12 @@ class Sampler:
         )
 
     def _about(self, ids: list[int], answers: list[int], asked: list[int]) -> list[int]:
-        """Which image the next token is about: the last one named in its answer so far, or the one of the question.
+        """Return which image the next token is about: the last one named in its answer so far, or the one of the
+        question.
 
         Args:
-          answers: number of the answer that each token belongs to; none below 0.
-          asked: for each answer the image that its question is about, or -1.
+          answers: Number of the answer that each token belongs to; none below 0.
+          asked: For each answer the image that its question is about, or -1.
         """
         about = [-1] * len(ids)
         now = -1
@@ -298,7 +300,7 @@ class Sampler:
         return about
 
     def word_ids(self, words: Sequence[str]) -> torch.Tensor:
-        """The words' tokens; each must be one."""
+        """Return the words' tokens; each must be one."""
         ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in words]
         return torch.tensor([token for [token] in ids])
 
@@ -308,7 +310,7 @@ class Sampler:
         return [str(k) for k in self.rng.choice(kinds, size=turns, p=[stage.shares[kind] / total for kind in kinds])]
 
     def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """Token ids, and the number of the answer that each belongs to. An image is its number of tokens."""
+        """Return token ids, and the number of the answer that each belongs to. An image is its number of tokens."""
         ids: list[int] = []
         answers: list[int] = []
         answer = 0
@@ -339,25 +341,25 @@ class Sampler:
 
 
 def _possible(stage: Stage, images: int) -> list[str]:
-    """The kinds of questions that a stage asks about so many images."""
+    """Return the kinds of questions that a stage has for `images` images."""
     return [kind for kind in stage.shares if images > 1 or kind not in _ABOUT_SEVERAL]
 
 
 def asked_about(question: str) -> int:
-    """Number of the image that a question is about, from 0; -1 if it names none or several."""
+    """Return the number of the image that a question is about, from 0; -1 if it names none or several."""
     named = [i for i, number in enumerate(NUMBERS) if f"image{number}" in question.lower()]
     return named[0] if len(named) == 1 else -1
 
 
 def encoder_inputs(processor: ImageProcessor, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
-    """Pixels of the pictures' patches and their grids, as the library's towers take them."""
+    """Return pixels of the images' patches and their grids, the inputs of transformers' towers."""
     patches = [processor.patches(render(picture)) for picture in pictures]
     pixels = np.concatenate([processor.pixel_values(shown) for shown in patches])
     return {"hidden_states": torch.from_numpy(pixels), "grid_thw": torch.tensor([shown.grid for shown in patches])}
 
 
 def _labels(picture: Picture) -> torch.Tensor:
-    """Numbers in `_WORDS` of what each image token shows, -1 for nothing; 0 or 1 for each of `_FLAGS` [T, 6]."""
+    """Return numbers in `_WORDS` for each image token, -1 for nothing; 0 or 1 for each of `_FLAGS` `[T, 6]`."""
     size = picture.size
     labels = torch.full((size.rows, size.columns, 6), -1)
     labels[:, :, 2] = torch.arange(size.rows)[:, None]
@@ -371,7 +373,7 @@ def _labels(picture: Picture) -> torch.Tensor:
 
 
 def new_checkpoint(directory: pathlib.Path, variant: str) -> None:
-    """Writes all of a checkpoint but the weights."""
+    """Write all of a checkpoint except the weights."""
     model_type, text, vision = VARIANTS[variant]
     own_text, own_vision = _FAMILIES[model_type]
     make_checkpoint(
@@ -389,7 +391,7 @@ def new_checkpoint(directory: pathlib.Path, variant: str) -> None:
 
 
 def _corpus() -> Iterator[str]:
-    """Texts as in training, pictures left out."""
+    """Yield texts as in training, without images."""
     rng = np.random.default_rng(0)
     for _ in range(2000):
         pictures = draw_pictures(rng, [Size(5, 5)] * int(rng.integers(1, 5)))
@@ -402,16 +404,16 @@ def _corpus() -> Iterator[str]:
 
 
 class Trainer:
-    """A model, its optimizer and where they stand, kept in `run/state.pt`.
+    """A model, its optimizer and their progress, stored in `run/state.pt`.
 
     Args:
-      run: folder of the run, made if it does not exist.
-      variant: of `VARIANTS`.
-      seed: of the weights and of everything drawn.
-      learning_rate: before its descent.
-      image_numbers: whether image tokens are drawn to the word that numbers their image.
-      curriculum: what is shown, in this order.
-      sampler: makes conversations of it, given the checkpoint's folder.
+      run: Folder of the run, created if it does not exist.
+      variant: One of `VARIANTS`.
+      seed: Seed of the weights and of all random numbers.
+      learning_rate: Learning rate before its descent.
+      image_numbers: True if image tokens are drawn to the word that numbers their image.
+      curriculum: Stages, in this order.
+      sampler: Makes the sampler, from the checkpoint's folder.
     """
 
     def __init__(
@@ -458,7 +460,7 @@ class Trainer:
         )
         self.learning_rate = learning_rate
         self.step, self.stage = 0, 0
-        self.seconds, self.processor_seconds = 0.0, 0.0  # the latter of this process alone
+        self.seconds, self.processor_seconds = 0.0, 0.0  # the latter of this process only
         self.finish: tuple[int, int] | None = None  # first and last step of the learning rate's descent
         self.right: list[dict[str, list[float]]] = []  # of the stage's last steps
         if (run / "state.pt").exists():
@@ -467,11 +469,11 @@ class Trainer:
             self.begin()
 
     def write_checkpoint(self, directory: pathlib.Path, variant: str) -> None:
-        """Writes all of a new run's checkpoint but the weights."""
+        """Write all of a new run's checkpoint except the weights."""
         new_checkpoint(directory, variant)
 
     def begin(self) -> None:
-        """Draws the weights of a new run."""
+        """Draw the weights of a new run."""
         _initialize(self.model)
 
     def train_step(self, tokens: int, turns: int, groups: int) -> dict[str, Any]:
@@ -486,7 +488,7 @@ class Trainer:
             group["lr"] = rate
         right: dict[str, list[float]] = {}
         total = 0.0
-        # Behind its own stage the encoder sees everything, and rests: a third of the time is saved.
+        # After its own stage the encoder recognizes everything, and is frozen: this saves a third of the time.
         self.model.model.visual.requires_grad_(not self.curriculum[self.stage].images)
         for _ in range(groups // processes):
             if self.curriculum[self.stage].images:
@@ -515,7 +517,7 @@ class Trainer:
         return {"step": self.step, "stage": stage, "loss": total, **spent, "right": accuracy}
 
     def look(self, tokens: int) -> tuple[torch.Tensor, dict[str, list[float]]]:
-        """The encoder's loss on pictures alone, and how many tokens show what they are."""
+        """Return the encoder's loss on images only, and how many tokens are recognized."""
         pictures = self.sampler.pictures(self.curriculum[self.stage], tokens)
         self.model.model.visual(**encoder_inputs(self.sampler.processor, pictures))
         rows = self._encoded.pop()
@@ -523,11 +525,11 @@ class Trainer:
         return loss + self.further_loss(rows[0], pictures), {"sight": [seen]}
 
     def further_loss(self, rows: torch.Tensor, pictures: Sequence[Picture]) -> torch.Tensor:
-        """What a subclass adds to the loss of the encoder's rows for these pictures; nothing here."""
+        """Return a subclass's addition to the loss of the encoder's rows for these images; 0 here."""
         return rows.new_zeros(())
 
     def _share(self, right: dict[str, list[float]], loss: float) -> tuple[dict[str, list[float]], float]:
-        """Sums gradients over the processes; returns all their answers and the sum of their losses."""
+        """Sum gradients over the processes; return all their answers and the sum of their losses."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         flat = torch.nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat)
@@ -539,7 +541,7 @@ class Trainer:
         return everything, sum(part for _, part in parts)
 
     def forward(self, group: Group) -> tuple[torch.Tensor, dict[str, list[float]]]:
-        """The loss, and for each kind of question which answers were right to the last token."""
+        """Return the loss, and for each kind of question which answers were right to the last token."""
         hidden = self.model.model(**group.inputs, use_cache=False).last_hidden_state[:, :-1]
         answer, labels = group.answer[:, 1:], group.inputs["input_ids"][:, 1:]
         asked = answer >= 0
@@ -558,7 +560,7 @@ class Trainer:
         return loss + _ALIGNMENT_WEIGHT * (alignment + binding), right
 
     def _bind(self, hidden: torch.Tensor, group: Group) -> tuple[torch.Tensor, list[float]]:
-        """The loss that draws tokens to the word that numbers an image, and how often they find it.
+        """Return the loss that draws tokens to the word that numbers an image, and how often they find it.
 
         After a few layers, tokens before an answer's are drawn to that of the image it is about and, with
         `image_numbers`, image tokens to that of their image. Without both, a question about one of two images was
@@ -575,11 +577,12 @@ class Trainer:
         return torch.nn.functional.cross_entropy(likeness, number), [right.item()]
 
     def _align(self, encoded: list[torch.Tensor], labels: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The loss that draws image tokens to the words of what they show and where, and how often it finds them.
+        """Return the loss that draws image tokens to the words of their content and place, and how often they find
+        them.
 
-        Encoders of published models come aligned with text. Without it, colours and places became something that
-        words look up after a thousand steps, shapes not even after five thousand. Lengths are held near those of words:
-        image tokens grew to 60 times a word's, DeepStack's features to 100, and covered whatever layers added.
+        Encoders of published models are aligned with text. Without this loss, words looked up colors and places only
+        after a thousand steps, and shapes not even after five thousand. Lengths are held near those of words: otherwise
+        image tokens grew to 60 times a word's, DeepStack's features to 100, and dominated the outputs of layers.
         """
         features = encoded[0]
         loss = _NORM_WEIGHT * torch.stack([part.square().sum(-1).mean() for part in encoded]).sum()
@@ -598,7 +601,7 @@ class Trainer:
         return features @ torch.nn.functional.normalize(words, dim=-1).T / _TEMPERATURE
 
     def accuracy(self) -> dict[str, float]:
-        """Share of right answers in the last 30 steps, each token given the right ones before it."""
+        """Return the accuracy in the last 30 steps; each token is predicted from the right ones before it."""
         values: dict[str, list[float]] = {}
         for right in self.right:
             for kind, found in right.items():
@@ -617,12 +620,12 @@ class Trainer:
         os.replace(self.run / "state.tmp", self.run / "state.pt")
 
     def export(self, directory: pathlib.Path) -> None:
-        """Writes the model as a Hugging Face directory, weights in bfloat16."""
+        """Write the model as a Hugging Face directory, weights in bfloat16."""
         shutil.copytree(self.run / "checkpoint", directory, dirs_exist_ok=True)
         tensors = {
             name: tensor.to(torch.bfloat16).contiguous()
             for name, tensor in self.model.state_dict().items()
-            if name != "lm_head.weight"  # is the table of token embeddings
+            if name != "lm_head.weight"  # the table of token embeddings
         }
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
@@ -638,13 +641,13 @@ _KEPT = ("step", "stage", "seconds", "processor_seconds", "finish", "right")
 
 
 def _initialize(model: Any) -> None:
-    """Draws weights by width: the library's 0.02 is meant for wide models and learns late here."""
+    """Draw weights by width: transformers' 0.02 is meant for wide models and learns late here."""
     layers = model.config.text_config.num_hidden_layers
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             continue
         if "deepstack" in name and name.endswith("linear_fc2.weight"):
-            torch.nn.init.zeros_(parameter)  # comes in when the rest knows what to do with it
+            torch.nn.init.zeros_(parameter)  # it takes effect once the rest has learned to use it
             continue
         match name.split(".")[-2]:
             case "embed_tokens":
@@ -664,7 +667,7 @@ def _initialize(model: Any) -> None:
 
 @torch.no_grad()
 def _look_for_likes(attention: Any, config: Any) -> None:
-    """Lets a head of each group begin by attending to what is like the row itself, and by copying it.
+    """Initialize a head of each group to attend to rows similar to its own, and to copy them.
 
     Queries equal to keys, outputs the transpose of values: mimetic initialization (Trockman and Kolter, 2023). Trained
     models have such heads; lookups then begin from tokens that are already aligned.
@@ -682,7 +685,9 @@ def _look_for_likes(attention: Any, config: Any) -> None:
 
 
 def _smooth_positions(count: int, width: int) -> torch.Tensor:
-    """Waves over rows and columns, [count, width]: from random position embeddings no second dimension was learnt."""
+    """Return waves over rows and columns, `[count, width]`: from random embeddings the second dimension was not
+    learned.
+    """
     side = int(count**0.5)
     place = torch.linspace(0, torch.pi, side)[:, None]
     order = torch.arange(1, width // 4 + 1)
@@ -703,12 +708,14 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
         default=True,
         help="draw image tokens to the word that numbers their image",
     )
-    parser.add_argument("--tokens", type=int, default=2048, help="of a step, about")
+    parser.add_argument("--tokens", type=int, default=2048, help="approximate tokens of a step")
     parser.add_argument("--turns", type=int, default=4, help="questions in a conversation")
-    parser.add_argument("--groups", type=int, default=2, help="of a step; each has pictures of one size")
-    parser.add_argument("--steps", type=int, help="stop after so many; the run can go on later")
-    parser.add_argument("--finish", type=int, help="bring the learning rate to 0 in this many steps from here, and end")
-    parser.add_argument("--export", type=pathlib.Path, help="write the model as it stands to this folder, and end")
+    parser.add_argument("--groups", type=int, default=2, help="groups of a step; each has images of one size")
+    parser.add_argument("--steps", type=int, help="steps after which the run stops; it can be resumed later")
+    parser.add_argument(
+        "--finish", type=int, help="steps in which the learning rate decreases to 0, before the run ends"
+    )
+    parser.add_argument("--export", type=pathlib.Path, help="folder for the current model; writes it and exits")
     args = parser.parse_args()
     torch.set_flush_denormal(True)
     if "WORLD_SIZE" in os.environ:
@@ -718,7 +725,7 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
     # One process writes the files that all read.
     leads = not dist.is_initialized() or dist.get_rank() == 0
     if not leads:
-        dist.barrier()  # until the files are there
+        dist.barrier()  # until the files exist
     trainer = make(
         args.out,
         variant=args.variant,
@@ -732,10 +739,10 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
         trainer.export(args.export)
         return
     for layer in trainer.model.model.language_model.layers:
-        layer.compile(dynamic=True)  # a sixth less time a step
+        layer.compile(dynamic=True)  # saves a sixth of the time per step
     if args.finish is not None and trainer.finish is None:
         trainer.finish = (trainer.step, trainer.step + args.finish)
-    # Until it is stopped, or its learning rate has come to 0.
+    # Until it is stopped, or its learning rate has reached 0.
     last = math.inf if args.steps is None else trainer.step + args.steps
     if trainer.finish is not None:
         last = min(last, trainer.finish[1])
@@ -744,7 +751,7 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
         signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     saved = trainer.seconds
     path = args.out / "log.jsonl"
-    if leads and path.exists():  # steps behind the one that was kept come again
+    if leads and path.exists():  # steps after the saved one are repeated
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(line for line in lines if json.loads(line)["step"] <= trainer.step), encoding="utf-8")
     with open(path, "a", encoding="utf-8") as log:

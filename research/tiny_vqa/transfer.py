@@ -1,10 +1,10 @@
-"""Carries the shipped model over to an architecture without key norms, Qwen2.5-VL's, and trains it on.
+"""Conversion of the shipped model to an architecture without key norms, Qwen2.5-VL's, with further training.
 
     python -m research.tiny_vqa.transfer --out RUN [--steps N] [--finish N] [--export MODEL]
 
-Its text model begins with the weights of the one that ships, among more channels that are still empty; queries and keys
-are scaled by what the norms did to them on the average. Its encoder first learns to show what that model's does. That
-encoder has no position embeddings, so places are told by the pictures' background.
+Its text model begins with the weights of the shipped one, among more channels that are still empty; queries and keys
+are scaled by the average effect of the norms. Its encoder first learns to reproduce the shipped model's. That encoder
+has no position embeddings, so the images' background encodes places.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _tinted(stage: train.Stage) -> train.Stage:
 
 
 class Student(train.Trainer):
-    """See `train.Trainer`.
+    """Trainer of the converted model, see `train.Trainer`.
 
     Args:
-      teacher: the model to begin with, of the variant "small".
+      teacher: The model to begin with, of the variant "small".
 
     Raises:
-      ValueError: `variant` is another one than `VARIANT`.
+      ValueError: `variant` is not `VARIANT`.
     """
 
     def __init__(self, run: pathlib.Path, *, teacher: pathlib.Path, variant: str = VARIANT, **options: Any) -> None:
@@ -48,7 +48,8 @@ class Student(train.Trainer):
         self.teacher = AutoModelForImageTextToText.from_pretrained(teacher, dtype=torch.float32).eval()
         self._teacher_checkpoint = teacher
         self._teacher_processor = ImageProcessor.from_pretrained(teacher)
-        sight = dataclasses.replace(train.CURRICULUM[0], promote=0.98)  # from there on it takes hundreds of steps
+        # Beyond this accuracy it takes hundreds of steps.
+        sight = dataclasses.replace(train.CURRICULUM[0], promote=0.98)
         curriculum = tuple(_tinted(stage) for stage in (sight, train.CURRICULUM[-1]))
         super().__init__(run, variant=variant, curriculum=curriculum, **options)
 
@@ -67,7 +68,7 @@ class Student(train.Trainer):
 
     @torch.no_grad()
     def _carry_over(self) -> None:
-        """Where the two text models have the same channels, the student takes the teacher's weights."""
+        """Copy the teacher's weights to the channels that both text models have."""
         scales = self._norm_scales()
         own = dict(self.model.model.language_model.named_parameters())
         theirs = dict(self.teacher.model.language_model.named_parameters())
@@ -89,7 +90,7 @@ class Student(train.Trainer):
             weight[: known.shape[0], : known.shape[1]] = known
 
     def _norm_scales(self) -> dict[tuple[str, str], torch.Tensor]:
-        """What the teacher's query and key norms multiply each head by, over some conversations."""
+        """Return the factors of the teacher's query and key norms for each head, over some conversations."""
         lengths: dict[tuple[str, str], list[torch.Tensor]] = {}
 
         def note(key: tuple[str, str], _: Any, args: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from vlcache_jax import Ladder
+from vlcache_jax import BucketSizes
 from vlcache_jax.benchmarks import SCHEDULE, serving, serving_load
 from vlcache_jax.benchmarks.serving_client import Client, ReceivedAnswer
 from vlcache_jax.benchmarks.serving_load import KINDS, ServingLoad
@@ -139,7 +139,7 @@ def test_a_server_is_measured(tmp_path, chunked):
     with running(lambda number: WHOLE if number != 8 else (503, []), chunked=chunked) as server:
         out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
         result = bench(
-            server, "--rates", "1000,2000", "--requests", 9, "--warmup", 2, "--out", out, "--picture", picture,
+            server, "--rates", "1000,2000", "--requests", 9, "--warmup", 2, "--out", out, "--chart", picture,
             "--api-key", "secret", "--concurrency", 2, "--max-tokens", 7, "--ignore-eos",
         )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -176,7 +176,7 @@ def test_policies_take_turns(tmp_path):
         out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
         result = bench(
             server, "--policies", "mpic-32", "--rates", "1000,2000", "--requests", 6, "--warmup", 0, "--pictures", 2,
-            "--known", "--out", out, "--picture", picture,
+            "--warm-cache", "--out", out, "--chart", picture,
         )  # fmt: skip
     assert result.exit_code == 0, result.output
     bodies = [body for body, _ in server.requests]
@@ -198,7 +198,7 @@ def test_runs_are_repeated(tmp_path):
         out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
         result = bench(
             server, "--policies", "full", "--rates", "1000,2000", "--requests", 3, "--repeats", 3, "--warmup", 0,
-            "--out", out, "--picture", picture,
+            "--out", out, "--chart", picture,
         )  # fmt: skip
     assert result.exit_code == 0, result.output
     salts = [body["cache_salt"] for body, _ in server.requests]
@@ -229,16 +229,16 @@ def test_names_of_policies():
 
 
 def test_answers_are_compared_where_both_are_whole():
-    whole, other = ReceivedAnswer("move", 0.0, text="a"), ReceivedAnswer("move", 0.0, text="b")
-    cut = ReceivedAnswer("move", 0.0, text="a", error="cut")
+    whole, other = ReceivedAnswer("reorder", 0.0, text="a"), ReceivedAnswer("reorder", 0.0, text="b")
+    cut = ReceivedAnswer("reorder", 0.0, text="a", error="cut")
     assert serving.equal_share([whole, whole, cut], [whole, other, whole]) == 50
     assert serving.equal_share([cut], [whole]) is None
 
 
 def serve_few_sizes(*given):
     """Runs in the server's process, where a default engine compiles fewer sizes."""
-    few = Ladder(rows=(64, 1024), patches=(256,), sequences=(8,))
-    with mock.patch.object(memory_plan, "default_ladder", return_value=few):
+    few = BucketSizes(rows=(64, 1024), patches=(256,), sequences=(8,))
+    with mock.patch.object(memory_plan, "default_buckets", return_value=few):
         serving_load._serve(*given)
 
 
@@ -248,7 +248,8 @@ def test_a_server_of_its_own(policies, checkpoints, tmp_path, monkeypatch):
     """What is known is cached, of each policy for itself. A schedule has programs of all sizes that layers may have."""
     monkeypatch.setattr(serving_load, "_serve", serve_few_sizes)
     out = tmp_path / "serve.json"
-    small = f"--policies {policies} --known --rates 50 --requests 6 --pictures 2 --side 64 --max-tokens 3 --ignore-eos"
+    small = f"--policies {policies} --warm-cache --rates 50 --requests 6 --pictures 2 --side 64"
+    small += " --max-tokens 3 --ignore-eos"
     model = checkpoints("qwen3_vl")
     result = CliRunner().invoke(app, ["bench", "serve", *small.split(), "--model", str(model), "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -262,7 +263,7 @@ def test_a_server_of_its_own(policies, checkpoints, tmp_path, monkeypatch):
 
 def test_a_wrong_policy_is_told_before_a_model_is_opened():
     result = CliRunner().invoke(app, ["bench", "serve", "--policies", "fulll", "--model", "nothing"])
-    assert (result.exit_code, "is it 'full'?" in result.output) == (1, True), result.output
+    assert (result.exit_code, "did you mean 'full'?" in result.output) == (1, True), result.output
 
 
 WRONG = {
@@ -270,7 +271,7 @@ WRONG = {
     "cut": ((200, [piece(content="a"), USAGE, None]), "the answer has no finish_reason"),
     "no usage": ((200, [piece(content="a"), END, None]), "the answer has no usage"),
     "no end": ((200, [piece(content="a"), END, USAGE]), "the stream ended without [DONE]"),
-    "error": ((200, [piece(content="a"), {"error": {"message": "lost"}}, None]), "the stream tells of an error: {"),
+    "error": ((200, [piece(content="a"), {"error": {"message": "lost"}}, None]), "the stream reports an error: {"),
     "no JSON": ((200, [b"data: {\n\n", None]), "Expecting"),
     "unknown": ((404, [b"no such model"]), "status 404: b'no such model'"),
     "refused": ((429, []), "the server refused all requests: status 429"),
@@ -293,9 +294,9 @@ def test_who_is_not_there_is_named():
         (["--base-url", "here"], "base_url must be an address like http://127.0.0.1:8000, got 'here'"),
         (["--rates", "1,x"], "rates must be numbers above 0 like \"0.5,1,2\", got '1,x'"),
         (["--rates", "0"], 'rates must be numbers above 0 like "0.5,1,2"'),
-        (["--kinds", "rest"], "kinds must be of repeat, move, slide, got ('rest',)"),
+        (["--kinds", "rest"], "kinds must be some of repeat, reorder, sliding-window, got ('rest',)"),
         (["--arrivals", "late"], "arrivals must be poisson or fixed, got 'late'"),
-        (["--zipf", "-1"], "zipf must be a number of at least 0, got -1.0"),
+        (["--zipf", "-1"], "zipf must be a non-negative number, got -1.0"),
     ):
         result = CliRunner().invoke(app, ["bench", "serve", *wrong])
         assert (result.exit_code, message in result.output) == (1, True), result.output
@@ -306,7 +307,7 @@ def pictures(chat):
     return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
 
 
-def test_pictures_repeat_move_and_slide():
+def test_requests_repeat_reorder_and_slide_images():
     """Equal loads are equal; runs share no picture."""
     load = ServingLoad(requests=90, pictures=6, window=3, turns=5, side=40)
     chats = load.chats(0)
@@ -314,15 +315,15 @@ def test_pictures_repeat_move_and_slide():
     shown = [set(map(str, (url for chat in load.chats(run) for url in pictures(chat)))) for run in (0, 1)]
     assert not shown[0] & shown[1]
     assert chats != ServingLoad(requests=90, pictures=6, window=3, turns=5, side=40, seed=1).chats(0)
-    repeat, move, slide = ([chat for chat in chats if chat.kind == kind] for kind in KINDS)
+    repeat, reorder, sliding = ([chat for chat in chats if chat.kind == kind] for kind in KINDS)
     drawn = [pictures(chat) for chat in repeat]
     assert {len(one) for one in drawn} == {1}
     counts = sorted(({url: drawn.count([url]) for [url] in drawn}).values(), reverse=True)
     assert counts[0] >= 2 * counts[-1]  # some are frequent
-    orders = [pictures(chat) for chat in move]
+    orders = [pictures(chat) for chat in reorder]
     assert {len(set(one)) for one in orders} == {2, 3, 4}
     assert len({one.index(url) for one in orders for url in one if url == orders[0][0]}) > 1  # in other places
-    windows = [pictures(chat) for chat in slide]
+    windows = [pictures(chat) for chat in sliding]
     for i, (before, now) in enumerate(itertools.pairwise(windows)):
         if (i + 1) % 5 == 0:
             assert len(now) == 1  # another agent
@@ -337,16 +338,14 @@ def test_pictures_repeat_move_and_slide():
 
 
 def test_known_pictures_are_shown_and_shared():
-    load = ServingLoad(requests=30, kinds=("repeat", "move"), pictures=3, known=True, side=40)
+    load = ServingLoad(requests=30, kinds=("repeat", "reorder"), pictures=3, known=True, side=40)
     pool = {url for chat in load.shown() for url in pictures(chat)}
     assert len(pool) == len(load.shown()) == 3
     for run in (0, 1):
         assert {url for chat in load.chats(run) for url in pictures(chat)} == pool
     assert load.chats(0) != load.chats(1)
-    slides = [
-        {url for chat in ServingLoad(kinds=("slide",), known=True, side=40).chats(run) for url in pictures(chat)}
-        for run in (0, 1)
-    ]
+    load = ServingLoad(kinds=("sliding-window",), known=True, side=40)
+    slides = [{url for chat in load.chats(run) for url in pictures(chat)} for run in (0, 1)]
     assert not slides[0] & (slides[1] | pool)
     assert ServingLoad().shown() == []
 
@@ -363,11 +362,11 @@ def test_when_requests_come():
 def test_the_figures_of_a_run():
     """Waits count from when a request was due."""
     usage = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 25}}
-    fast = ReceivedAnswer("move", 10.0, [10.1, 10.2, 10.4], 10.5, "abc", usage, 200)
+    fast = ReceivedAnswer("reorder", 10.0, [10.1, 10.2, 10.4], 10.5, "abc", usage, 200)
     slow = ReceivedAnswer(
-        "move", 10.0, [12.0, 12.1, 12.2], 12.5, "abc", {"prompt_tokens": 100, "completion_tokens": 3}, 200
+        "reorder", 10.0, [12.0, 12.1, 12.2], 12.5, "abc", {"prompt_tokens": 100, "completion_tokens": 3}, 200
     )
-    full = ReceivedAnswer("move", 11.0, [], 11.1, "", {}, 503, "full")
+    full = ReceivedAnswer("reorder", 11.0, [], 11.1, "", {}, 503, "full")
     row = serving.summary([fast, slow, full], 2.0, 10.0, serving.Goal(1.0, 0.2))
     assert row == {
         "rate": 2.0, "requests": 3, "whole": 2, "refused": 1, "seconds": 2.5, "requests/s": 0.8, "tokens/s": 2.4,
@@ -386,7 +385,7 @@ def test_a_request_in_vain_is_told():
     async def ask():
         reader_closed = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         port = reader_closed.sockets[0].getsockname()[1]
-        answer = await Client(f"http://127.0.0.1:{port}/v1/").ask("move", b"{}", 0.0)
+        answer = await Client(f"http://127.0.0.1:{port}/v1/").ask("reorder", b"{}", 0.0)
         reader_closed.close()
         return answer
 

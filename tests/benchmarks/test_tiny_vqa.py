@@ -20,7 +20,7 @@ from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples, write_sp
 from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, RELATED, SEARCHES, TASKS, ask
 from vlcache_jax.study.questions import ARRANGEMENTS, read_tsv
 
-pytestmark = pytest.mark.ladder  # a tool of the clone
+pytestmark = pytest.mark.slow  # a tool of the clone
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 
@@ -133,7 +133,7 @@ def test_answers(kind):
 
 
 def test_a_kind_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"kinds must be of .* got \['poetry'\]"):
+    with pytest.raises(ValueError, match=r"kinds must be some of .* got \['poetry'\]"):
         ask(np.random.default_rng(0), [], ["poetry"])
 
 
@@ -225,7 +225,7 @@ def unfinished(training, tmp_path_factory):
     return directory
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_splits_show_no_picture_of_training(training, unfinished, tmp_path, monkeypatch):
     """Both draw from so many pictures that none comes twice, of the same sizes."""
     drawn = {splits: [], training: []}

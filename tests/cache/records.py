@@ -29,21 +29,21 @@ def key(number):
     return f"{number:064x}"
 
 
-def make(number=1, context=None, *, tokens=6, padded=8, dtype="float32", planes=(), layers=3, seed=0, owner="me"):
+def make(number=1, context=None, *, tokens=6, padded=8, dtype="float32", buffers=(), layers=3, seed=0, owner="me"):
     """A complete record."""
     shape = (layers, 2, padded, 2, 8)
     if context is None:
         shape = (layers, padded, 16)
-    elif planes:
-        shape, dtype = (layers, 2, padded * sum(planes)), "uint8"
-    codec = "float32 int8" if planes else dtype
+    elif buffers:
+        shape, dtype = (layers, 2, padded * sum(buffers)), "uint8"
+    codec = "float32 int8" if buffers else dtype
     meta = Meta(
-        key(number), owner_key(owner), context, True, GRID, tokens, dtype, shape, planes, model=key(99), codec=codec
+        key(number), owner_key(owner), context, True, GRID, tokens, dtype, shape, buffers, model=key(99), codec=codec
     )
     record = Record(meta)
     rng = np.random.default_rng((seed, number))
-    for plane in record.planes:
-        plane[:] = rng.integers(0, 50, plane.shape) if planes else rng.normal(size=shape).astype(dtype)
+    for buffer in record.buffers:
+        buffer[:] = rng.integers(0, 50, buffer.shape) if buffers else rng.normal(size=shape).astype(dtype)
     record.complete()
     return record
 
@@ -52,7 +52,7 @@ CASES = {
     "encoder": make(),
     "kv": make(context=key(7)),
     "bfloat16": make(context=key(7), dtype="bfloat16"),
-    "coded": make(context=key(7), planes=(16, 4)),
+    "coded": make(context=key(7), buffers=(16, 4)),
     "whole": make(context=key(7), tokens=8),
 }
 
@@ -79,7 +79,7 @@ def verified_read(tier, meta, room=None):
     """A record's data as a tier gives them, known to be whole."""
     meta = meta if room is None else meta.with_room(room)
     places = Record(meta).parts
-    return [verified(meta, part, planes) for part, planes in tier.read(meta, meta.parts, places.__getitem__)]
+    return [verified(meta, part, buffers) for part, buffers in tier.read(meta, meta.parts, places.__getitem__)]
 
 
 def assert_whole(tier, record):
@@ -88,8 +88,8 @@ def assert_whole(tier, record):
     assert meta is not None
     assert meta == record.meta.with_room(record.meta.tokens)
     axis = 0 if record.meta.context is None else 1
-    for planes in zip(verified_read(tier, meta, record.meta.padded), record.parts.values(), strict=True):
-        for array, written in zip(*planes, strict=True):  # padding is anybody's
+    for buffers in zip(verified_read(tier, meta, record.meta.padded), record.parts.values(), strict=True):
+        for array, written in zip(*buffers, strict=True):  # padding is anybody's
             array, written = (np.take(part, range(record.meta.tokens), axis) for part in (array, written))
             np.testing.assert_array_equal(array, written)
 
@@ -111,16 +111,16 @@ class DictTier(Tier):
             raise EntryGoneError(meta.name)
         for part in parts:
             data = self.kept[meta.name][2][part]
-            planes = place(part)
-            for rows, ours in zip(blocks(meta, planes), blocks(meta.with_room(meta.tokens), data), strict=True):
+            buffers = place(part)
+            for rows, ours in zip(blocks(meta, buffers), blocks(meta.with_room(meta.tokens), data), strict=True):
                 rows[:] = ours
-            yield part, planes
+            yield part, buffers
 
     def write(self, meta, parts):
         if meta.name in self.kept:
             return "known"
         axis = 0 if meta.context is None else 1
-        assert not meta.planes
+        assert not meta.buffers
         data = {part: (np.take(array, range(meta.tokens), axis).copy(),) for part, (array,) in parts.items()}
         self.kept[meta.name] = meta.with_room(meta.tokens), self.now(), data
         return "stored"

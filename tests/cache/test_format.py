@@ -36,8 +36,8 @@ def digest(*parts):
 def file_of(meta):
     """A record's whole file."""
     record = Record(meta)
-    for number, plane in enumerate(record.planes):
-        plane[:] = (np.arange(plane.size) % 97 + number).reshape(plane.shape)
+    for number, buffer in enumerate(record.buffers):
+        buffer[:] = (np.arange(buffer.size) % 97 + number).reshape(buffer.shape)
     record.complete()
     data = b"".join(
         rows.tobytes() for part in record.meta.parts for rows in blocks(record.meta, record.parts[part])
@@ -71,9 +71,10 @@ def all_records():
     whole = Meta(
         "a" * 64, "b" * 64, "c" * 64, False, (1, 4, 6), 6, "bfloat16", (2, 2, 8, 2, 4), (), "d" * 64, "bfloat16"
     )
-    yield [field.name for field in dataclasses.fields(Meta)]
+    headers = {"buffers": "planes"}  # attributes that the header has under another name
+    yield [headers.get(field.name, field.name) for field in dataclasses.fields(Meta)]
     yield file_of(whole)
-    yield file_of(dataclasses.replace(whole, dtype="uint8", shape=(2, 2, 8 * 12), planes=(8, 4), codec="float32 int8"))
+    yield file_of(dataclasses.replace(whole, dtype="uint8", shape=(2, 2, 8 * 12), buffers=(8, 4), codec="float32 int8"))
     rows = dataclasses.replace(whole, context=None, canonical=True, shape=(3, 8, 16))
     yield file_of(rows)
     for meta in (whole, rows):

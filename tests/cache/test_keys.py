@@ -232,5 +232,5 @@ def test_framing_tells_all_lists_of_parts_apart():
 
 
 def test_framing_refuses_what_it_cannot_tell_apart():
-    with pytest.raises(TypeError, match="a key's part must be a plain value, got set"):
+    with pytest.raises(TypeError, match="part of a key must be a plain value, got set"):
         make_entry_key(settings={"a": {1, 2}})

@@ -18,13 +18,16 @@ def test_what_waits_says_for_what_and_ends(tmp_path, caplog, monkeypatch):
     path = tmp_path / "lock"
     with held(path) as is_mine:
         assert is_mine
-        clock, told = itertools.count(0.0, 2.0).__next__, rf"free within 9 s, but process {os.getpid()} on .* holds it"
+        clock, told = (
+            itertools.count(0.0, 2.0).__next__,
+            rf"unlocked within 9 s, but process {os.getpid()} on .* holds the",
+        )
         with pytest.raises(TimeoutError, match=told), held(path, most=9.0, clock=clock):
             pytest.fail("held twice")
         with held(path, waits=False) as is_mine:
             assert not is_mine
     [line] = caplog.messages
-    assert line.startswith(f"waiting for {path}, which process {os.getpid()} on ")
+    assert line.startswith(f"waiting for the lock {path}, held by process {os.getpid()} on ")
     with held(path, most=0.0) as is_mine:
         assert is_mine
 
@@ -33,7 +36,7 @@ def test_who_says_nothing_is_another_process(tmp_path, monkeypatch):
     path = tmp_path / "lock"
     with held(path):
         path.write_bytes(b"\xff\x00")
-        with pytest.raises(TimeoutError, match="but another process holds it"), held(path, most=0.0):
+        with pytest.raises(TimeoutError, match="but another process holds the lock"), held(path, most=0.0):
             pytest.fail("held twice")
 
 
@@ -65,7 +68,7 @@ def test_what_is_no_file_is_refused_and_closed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(folders.os, "open", note_open)
     monkeypatch.setattr(folders.os, "close", note_close)
-    with pytest.raises(OSError, match=rf"^{path} must be a file: delete what is there$"), held(path):
+    with pytest.raises(OSError, match=rf"^{path} must be a regular file; delete the existing one$"), held(path):
         pytest.fail("a pipe was held")
     assert len(opened) == 1
     assert set(opened) <= set(closed)
@@ -74,7 +77,7 @@ def test_what_is_no_file_is_refused_and_closed(tmp_path, monkeypatch):
 def test_opening_waits_for_a_while(tmp_path, monkeypatch):
     DiskTier(tmp_path, 10**6).close()
     monkeypatch.setattr(disk, "MOST", 0.0)
-    told = r"^disk must be a directory .* or end it"
+    told = r"^disk must be a usable directory.* or end it"
     with held(tmp_path / disk.FOLDER / "lock"), pytest.raises(ValueError, match=told):
         DiskTier(tmp_path, 10**6)
     DiskTier(tmp_path, 10**6).close()

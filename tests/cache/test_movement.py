@@ -562,7 +562,7 @@ def test_what_is_deleted_at_once_never_comes_elsewhere(record, has_begun):
 
 def test_at_the_second_sighting(record):
     disk = DictTier()
-    house = House(disk, admit="second")
+    house = House(disk, admit="second_use")
     rows = make(1, padded=6)
     house.bring(record)
     house.compute(rows)
@@ -733,7 +733,7 @@ def test_rests_and_limits_go_by_a_clock_that_nobody_sets():
 def test_what_is_admitted_late_is_as_old_as_it_is(record, tmp_path):
     clock = Clock()
     disk = DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock)
-    house = House(disk, ttl=60.0, admit="second", clock=clock)
+    house = House(disk, ttl=60.0, admit="second_use", clock=clock)
     house.bring(record)
     house.compute(record)
     clock.now += 50
@@ -749,7 +749,7 @@ def test_what_is_admitted_late_is_as_old_as_it_is(record, tmp_path):
 
 def test_what_is_deleted_has_not_been_asked_for(record):
     disk = DictTier()
-    house = House(disk, admit="second")
+    house = House(disk, admit="second_use")
     house.bring(record).release()
     house.compute(record)
     house.bring(record).release()
@@ -812,7 +812,7 @@ def test_what_was_pinned_passes_through_later(record):
 
 def test_a_salt_has_its_share(record):
     size = record.meta.nbytes
-    house = House(host_bytes=10 * size, salt_bytes=2 * size)
+    house = House(host_bytes=10 * size, max_bytes_per_salt=2 * size)
     for number in range(1, 5):
         house.compute(make(number, CONTEXT, padded=6, owner="greedy"))
     for number in range(5, 9):

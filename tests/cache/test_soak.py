@@ -30,7 +30,7 @@ PROCESSES, THREADS = 2, 8
 PATIENCE = 60.0  # seconds that a thread may take to end
 MEMORY, DISK = 40_000_000, 60_000_000  # bytes; all records take 170 MB
 # Beside the budget a process holds what lost its place while it is read or written (`left_bytes`, which is bounded by
-# the requests under way; what is seen of it is a sample), what threads fill, stacks, SQLite's pages, and what the heap
+# the requests in flight; what is seen of it is a sample), what threads fill, stacks, SQLite's pages, and what the heap
 # does not give back: 81 to 93 MB were measured without the records.
 ALLOWANCE = 110_000_000
 IMAGES, CONTEXTS = 60, (key(7), key(8), key(9))
@@ -63,7 +63,7 @@ class Process:
     """One engine's store, and threads that use it as requests and users do."""
 
     def __init__(self, directory: str, seed: int, seconds: float):
-        config = CacheConfig(host_bytes=MEMORY, disk=directory, disk_bytes=DISK, variants=2)
+        config = CacheConfig(host_bytes=MEMORY, disk=directory, disk_bytes=DISK, max_contexts_per_image=2)
         self.disk = DiskTier(directory, DISK)
         self.store = Store(config, [self.disk])
         self.seed, self.seconds = seed, seconds

@@ -254,12 +254,12 @@ class Machine(RuleBasedStateMachine):
         files=st.sampled_from([500, 500, 3]),
         ttl=st.sampled_from([60.0, None]),
         variants=st.sampled_from([None, 2]),
-        admit=st.sampled_from(["always", "always", "second"]),
+        admit=st.sampled_from(["always", "always", "second_use"]),
     )
     def begin(self, places, share, files, ttl, variants, admit):
         self.config = CacheConfig(
-            host_bytes=places * LARGEST, disk=self.folder, disk_bytes=files * FILE, ttl=ttl, variants=variants,
-            salt_bytes=None if share is None else share * LARGEST, admit=admit,
+            host_bytes=places * LARGEST, disk=self.folder, disk_bytes=files * FILE, ttl=ttl,
+            max_contexts_per_image=variants, max_bytes_per_salt=None if share is None else share * LARGEST, admit=admit,
         )  # fmt: skip
         # A share of the disk, whose files have headers, is as many records.
         self.owner_bytes = None if share is None else share * FILE
@@ -653,7 +653,7 @@ class Machine(RuleBasedStateMachine):
         by_owner: Counter[str] = Counter()
         for record in records:
             by_owner[record.meta.owner] += record.meta.nbytes
-        self.shares_hold(by_owner, self.config.salt_bytes)
+        self.shares_hold(by_owner, self.config.max_bytes_per_salt)
         lines = self.disk.lines()
         assert sum(line.bytes for line in lines) == self.disk.counts()["bytes"] <= self.config.disk_bytes
         by_owner = Counter()
@@ -697,7 +697,7 @@ class Machine(RuleBasedStateMachine):
         return self.config.ttl is not None and at < self.clock.now - self.config.ttl
 
     def nothing_leaks(self):
-        """Nobody asks, nothing is under way."""
+        """Nobody asks, nothing is in flight."""
         assert self.store.stats().left_bytes == 0
         for record in self.store.tier.records():
             assert (record.pins, record.held) == (0, 0)

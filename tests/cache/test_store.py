@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import vlcache_jax.cache.records
-from tests.cache.records import DictTier
+from tests.cache.records import DictTier, make
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.record import DamagedError, Found, Meta, Record, TierError, verified
 from vlcache_jax.cache.records import MemoryTier
-from vlcache_jax.cache.store import Store, _variant
+from vlcache_jax.cache.store import PendingWrite, Store, _variant
 from vlcache_jax.outputs import Why
 
 GRID = (1, 4, 4)
@@ -45,7 +45,7 @@ def lookup(store, entry, context="c", approximate=False):
         return handle
 
 
-def holding(store, entry, context="c"):
+def reservation(store, entry, context="c"):
     """As a request that is going to read it does."""
     handle = store.lookup(entry, context, grid=GRID, approximate=False)
     assert handle.kv is not None
@@ -90,7 +90,7 @@ def test_pinned_records_stay_and_held_ones_make_room():
     [record] = store.reserve([kv("c")])
     assert [r.meta.entry for r in store.tier.records()] == ["a", "c"]
     store.publish(record)
-    held = holding(store, "c")
+    held = reservation(store, "c")
     assert store.reserve([kv("d"), kv("e")])[1] is None  # room for one beside what is pinned
     assert [r.meta.entry for r in store.tier.records()] == ["a", "d"]
     assert lookup(store, "c").why is Why.evicted
@@ -118,8 +118,8 @@ def test_a_handle_pins_until_it_holds():
 def test_what_has_to_leave_keeps_its_contents_until_the_last_holder_releases_it():
     store = Store(CacheConfig(host_bytes=2 * kv("a").nbytes))
     [record, other] = fill(store, kv("a"), kv("b"), value=3.0)
-    holders = [holding(store, "a") for _ in range(3)]
-    with holding(store, "b"):
+    holders = [reservation(store, "a") for _ in range(3)]
+    with reservation(store, "b"):
         fill(store, kv("new", "1"), kv("new", "2"), value=7.0)
         assert store.tier.get(record.meta.name) is None
         assert (lookup(store, "a").kv, lookup(store, "a").why) == (None, Why.evicted)
@@ -142,10 +142,10 @@ def test_what_has_to_leave_keeps_its_contents_until_the_last_holder_releases_it(
 
 @pytest.mark.parametrize("leave", ["reserve", "displace", "evict", "clear", "damage"])
 def test_whatever_lets_a_held_record_leave(leave):
-    config = CacheConfig(host_bytes=2 * kv("a").nbytes, variants=1)
+    config = CacheConfig(host_bytes=2 * kv("a").nbytes, max_contexts_per_image=1)
     store = Store(config)
     [record] = fill(store, kv("a"), value=3.0)
-    handle = holding(store, "a")
+    handle = reservation(store, "a")
     if leave == "reserve":
         fill(store, kv("b"), kv("d"))
     elif leave == "displace":
@@ -178,7 +178,7 @@ def test_a_held_record_that_left_is_still_filled(holders):
         [record] = store.reserve([kv("a")])
         if claimed_before:
             record.begin()
-        handles = [holding(store, "a") for _ in range(holders)]
+        handles = [reservation(store, "a") for _ in range(holders)]
         fill(store, kv("b"))
         assert store.tier.get(record.meta.name) is None
         assert record.is_awaited
@@ -203,7 +203,7 @@ def test_a_held_record_that_left_is_still_filled(holders):
 def test_a_claimed_record_that_left_is_filled_though_nobody_waits_any_more(holders):
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     [record] = store.reserve([kv("a")])
-    handles = [holding(store, "a") for _ in range(holders)]
+    handles = [reservation(store, "a") for _ in range(holders)]
     record.begin()
     fill(store, kv("b"))
     for handle in handles:
@@ -222,7 +222,7 @@ def test_what_left_and_nobody_holds_or_fills_is_settled_as_failed(holders):
     """With the last holder, not before: it might still be filled for the others."""
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     [record] = store.reserve([kv("a")])
-    handles = [holding(store, "a") for _ in range(holders)]
+    handles = [reservation(store, "a") for _ in range(holders)]
     fill(store, kv("b"))
     for handle in handles:
         assert not record.is_settled
@@ -238,7 +238,7 @@ def test_what_left_and_nobody_holds_or_fills_is_settled_as_failed(holders):
 def test_who_was_to_fill_a_record_that_left_gives_it_up(end, is_filled):
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     [record] = store.reserve([kv("a")])
-    handles = [holding(store, "a") for _ in range(2)]
+    handles = [reservation(store, "a") for _ in range(2)]
     [other] = fill(store, kv("b"))
     if is_filled:
         record.data[:] = 3
@@ -258,7 +258,7 @@ def test_who_was_to_fill_a_record_that_left_gives_it_up(end, is_filled):
 def test_a_record_that_stays_is_not_given_up_with_its_holder():
     store = Store(CacheConfig())
     [record] = store.reserve([kv("a")])
-    holding(store, "a").release()
+    reservation(store, "a").release()
     assert not record.is_settled
     record.data[:] = 1
     store.publish(record)
@@ -270,7 +270,7 @@ def test_a_reservation_takes_what_it_needs_whoever_holds_it():
     store = Store(CacheConfig(host_bytes=enc("a").nbytes + 2 * kv("a").nbytes))
     fill(store, kv("old"))
     fill(store, kv("used"))
-    held = holding(store, "used")
+    held = reservation(store, "used")
     [wide] = store.reserve([kv("wide", padded=100)])
     assert wide is None
     assert [record.meta.name for record in store.tier.records()] == ["kv/old/c", "kv/used/c"]
@@ -285,7 +285,7 @@ def test_a_reservation_takes_what_it_needs_whoever_holds_it():
 
 
 def test_variants():
-    store = Store(CacheConfig(variants=2))
+    store = Store(CacheConfig(max_contexts_per_image=2))
     fill(store, kv("a", "first", canonical=False))
     assert not lookup(store, "a", "first").exact
     assert lookup(store, "a", "first", approximate=True).kv is not None
@@ -307,6 +307,31 @@ def test_variants():
     assert lookup(store, "a", "other").why is Why.evicted
 
 
+def test_what_passes_through_stays_for_whoever_is_to_read_it():
+    store = Store(CacheConfig(host_bytes=0, disk="records"))
+    [record] = store.reserve([kv("a")])
+    store.hold([record], 1)
+    store.hold([record], 1)
+    store.publish(record)
+    store.hold([record], -1)
+    assert store.tier.get(record.meta.name) is record
+    store.hold([record], -1)
+    assert store.tier.get(record.meta.name) is None
+
+
+@pytest.mark.parametrize("canonical", [True, False])
+def test_coded_keys_and_values_are_never_exact(canonical):
+    """They are taken where approximations are, also in the context that they were computed in."""
+    store = Store(CacheConfig())
+    coded = make(context="c", buffers=(16, 4)).meta
+    [record] = store.reserve([dataclasses.replace(coded, canonical=canonical, checksums=())])
+    store.publish(record)
+    for approximate, kv in ((False, None), (True, record)):
+        found = store.find(coded.entry, "c", grid=None, approximate=approximate)
+        assert (found.kv, found.exact, found.is_coded) == (kv, False, canonical)
+        assert found.why is (Why.coded if canonical else Why.other_context)
+
+
 def test_of_other_contexts_the_newest_canonical_record_is_brought_in():
     def wanted(*metas):
         """Return the names to load; the newest record is the last argument."""
@@ -321,7 +346,7 @@ def test_of_other_contexts_the_newest_canonical_record_is_brought_in():
 
 @pytest.mark.parametrize("variants", [None, 2])
 def test_as_many_variants_stay_as_fit_and_the_reason_is_that_of_the_context(variants):
-    store = Store(CacheConfig(host_bytes=5 * kv("a").nbytes, variants=variants))
+    store = Store(CacheConfig(host_bytes=5 * kv("a").nbytes, max_contexts_per_image=variants))
     fill(store, *(kv("a", context) for context in "01"))
     fill(store, *(kv("a", context) for context in "23"))
     exact = [lookup(store, "a", context).exact for context in "0123"]
@@ -526,6 +551,17 @@ def test_what_is_not_finite_is_no_record(meta, dtype):
             assert lookup(store, "a").why is Why.not_finite
 
 
+@pytest.mark.parametrize("flaw", [None, np.inf])
+def test_nobody_goes_on_reading_what_is_settled(flaw):
+    """Whether somebody gave the record up meanwhile, or it is not finite: nothing more is to come."""
+    tier, store = Lending(kv("a"), lambda array: array, flaw=flaw), Store(CacheConfig())
+    [told], [record] = tier.find("a"), store.reserve([kv("a")])
+    if flaw is None:
+        store.withdraw(record)
+    assert PendingWrite(store, tier, told.meta, record).read() is False
+    assert (record.is_settled, record.is_ready, store.stats().bytes) == (True, False, 0)
+
+
 def test_what_comes_from_outside_memory_is_finite():
     tier = Lending(kv("a"), lambda array: array, flaw=np.inf)
     store = Store(CacheConfig(), [tier], room=one_more)
@@ -550,7 +586,7 @@ def test_what_is_never_filled_is_no_record():
     assert (stats.failed, stats.stored, stats.bytes, stats.kv_records) == (1, 0, 0, 0)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_budget_bounds_the_process(tmp_path: pathlib.Path):
     """Random traffic over 200 MB: tracked bytes and resident memory."""
     script = tmp_path / "traffic.py"
@@ -589,3 +625,14 @@ print(seen, most)
     seen, most = map(int, done.stdout.split())
     assert seen > 2e9
     assert most < 200e6 + 20e6
+
+
+@pytest.mark.parametrize("disk", ["", 5, b"records", ["records"], False])
+def test_what_is_no_path_is_no_disk(disk):
+    with pytest.raises(ValueError, match=r"^disk must be the path of a directory or None, got "):
+        CacheConfig(disk=disk)
+
+
+@pytest.mark.parametrize("disk", [None, "records", pathlib.Path("records")])
+def test_a_disk_is_as_it_was_given(disk):
+    assert CacheConfig(disk=disk).disk == disk

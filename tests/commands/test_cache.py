@@ -18,7 +18,7 @@ from vlcache_jax.cache.record import RefusedError
 from vlcache_jax.cache.tiers.peer import PeerTier
 from vlcache_jax.commands.cli import app
 
-RECORDS = (make(1), make(1, key(7)), make(2, key(7), planes=(16, 4)))
+RECORDS = (make(1), make(1, key(7)), make(2, key(7), buffers=(16, 4)))
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def test_ls(directory):
     result = run("ls", directory)
     assert result.exit_code == 0
     _, title, _, _, *lines = result.stdout.splitlines()
-    assert title == f"3 records in {directory}"
+    assert title == f"3 cache entries in {directory}"
     assert [line.split("  ")[0] for line in lines] == [key(1)[:12], key(1)[:12], key(2)[:12]]
-    assert ["encoder rows" in line for line in lines] == [True, False, False]
+    assert ["encoder output" in line for line in lines] == [True, False, False]
     assert ["float32 int8" in line for line in lines] == [False, False, True]
     assert [key(99)[:8] in line for line in lines] == [True] * 3
 
@@ -51,7 +51,7 @@ def test_stats(directory):
 
 
 def test_verify(directory):
-    assert run("verify", directory).stdout.splitlines()[-1] == "records: 3 whole, 0 damaged, 0 that could not be read"
+    assert run("verify", directory).stdout.splitlines()[-1] == "cache entries: 3 valid, 0 damaged, 0 unreadable"
     with closing(directory) as tier:
         path = path_of(tier, RECORDS[1])
     data = bytearray(path.read_bytes())
@@ -59,23 +59,23 @@ def test_verify(directory):
     path.write_bytes(data)
     result = run("verify", directory)
     assert RECORDS[1].meta.name in result.stdout
-    assert result.stdout.splitlines()[-1] == "records: 2 whole, 1 damaged, 0 that could not be read"
+    assert result.stdout.splitlines()[-1] == "cache entries: 2 valid, 1 damaged, 0 unreadable"
     assert not path.exists()
 
 
 def test_evict(directory):
-    assert run("evict", directory, key(1)).stdout == "records deleted: 2\n"
-    assert run("evict", directory, "0" * 63).stdout == "records deleted: 1\n"
+    assert run("evict", directory, key(1)).stdout == "cache entries deleted: 2\n"
+    assert run("evict", directory, "0" * 63).stdout == "cache entries deleted: 1\n"
     result = run("evict", directory, "xyz")
-    assert (result.exit_code, "keys must have eight hexadecimal digits" in result.stderr) == (1, True)
-    assert run("ls", directory).stdout == f"no records in {directory}\n"
+    assert (result.exit_code, "keys must have at least eight hexadecimal digits" in result.stderr) == (1, True)
+    assert run("ls", directory).stdout == f"no cache entries in {directory}\n"
 
 
 def test_prune(directory):
     with closing(directory) as tier:
         newest = tier.lines()[-1].bytes
-    assert run("prune", directory, newest).stdout.startswith("records deleted: 2; left: 1, ")
-    assert run("prune", directory, "0").stdout == "records deleted: 1; left: 0, 0.00 MB\n"
+    assert run("prune", directory, newest).stdout.startswith("cache entries deleted: 2; left: 1, ")
+    assert run("prune", directory, "0").stdout == "cache entries deleted: 1; left: 0, 0.00 MB\n"
 
 
 @pytest.mark.parametrize("kind", ["directory", "url"])
@@ -98,7 +98,7 @@ def test_folders_of_older_formats_are_named_and_deleted(directory, kind, caplog)
         "vlcache-2.old",
         "mine",
     }
-    assert run("verify", directory).stdout.splitlines()[-1].startswith("records: 3 whole")
+    assert run("verify", directory).stdout.splitlines()[-1].startswith("cache entries: 3 valid")
 
 
 def test_a_folder_that_an_older_engine_uses_stays(directory):
@@ -115,40 +115,46 @@ def test_a_folder_that_an_older_engine_uses_stays(directory):
 @pytest.mark.parametrize("command", ["ls", "stats", "verify"])
 def test_what_is_no_directory_of_records(tmp_path, command):
     result = run(command, tmp_path / "nothing")
-    assert (result.exit_code, "store must be a URL or a directory of records" in result.stderr) == (1, True)
+    assert (result.exit_code, "store must be a URL or a directory of cache entries" in result.stderr) == (1, True)
     assert not (tmp_path / "nothing").exists()
 
 
 def test_pinned_records_stay_when_others_leave(directory):
     with closing(directory) as tier:
         tier.pin(RECORDS[0].meta.name, True)
-    assert run("prune", directory, "0").stdout.startswith("records deleted: 2; left: 1, ")
-    assert run("evict", directory, key(1)).stdout == "records deleted: 1\n"
+    assert run("prune", directory, "0").stdout.startswith("cache entries deleted: 2; left: 1, ")
+    assert run("evict", directory, key(1)).stdout == "cache entries deleted: 1\n"
 
 
 def test_what_is_old_leaves(directory):
     """The records of the fixture were written in the first seconds of the epoch."""
     with closing(directory) as tier:
         write(tier, make(3))
-    assert run("prune", directory, "1GB", "--days", "1").stdout.startswith("records deleted: 3; left: 1, ")
+    assert run("prune", directory, "1GB", "--days", "1").stdout.startswith("cache entries deleted: 3; left: 1, ")
 
 
 def test_records_move_in_a_file(directory, tmp_path):
     archive, other = tmp_path / "records.tar", tmp_path / "other"
     result = run("export", directory, archive)
-    assert result.stdout.startswith("records exported: 3, "), result.stderr
-    assert run("import", archive, other).stdout == "records imported: 3; there already: 0; refused: 0; damaged: 0\n"
-    assert run("import", archive, other).stdout == "records imported: 0; there already: 3; refused: 0; damaged: 0\n"
+    assert result.stdout.startswith("cache entries exported: 3, "), result.stderr
+    assert (
+        run("import", archive, other).stdout
+        == "cache entries imported: 3; in the store before: 0; refused: 0; damaged: 0\n"
+    )
+    assert (
+        run("import", archive, other).stdout
+        == "cache entries imported: 0; in the store before: 3; refused: 0; damaged: 0\n"
+    )
     with closing(other) as tier:
         for record in RECORDS:
             assert_whole(tier, record)
-    assert run("export", directory, archive, key(2)).stdout.startswith("records exported: 1, ")
-    assert "store must have records of these images" in run("export", directory, archive, "f" * 10).stderr
+    assert run("export", directory, archive, key(2)).stdout.startswith("cache entries exported: 1, ")
+    assert "store must have cache entries to export" in run("export", directory, archive, "f" * 10).stderr
     url = f"file://{tmp_path / 'far'}"
-    assert run("import", archive, url).stdout.startswith("records imported: 1; ")
-    assert "1 records in" in run("ls", url).stdout
-    assert run("verify", url).stdout.splitlines()[-1].startswith("records: 1 whole, 0 damaged")
-    assert run("prune", url, "0").stdout.startswith("records deleted: 1; left: 0")
+    assert run("import", archive, url).stdout.startswith("cache entries imported: 1; ")
+    assert "1 cache entries in" in run("ls", url).stdout
+    assert run("verify", url).stdout.splitlines()[-1].startswith("cache entries: 1 valid, 0 damaged")
+    assert run("prune", url, "0").stdout.startswith("cache entries deleted: 1; left: 0")
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "text", "other"])
@@ -168,8 +174,8 @@ def test_a_damaged_archive_brings_nothing_wrong(directory, tmp_path, how):
         data = archive.read_bytes()
     archive.write_bytes(data)
     result = run("import", archive, other)
-    told = {"flipped": "left out: kv/", "other": "is no record of format"}.get(how)
-    said = "file must be what `vlcache cache export` wrote" in result.stderr if told is None else told in result.stdout
+    told = {"flipped": "skipped: kv/", "other": "is not a cache entry of format"}.get(how)
+    said = "file must be a file of `vlcache cache export`" in result.stderr if told is None else told in result.stdout
     assert (result.exit_code, said) == (1, True)
     assert other.exists() == (how != "text")
     with closing(other) as tier:
@@ -182,7 +188,7 @@ def test_a_damaged_archive_brings_nothing_wrong(directory, tmp_path, how):
 
 def test_what_cannot_be_imported(tmp_path):
     result = run("import", tmp_path / "nothing.tar", tmp_path / "store")
-    assert (result.exit_code, "file must be what `vlcache cache export` wrote" in result.stderr) == (1, True)
+    assert (result.exit_code, "file must be a file of `vlcache cache export`" in result.stderr) == (1, True)
     assert not (tmp_path / "store").exists()
     result = run("ls", "ftp://secret@nowhere/records")
     assert (result.exit_code, "remote must be a URL" in result.stderr, "secret" in result.stderr) == (1, True, False)

@@ -75,7 +75,7 @@ def test_commands_call_the_same_things_alike():
 
 def test_help_tells_what_holds_without_an_option(run):
     told = " ".join(run("bench", "accuracy", "--help").stdout.replace("│", " ").split())
-    for default in ("the shipped model", "together and apart", "full, 0.03, 0.1, approximate, shift-0.1"):
+    for default in ("the shipped model", "together and separately", "full, 0.03, 0.1, approximate, shift-0.1"):
         assert f"[default: ({default}" in told
 
 
@@ -83,7 +83,7 @@ def test_the_version(run):
     assert run("--version").stdout == f"vlcache {vlcache_jax.__version__}\n"
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_info_counts_what_an_engine_counts(run, checkpoints, family):
     """The figures are those of an engine that opens the model."""
@@ -131,7 +131,7 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert re.search(r"(?m)^48 GB +FP8 +33.18 GB .* 24576 ", experts)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_info_says_how_a_model_fits(run):
     """With the sizes that an engine chooses: steps and images are made smaller where a pool has no room."""
     told = run("info", "qwen3-vl-8b").stdout
@@ -149,7 +149,7 @@ def test_info_says_how_a_model_fits(run):
     assert re.search("(?m)^24 GB +bfloat16 .* too large ", run("info", "qwen3-vl-8b", "--image", "4096x4096").stdout)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_info_of_several_gpus(run):
     told = run("info", "qwen3-vl-30b-a3b", "--gpus", "8").stdout  # with two copies of each KV head
     assert re.search(r"(?m)^each of 8 GPUs +8.76 GB of weights, 24576 bytes of KV per token$", told)
@@ -159,13 +159,13 @@ def test_info_of_several_gpus(run):
     assert "24 GB, bfloat16: too small; more GPUs do not help" in run("info", "qwen3-vl-235b-a22b").stdout
     refused = run("info", "qwen2.5-vl-7b", "--gpus", "8")
     assert refused.exit_code == 1
-    assert "gpus must be one of 1, 2, 4 for this model, got 8: 28 query heads cannot be spread" in refused.stderr
+    assert "gpus must be one of 1, 2, 4 for this model, got 8: 28 query heads cannot be divided" in refused.stderr
 
 
 def test_info_names_the_published_sizes_to_who_names_none(run):
     assert "Qwen3-VL-8B\n" in run("info").stdout
     twice = run("info", "qwen3-vl-8b", "-m", "tiny-vqa")
-    assert twice.stderr == "error: MODEL must be named once, got qwen3-vl-8b and --model tiny-vqa\n"
+    assert twice.stderr == "error: MODEL and --model are mutually exclusive, got qwen3-vl-8b and --model tiny-vqa\n"
 
 
 def test_info_names_the_published_sizes_to_who_misspells_one(run, monkeypatch):
@@ -187,7 +187,7 @@ def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):
     assert result.stderr.startswith(f"error: report must be a file that can be written, got {tmp_path}: ")
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
     """All commands in one process, whose end sees whether any of them has imported it."""
     missing, out = str(tmp_path / "missing"), str(tmp_path / "out")
@@ -274,8 +274,8 @@ def test_demo(run, tmp_path, compiled, monkeypatch):
     assert compiled == known
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
-@pytest.mark.usefixtures("few_rungs")
+@pytest.mark.slow_for("qwen2_5_vl")
+@pytest.mark.usefixtures("few_buckets")
 def test_ask(run, family_checkpoint, tmp_path, textured_image):
     Image.fromarray(textured_image(60, 90)).save(tmp_path / "a.png")
     arguments = ("-m", family_checkpoint, "--max-tokens", "3", "--temperature", "0")
@@ -299,7 +299,7 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     assert small.exit_code == 0, small.output
 
 
-@pytest.mark.usefixtures("few_rungs")
+@pytest.mark.usefixtures("few_buckets")
 def test_ask_hands_its_options_on(run, checkpoints, tmp_path, textured_image, monkeypatch):
     Image.fromarray(textured_image(60, 90)).save(tmp_path / "a.png")
     asked = []
@@ -329,7 +329,7 @@ def test_ask_hands_its_options_on(run, checkpoints, tmp_path, textured_image, mo
     assert "images: exact" in again.stderr
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_ask_about_a_film(run, family_checkpoint, tmp_path):
     av = pytest.importorskip("av")
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
@@ -366,7 +366,7 @@ def test_ask_without_a_checkpoint(run, tmp_path):
     assert "config.json" in result.stderr
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.thorough_for("qwen2_5_vl")
 def test_bench_ttft(run, family_checkpoint, tmp_path):
     out = tmp_path / "ttft.json"
@@ -384,11 +384,11 @@ def test_bench_ttft(run, family_checkpoint, tmp_path):
     ("arguments", "message"),
     [
         (("--image-tokens", "1024,many"), "image_tokens must be positive integers like \"1024,3072\", got '1024,many'"),
-        (("--image-tokens", "1024", "--images", "2"), "images must be left out beside image_tokens"),
-        (("--image-tokens", "2500"), "image_tokens must be shared out equally"),
+        (("--image-tokens", "1024", "--images", "2"), "images and image_tokens are mutually exclusive"),
+        (("--image-tokens", "2500"), "image_tokens must be divisible by"),
         (("--codec", "auto,int2"), "codec must be one of"),
-        (("--codec", "int8,int8"), "codecs must be different ones"),
-        (("tiny-vqa", "--random-weights", "qwen3-vl-8b"), "random_weights must be left out beside a model"),
+        (("--codec", "int8,int8"), "codecs must have at least one value and no duplicates"),
+        (("tiny-vqa", "--random-weights", "qwen3-vl-8b"), "random_weights must be None if model is set"),
     ],
 )
 def test_bench_ttft_says_what_is_wrong(run, arguments, message):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vlcache_jax.commands import doctor
 from vlcache_jax.commands.cli import app
-from vlcache_jax.kernel_selftest import Verdict, selftest
+from vlcache_jax.kernel_selftest import SelfTestResult, selftest
 from vlcache_jax.kernel_selftest import selftest as kept
 from vlcache_jax.kernel_selftest.gpu import Gpu, Ptxas
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
@@ -22,16 +22,16 @@ from vlcache_jax.pallas_kernels.checks import PORTABLE
 
 CHIP = Gpu("NVIDIA H200", "9.0", "580.65.06", "")
 PASSED = {
-    "attention": Verdict(True, "24 cases"),
-    "paged_attention": Verdict(True, "20 cases"),
-    "link": Verdict(True, "6 cases"),
-    "link_coded": Verdict(True, "9 cases"),
-    "statistics": Verdict(True, "10 cases"),
-    "norm_residual": Verdict(True, "5 cases"),
-    "rotate_write": Verdict(True, "9 cases"),
-    "experts": Verdict(True, "11 cases"),
-    "float8_matmul": Verdict(True, "7 cases"),
-    "experts_in_8_bits": Verdict(True, "4 cases"),
+    "attention": SelfTestResult(True, "24 cases"),
+    "paged_attention": SelfTestResult(True, "20 cases"),
+    "link": SelfTestResult(True, "6 cases"),
+    "link_coded": SelfTestResult(True, "9 cases"),
+    "statistics": SelfTestResult(True, "10 cases"),
+    "norm_residual": SelfTestResult(True, "5 cases"),
+    "rotate_write": SelfTestResult(True, "9 cases"),
+    "experts": SelfTestResult(True, "11 cases"),
+    "float8_matmul": SelfTestResult(True, "7 cases"),
+    "experts_in_8_bits": SelfTestResult(True, "4 cases"),
 }
 
 
@@ -52,13 +52,13 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def on_a_chip(monkeypatch):
-    """(verdicts) -> None: from then on there is an H200, on which the checks find these; jax uses it, if `used`."""
+    """(results) -> None: from then on there is an H200, on which the checks find these; jax uses it, if `used`."""
 
-    def put(verdicts, *, used=True, plugin=True):
+    def put(results, *, used=True, plugin=True):
         monkeypatch.setattr(doctor, "find_chip", lambda: CHIP)
         monkeypatch.setattr(doctor, "memory", lambda chip: (100 * 2**30, 140 * 2**30))
         monkeypatch.setattr(selftest, "chip_of_jax", lambda: CHIP if plugin else None)
-        monkeypatch.setattr(selftest, "_check", lambda kernels, limit: {kernel: verdicts[kernel] for kernel in kernels})
+        monkeypatch.setattr(selftest, "_check", lambda kernels, limit: {kernel: results[kernel] for kernel in kernels})
         packages = {"jax": "0.12"} | ({"jax-cuda13-plugin": "0.12"} if plugin else {})
         monkeypatch.setattr(doctor, "versions", lambda: packages)
         for module in (doctor, kept):
@@ -89,28 +89,31 @@ def test_a_chip_on_which_all_passes(run, on_a_chip, tmp_path):
     assert result.found["ptxas"] == "13.0.88 (/usr/local/cuda/bin/ptxas)"
     assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
     assert result.found["link"] == "mosaic_gpu (passed: 6 cases)"
-    assert result.found["verdicts"].startswith(str(tmp_path))
+    assert result.found["results"].startswith(str(tmp_path))
     assert "to do" not in result.stdout
 
 
 def test_what_is_wrong_or_unknown_is_a_problem(run, on_a_chip):
-    wrong = {name: Verdict(False, "windows: error 0.3") for name in ("attention", "attention_mma")}
+    wrong = {name: SelfTestResult(False, "windows: error 0.3") for name in ("attention", "attention_mma")}
     on_a_chip(PASSED | wrong)
     result = run()
     assert result.exit_code == 1
     assert result.found["attention"] == "xla (failed: windows: error 0.3; failed: windows: error 0.3)"
     assert result.stdout.count("to do: ") == 2
-    assert "to do: attention is wrong on this GPU" in result.stdout
-    on_a_chip(PASSED | {"link": Verdict(None, "the device could not be had (busy)")})
+    assert "to do: attention returns wrong values on this GPU" in result.stdout
+    on_a_chip(PASSED | {"link": SelfTestResult(None, "the device was not available (busy)")})
     assert run().found["attention"].startswith("xla (failed: windows: error 0.3; ")  # as kept
     result = run("--again")
     assert result.exit_code == 1
     assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
-    assert "to do: link could not be checked: see with `nvidia-smi` who uses the device" in result.stdout
+    assert "to do: link could not be checked: look with `nvidia-smi` for processes that use the device" in result.stdout
 
 
 def test_a_portable_form_in_place_of_what_is_wrong(run, on_a_chip):
-    wrong = {"attention": Verdict(False, "windows: error 0.3"), "attention_mma": Verdict(True, "24 cases")}
+    wrong = {
+        "attention": SelfTestResult(False, "windows: error 0.3"),
+        "attention_mma": SelfTestResult(True, "24 cases"),
+    }
     on_a_chip(PASSED | wrong)
     result = run()
     assert result.exit_code == 1
@@ -120,7 +123,7 @@ def test_a_portable_form_in_place_of_what_is_wrong(run, on_a_chip):
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "12.0"])
 def test_the_portable_forms_on_other_gpus(run, on_a_chip, monkeypatch, capability):
-    on_a_chip({PORTABLE[kernel]: verdict for kernel, verdict in PASSED.items() if kernel in PORTABLE})
+    on_a_chip({PORTABLE[kernel]: result for kernel, result in PASSED.items() if kernel in PORTABLE})
     chip = dataclasses.replace(CHIP, name="another", capability=capability)
     for module, name in ((doctor, "find_chip"), (selftest, "chip_of_jax")):
         monkeypatch.setattr(module, name, lambda: chip)
@@ -128,7 +131,7 @@ def test_the_portable_forms_on_other_gpus(run, on_a_chip, monkeypatch, capabilit
     assert result.exit_code == 0, result.output
     assert result.found["GPU"] == f"another, compute capability {capability}, driver 580.65.06"
     assert result.found["attention"] == "mosaic_gpu_mma (passed: 24 cases)"
-    assert result.found["statistics"] == "xla (it has no kernel for this GPU)"
+    assert result.found["statistics"] == "xla (no kernel for this GPU)"
     assert "to do" not in result.stdout
 
 
@@ -139,11 +142,11 @@ def test_a_refused_toolchain_is_no_wrong_kernel(run, on_a_chip, monkeypatch, tmp
     result = run()
     assert result.exit_code == 1
     for kernel in PASSED:
-        assert result.found[kernel] == "xla (the toolchain is refused)"
+        assert result.found[kernel] == "xla (the toolchain is not supported)"
     assert result.stdout.count("to do: ") == 1
     assert (
-        "to do: the toolchain is refused, and XLA, which is slower, runs in place of the kernels: mosaic_gpu needs a "
-        "CUDA before 12.8 or after 12.9, as the ptxas of those miscompiles masks, got 12.8. Install with `--extra"
+        "to do: the kernels are off, and slower XLA programs replace them, because of the toolchain: mosaic_gpu needs "
+        "CUDA before 12.8 or after 12.9, because ptxas 12.8 and 12.9 miscompile masks, got 12.8. Install with `--"
     ) in result.stdout
     assert "wrong" not in result.stdout
     assert not (tmp_path / "vlcache-jax" / "verdicts").exists()
@@ -157,7 +160,7 @@ def test_importing_it_changes_nothing(monkeypatch):
 
 
 def test_it_takes_little_of_the_device(run, monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")  # put back afterwards
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")  # preempted afterwards
     del os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]
     devices, seen = jax.devices, []
     monkeypatch.setattr(jax, "devices", lambda: seen.append(os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]) or devices())
@@ -174,13 +177,13 @@ def test_a_chip_that_jax_does_not_use(run, on_a_chip, monkeypatch):
         jax.config.update("jax_platforms", None)
         result = run()
         assert result.exit_code == 1
-        assert result.found["memory"] == "unknown: NVML does not tell"
+        assert result.found["memory"] == "unknown: NVML does not report it"
         assert "to do: jax does not use NVIDIA H200: install with `--extra cuda13`." in result.stdout
         on_a_chip(PASSED, used=False)
-        assert "who uses it, and set JAX_PLATFORMS=cuda to be told why." in run().stdout
+        assert "and set JAX_PLATFORMS=cuda to see the error." in run().stdout
         monkeypatch.setattr(doctor, "find_chip", lambda: dataclasses.replace(CHIP, driver="570.86.15"))
         found = " ".join(run().stdout.split())
-        assert "CUDA 13 needs driver 580 or later, and 570.86.15 is installed: update it or install with" in found
+        assert "CUDA 13 needs driver 580 or later, but 570.86.15 is installed: update it or install with" in found
     finally:
         jax.config.update("jax_platforms", platforms)
 
@@ -199,7 +202,10 @@ def test_a_jax_without_a_device_is_a_problem(run, monkeypatch, error):
         jax.config.update("jax_platforms", platforms)
     assert result.exit_code == 1
     assert result.found["jax uses"] == f"nothing: {str(error) or 'no device'}"
-    assert "to do: jax has no device: 'cuda' is asked for, say by JAX_PLATFORMS." in result.stdout
+    assert (
+        "to do: jax has no device: 'cuda' is requested, for example by JAX_PLATFORMS, but not available."
+        in result.stdout
+    )
 
 
 def test_verdicts_that_cannot_be_kept_are_a_problem(run, on_a_chip, tmp_path):
@@ -208,17 +214,17 @@ def test_verdicts_that_cannot_be_kept_are_a_problem(run, on_a_chip, tmp_path):
     result = run()
     assert result.exit_code == 1
     assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
-    assert f"to do: verdicts cannot be kept in {tmp_path / 'vlcache-jax' / 'verdicts'}" in result.stdout
+    assert f"to do: results of self-tests cannot be stored in {tmp_path / 'vlcache-jax' / 'verdicts'}" in result.stdout
 
 
 def test_a_driver_that_does_not_work(run, monkeypatch):
     def broken():
-        raise OSError("the CUDA driver answers cuInit with error 803")
+        raise OSError("the CUDA driver returned error 803 from cuInit")
 
     monkeypatch.setattr(doctor, "find_chip", broken)
     result = run()
     assert result.exit_code == 1
-    assert "to do: the CUDA driver answers cuInit with error 803: see that `nvidia-smi` works." in result.stdout
+    assert "to do: the CUDA driver returned error 803 from cuInit: check that `nvidia-smi` works." in result.stdout
 
 
 def test_tuned_settings(run, tmp_path, monkeypatch):
@@ -227,12 +233,12 @@ def test_tuned_settings(run, tmp_path, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "TUNED", path)
     row = {"N": 512, "H": 32, "K": 8, "D": 128, "config": {}, "splits registers": mosaic_gpu.SPLITS_REGISTERS}
     path.write_text(json.dumps({"rows": [row]}))
-    assert run().found["tuned"] == f"512 rows of 32/8 heads of 128 ({path})"
+    assert run().found["tuned"] == f"512 tokens, 32/8 heads x 128 ({path})"
     monkeypatch.setattr(mosaic_gpu, "SPLITS_REGISTERS", not mosaic_gpu.SPLITS_REGISTERS)
-    passed_over = "512 rows of 32/8 heads of 128 (passed over: of a jax that uses registers otherwise)"
+    passed_over = "512 tokens, 32/8 heads x 128 (skipped: tuned for a jax with other register use)"
     assert run().found["tuned"] == f"{passed_over} ({path})"
     path.write_text('{"rows": [{"N": 512}]}')
     result = run()
     assert result.exit_code == 1
     assert result.found["tuned"] == f"damaged: {path}"
-    assert "remove it, or let `python -m benchmarks.gpu` make it anew" in result.stdout
+    assert "delete it, or replace it with `python -m benchmarks.gpu`" in result.stdout

@@ -71,7 +71,7 @@ def test_every_option_stands_in_a_test():
     assert not untested
 
 
-def test_only_pictures_of_a_folder_are_read(run, checkpoints, tmp_path, textured_image, few_rungs):
+def test_only_pictures_of_a_folder_are_read(run, checkpoints, tmp_path, textured_image, few_buckets):
     """`--images-from`: by whichever path they are named."""
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     for folder in (inside, outside):
@@ -135,7 +135,7 @@ def test_a_revision_to_convert(run, tmp_path, monkeypatch):
         assert run("convert", "someone/model", tmp_path / "out", *words).stderr.endswith("error: no such model\n")
     assert asked == ["v2", None]
     refused = run("convert", tmp_path, "--check", "--revision", "v2")
-    assert "--check must be given with a converted directory and nothing else" in refused.stderr
+    assert "--check takes a converted directory as SOURCE and no other argument" in refused.stderr
 
 
 def test_sizes_of_measurements(handed):
@@ -148,7 +148,7 @@ def test_sizes_of_measurements(handed):
     throughput = ("bench", "throughput", "--max-answer", 9, "--floor")
     (_, load), options = handed("vlcache_jax.benchmarks.throughput.measure", *throughput)
     assert (load.max_answer, options["floor"]) == (9, True)
-    serve = ("bench", "serve", "--window", 3, "--turns", 5, "--goal-ttft", 0.5, "--goal-per-token", 0.02)
+    serve = ("bench", "serve", "--window", 3, "--turns", 5, "--slo-ttft", 0.5, "--slo-per-token", 0.02)
     (_, _, load), options = handed("vlcache_jax.benchmarks.serving.measure", *serve)
     assert (load.window, load.turns) == (3, 5)
     assert (options["goal"].ttft, options["goal"].per_token) == (0.5, 0.02)

@@ -13,12 +13,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.common.progress as progress
-from tests.helper import SIZES, WORDS, some_cases
+from tests.helper import FEW, SIZES, WORDS, some_cases
 from vlcache_jax import LLM, StructuredOutputs
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.options import warn_of_others
-from vlcache_jax.commands.rows import LineAnswer, Row
+from vlcache_jax.commands.rows import InputLine, OutputLine
 
 URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -29,7 +29,9 @@ LOOK = [{"type": "function", "function": {"name": "look", "parameters": PLACE}}]
 def parsed(row, *, trusts_templates=False, chats=None, **defaults):
     line = row if isinstance(row, str) else json.dumps(row)
     folder = pathlib.Path("/data")
-    return Row.parse(line, 7, "0123456789abcdef", defaults, folder, trusts_templates=trusts_templates, chats=chats)
+    return InputLine.parse(
+        line, 7, "0123456789abcdef", defaults, folder, trusts_templates=trusts_templates, chats=chats
+    )
 
 
 def openai(**body):
@@ -77,11 +79,11 @@ def test_a_row_says_how_it_becomes_text():
         mine = openai(**row["body"], chat_template="a") if "body" in row else row | {"chat_template": "a"}
         assert parsed(mine, trusts_templates=True).conversation == {"messages": HELLO, "chat_template": "a", **more}
         assert parsed(mine).error == (
-            "line 7: chat_template must be left out, as a template can run without end; --trust-request-chat-template "
-            "takes those of a file that you trust"
+            "line 7: chat_template is not allowed, because a template can loop forever; pass "
+            "--trust-request-chat-template if you trust the file"
         )
     forced = openai(tools=LOOK, tool_choice="required", chat_template="{{ 1 }}")
-    assert "chat_template must be left out" in parsed(forced, chats=object()).error  # it has rendered nothing
+    assert "chat_template is not allowed" in parsed(forced, chats=object()).error  # it has rendered nothing
 
 
 def test_a_plain_row_offers_tools():
@@ -91,11 +93,11 @@ def test_a_plain_row_offers_tools():
 
 def test_a_system_message_is_for_rows_without_one():
     told = {"role": "system", "content": "Be brief."}
-    assert parsed({"messages": HELLO}).behind("Be brief.").conversation == [told, *HELLO]
+    assert parsed({"messages": HELLO}).with_system("Be brief.").conversation == [told, *HELLO]
     own = [{"role": "system", "content": "Be long."}, *HELLO]
-    assert parsed({"messages": own}).behind("Be brief.").conversation == own
-    assert parsed(openai()).behind("Be brief.").conversation == [told, *HELLO]
-    assert parsed({"messages": "Hello"}).behind("Be brief.").conversation == "Hello"  # wrong as it is
+    assert parsed({"messages": own}).with_system("Be brief.").conversation == own
+    assert parsed(openai()).with_system("Be brief.").conversation == [told, *HELLO]
+    assert parsed({"messages": "Hello"}).with_system("Be brief.").conversation == "Hello"  # wrong as it is
 
 
 def test_images_lie_beside_the_file():
@@ -145,31 +147,31 @@ def test_a_row_of_openai():
         ("", "must be JSON"),
         ("[1]", "must be a JSON object, got [1]"),
         ("[" * 100_000, "must be JSON"),
-        ({}, "must hold messages, or a question and its images, got nothing"),
+        ({}, "must have messages, or a question and its images, got nothing"),
         ({"prompt": "a"}, "unknown field 'prompt'"),
         ({"question": 3}, "question must be a string, got 3"),
         ({"question": "\ud800"}, "question must be text"),
-        ({"question": "?", "messages": HELLO}, "must hold either messages or a question, got both: question"),
-        ({"question": "?", "image": "a", "images": []}, "must hold either image or images, got both"),
+        ({"question": "?", "messages": HELLO}, "messages and question are mutually exclusive, got both"),
+        ({"question": "?", "image": "a", "images": []}, "image and images are mutually exclusive, got both"),
         ({"question": "?", "images": "a.jpg"}, "images must be a list, got 'a.jpg'"),
         ({"question": "?", "id": [1]}, "id must be a string or a number, got [1]"),
         ({"question": "?", "id": True}, "id must be a string or a number, got True"),
         ({"question": "?", "temperature": "hot"}, "temperature must be a number"),
-        ({"question": "?", "logit_bias": {"x": 1}}, "logit_bias must be by token ids"),
+        ({"question": "?", "logit_bias": {"x": 1}}, "logit_bias must have token ids"),
         ({"custom_id": "a"}, "body must be a JSON object, got None"),
         ({"body": {}}, "custom_id must be a string, got none"),
         (openai() | {"url": "/v1/embeddings"}, "method and url must be POST and /v1/chat/completions"),
         (openai() | {"more": 1}, "unknown field 'more'; expected one of custom_id, method, url, body"),
         (openai(tools=[{}]), "tools[0].function.name must be a name, got None"),
-        (openai(tool_choice="required"), "tool_choice must be left out without tools, got 'required'"),
+        (openai(tool_choice="required"), "tool_choice requires tools, got 'required' without any"),
         (openai(stream=True), "stream is not supported, got True"),
         (openai(response_format={"type": "xml"}), "response_format must be an object whose type is text, json_object"),
         ({"question": "?", "structured_outputs": {"regex": 5}}, "structured_outputs.regex must be a string, got 5"),
         (openai(logprobs=5), "logprobs must be true or false, got 5"),
-        (openai(top_logprobs=5), "logprobs must be true where there are top_logprobs, got None"),
+        (openai(top_logprobs=5), "logprobs must be true if top_logprobs is set, got None"),
         ({"question": "?", "prompt_logprobs": 1}, "unknown field"),
-        ('{"question": "?", "metadata": NaN}', "NaN is no finite number"),
-        ('{"question": "?", "metadata": 1e400}', "1e400 is no finite number"),
+        ('{"question": "?", "metadata": NaN}', "NaN is not a finite number"),
+        ('{"question": "?", "metadata": 1e400}', "1e400 is not a finite number"),
         (openai(best_of=5), "unknown field"),
     ],
 )
@@ -178,27 +180,27 @@ def test_a_wrong_row_is_told_by_its_line(row, message):
     assert found.params is None
     assert found.error.startswith("line 7: ")
     assert message in found.error
-    told = json.loads(found.failed(found.error))
+    told = json.loads(found.error_line(found.error))
     error = told["error"]["message"] if found.is_openai else told["error"]
     assert error == found.error
-    answer = LineAnswer.parse(json.dumps(told))
+    answer = OutputLine.parse(json.dumps(told))
     assert (answer.number, answer.digest, answer.has_failed) == (7, "0123456789abcdef", True)
 
 
 def test_a_line_tells_its_row_whatever_the_row_is_called():
     for row in (parsed({"question": 1, "id": "batch_req_5_x"}), parsed(openai(tools=[1]) | {"custom_id": "a_b_c"})):
-        answer = LineAnswer.parse(row.failed("wrong").decode())
+        answer = OutputLine.parse(row.error_line("wrong").decode())
         assert (answer.number, answer.digest) == (7, "0123456789abcdef")
     for line in ("", "[]", "{}", '{"line": true, "key": "a"}', '{"line": 3}', '{"id": "batch_req_"}', '{"id": 4}'):
         with pytest.raises(ValueError, match=r"^must be"):
-            LineAnswer.parse(line)
+            OutputLine.parse(line)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def run(checkpoints, few_rungs):
+def run(checkpoints, few_buckets):
     first = ("-m", str(checkpoints("qwen3_vl")), "--max-tokens", "4", *WORDS)
     return lambda *arguments: CliRunner().invoke(app, ["run", *first, *map(str, arguments)])
 
@@ -234,7 +236,7 @@ def answers(out):
         text = answer.get("text")
         if answer.get("response"):
             text = answer["response"]["body"]["choices"][0]["message"]["content"]
-        found.append((LineAnswer.parse(line).number, text, answer["error"]))
+        found.append((OutputLine.parse(line).number, text, answer["error"]))
     return found
 
 
@@ -264,7 +266,7 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     for last, count in ((lines[0][:20], 8), (lines[0][:-1], 9), (lines[1][:5], 8)):
         out.write_bytes(b"".join(lines[9:] + lines[4:7]) + last)
         # No answer depends on these; rows of the same step, so that the programs are those of the first run.
-        result = run(source, out, "--max-rows", SIZES["ladder"].max_rows, "--host-bytes", "1MiB")
+        result = run(source, out, "--max-rows", SIZES["buckets"].max_rows, "--host-bytes", "1MiB")
         assert result.exit_code == 0, result.output
         assert result.stderr.startswith(f"{count} of 14 requests are finished\n")
         assert answers(out) == whole
@@ -303,7 +305,7 @@ def test_answers_are_told_apart(run, tmp_path):
 
 
 def test_errors_count_a_rows_own_messages(run, tmp_path):
-    """Also where a system message was put in front of them."""
+    """Also where a system message was put before them."""
     told, robot = {"role": "system", "content": "Be long."}, {"role": "robot", "content": "a"}
     rows = {"messages": [*HELLO, robot]}, {"messages": [told, *HELLO, robot]}
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -320,7 +322,10 @@ def test_rows_are_compressed_as_they_say(run, tmp_path):
     rows = [openai(**said, return_cache_report=True, compress=one) for one in ("random-0.5", None)]
     rows += [openai(compress="most"), openai(compress=5), *(said | {"compress": one} for one in ("random-0.5", 5, "2"))]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "error: compress must be left out where compressed" in run(source, out, "--compress", "vl-cache-0.5").stderr
+    assert (
+        "error: compress='vl-cache-0.5' needs a compressed KV pool"
+        in run(source, out, "--compress", "vl-cache-0.5").stderr
+    )
     pool = ("--compressed-kv-bytes", str(2**22))
     assert run(source, out, "--compress", "vl-cache-0.5", *pool).exit_code == 0
     told = [json.loads(line) for line in out.read_text().splitlines()]
@@ -392,12 +397,12 @@ def test_options_reach_the_engine_and_the_rows(run, tmp_path, monkeypatch):
     assert all(16_000_000 < nbytes <= 17_000_000 for _, nbytes in engines)
     assert all("Be brief." in output.prompt for output in outputs)
     assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--kv-cache-bytes", "some").stderr.startswith(
-        "error: kv_cache_bytes must be bytes"
+        "error: kv_cache_bytes must be a non-negative number of bytes"
     )
 
 
-@pytest.mark.ladder
-@pytest.mark.usefixtures("few_rungs")
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_buckets")
 def test_the_shipped_model_is_told_to_know_no_photographs(tmp_path, textured_image):
     """Once, where nobody named it, and not of the package's own pictures."""
     Image.fromarray(textured_image(64, 64)).save(tmp_path / "photo.png")
@@ -433,13 +438,13 @@ def test_what_is_computed_is_kept_in_stores(run, tmp_path, textured_image):
     ("arguments", "message"),
     [
         (["missing.jsonl", "out.jsonl"], "IN must be a file that can be read, got missing.jsonl"),
-        (["in.jsonl", "in.jsonl"], "OUT must be another file than IN"),
+        (["in.jsonl", "in.jsonl"], "OUT must differ from IN"),
         (["in.jsonl", "."], "OUT must be a file"),
         (["in.jsonl", "in.jsonl/out"], "OUT must be a file that can be written"),
         (["in.jsonl", "out.jsonl", "--reuse", "most"], "reuse must be"),
         (["in.jsonl", "out.jsonl", "--compress", "most"], "compress must be"),
         (["in.jsonl", "out.jsonl", "--max-tokens", "0"], "max_tokens must be"),
-        (["in.jsonl", "out.jsonl", "--host-bytes", "much"], "host_bytes must be bytes"),
+        (["in.jsonl", "out.jsonl", "--host-bytes", "much"], "host_bytes must be a non-negative number of bytes"),
         (["in.jsonl", "out.jsonl", "--remote", "ftp://host"], "remote must be a URL"),
         (["in.jsonl", "out.jsonl", "--peer", "10.0.0.7"], "peers must be"),
         (["in.jsonl", "out.jsonl", "--codec", "int2"], "codec must be one of"),
@@ -459,7 +464,7 @@ def test_one_command_at_a_time(run, tmp_path, textured_image):
     source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
     with out.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert "error: OUT must be written by one command at a time" in run(source, out).stderr
+        assert "error: OUT must not be in use by another command" in run(source, out).stderr
 
 
 @pytest.mark.parametrize("content", ['{"precious": 1}', '{"precious": 1}\n', "a: b", '{"id": "x"}', "\n"])
@@ -532,7 +537,7 @@ def test_nothing_is_loaded_for_rows_that_are_all_wrong(tmp_path):
     source.write_bytes(b"\x89PNG\r\n\x1a\nIHDR\n\xff\nno\n")
     result = CliRunner().invoke(app, ["run", str(source), str(out), "-m", "nowhere"])
     assert result.exit_code == 1
-    assert "error: IN must have a valid request, but each has an error" in result.stderr
+    assert "error: IN must contain at least one valid request, but each has an error" in result.stderr
     assert "importing JAX" not in result.stderr
     assert [error is not None for *_, error in answers(out)] == [True] * 5
     assert "line 3: " in result.stderr
@@ -577,8 +582,16 @@ def test_killed_at_random_each_row_is_answered_once(checkpoints, tmp_path, textu
     rng = random.Random(0)
     wrong = set(rng.sample(range(rows), rows // 66))
     source = write_rows(tmp_path, textured_image, rows, wrong=wrong)
-    words = [sys.executable, "-m", "vlcache_jax.commands.cli", "run", str(source)]
-    model = ["-m", str(checkpoints("qwen3_vl-tied")), "--max-tokens", "4", "--max-rows", "64", *WORDS]
+    # Each process compiles or loads its programs: these are few.
+    code = f"""
+from vlcache_jax import BucketSizes
+from vlcache_jax.commands.cli import main
+from vlcache_jax.device import memory_plan
+memory_plan.default_buckets = lambda *_: {FEW}
+main()
+"""
+    words = [sys.executable, "-c", code, "run", str(source)]
+    model = ["-m", str(checkpoints("qwen3_vl-tied")), "--max-tokens", "4", *WORDS]
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     subprocess.run([*words, str(whole), *model], check=True, capture_output=True, cwd=tmp_path)
     for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)[:kills]:
@@ -605,7 +618,7 @@ def test_paths_of_videos_begin_in_the_folder_of_rows(tmp_path):
         {"type": "video_url", "video_url": {"url": "b.mp4"}},
     ]
     line = json.dumps({"messages": [{"role": "user", "content": parts}]})
-    row = Row.parse(line, 1, "0" * 16, {}, tmp_path)
+    row = InputLine.parse(line, 1, "0" * 16, {}, tmp_path)
     assert row.error is None
     whole, frames, url = row.conversation[0]["content"]
     assert whole == {"type": "video", "video": str(tmp_path / "a.mp4"), "fps": 2}
@@ -616,6 +629,8 @@ def test_paths_of_videos_begin_in_the_folder_of_rows(tmp_path):
 def test_paths_of_images_may_begin_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     coded = "iVBORw0KGgo" + "A" * 99  # which is no path, as its error will say
-    row = Row.parse(json.dumps({"images": ["~/a.png", "b.png", coded], "question": "?"}), 1, "0" * 16, {}, tmp_path)
+    row = InputLine.parse(
+        json.dumps({"images": ["~/a.png", "b.png", coded], "question": "?"}), 1, "0" * 16, {}, tmp_path
+    )
     values = [part["image"] for part in row.conversation[0]["content"][:3]]
     assert values == ["/home/me/a.png", str(tmp_path / "b.png"), coded]

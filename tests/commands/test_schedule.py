@@ -37,14 +37,14 @@ def test_from_questions_to_answers(run, checkpoints, questions_tsv, tmp_path):
     assert loaded.samples == 2
     assert loaded.values.shape[1] == 151
     assert loaded.values[0].max() == loaded.values[:, 0].min() > 0
-    solved = run("solve", scores, "--mean", "0.1", "--out", out, "--picture", picture)
+    solved = run("solve", scores, "--mean", "0.1", "--out", out, "--chart", picture)
     assert solved.exit_code == 0, solved.output
     schedule = Schedule.load(out)
     assert f"mean {schedule.mean_text}" in solved.stdout
     assert 0 < schedule.mean <= 0.1
     assert picture.stat().st_size > 1000
     table = tmp_path / "accuracy.json"
-    arguments = ["--data", questions_tsv, "--reuse", out, "--arrangement", "text_first", "--max-tokens", 2]
+    arguments = ["--data", questions_tsv, "--reuse", out, "--context", "new-text", "--max-tokens", 2]
     answered = CliRunner().invoke(app, ["bench", "accuracy", *map(str, [model, *arguments, "--out", table])])
     assert answered.exit_code == 0, answered.output
     cold, reused = json.loads(table.read_text())["rows"]
@@ -52,13 +52,13 @@ def test_from_questions_to_answers(run, checkpoints, questions_tsv, tmp_path):
     assert 0 < reused["image rows"] <= schedule.mean
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_within_measured_times(run, checkpoints, scores, tmp_path):
     times, out = tmp_path / "times.json", tmp_path / "schedule.json"
     measured = run("times", checkpoints("qwen3_vl-tied"), "--repeats", 1, "--out", times)
     assert measured.exit_code == 0, measured.output
     rows = LayerTimes.load(times).rows
-    assert [f"{size} rows" in measured.stdout for size in rows] == [True] * len(rows)
+    assert [f"{size} tokens" in measured.stdout for size in rows] == [True] * len(rows)
     times.write_text(json.dumps({"rows": [64, 512], "microseconds": [10, 30]}))
     arguments = ("solve", scores, "--times", times, "--image-tokens", 1000, "--text-rows", 64, "--out", out)
     solved = run(*arguments, "--microseconds", 80)
@@ -66,25 +66,25 @@ def test_within_measured_times(run, checkpoints, scores, tmp_path):
     assert Schedule.load(out).levels == (150, 150, 0, 0)
     short = run(*arguments, "--microseconds", 39)
     assert short.exit_code == 1
-    assert "microseconds must allow at least full reuse, which takes 40, got 39" in short.stderr
+    assert "microseconds must be at least 40, the time of full reuse, got 39" in short.stderr
     ignored = run(*arguments, "--microseconds", 80, "--method", "greedy")
-    assert ignored.stderr.startswith("error: method and free-first must be given with a mean")
+    assert ignored.stderr.startswith("error: method greedy and free-first require mean")
     for content in ("[1]", '{"rows": 5, "microseconds": [1]}', '{"rows": ["a", 1], "microseconds": [1, 2]}'):
         times.write_text(content)
         assert "must" in (stderr := run(*arguments, "--microseconds", 80).stderr)
-        assert stderr.startswith("error: times must be a file of `vlcache schedule times`")
+        assert stderr.startswith("error: times must be a file written by `vlcache schedule times`")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "mean or microseconds must be given"),
-        (("--mean", "0.1", "--microseconds", "5"), "mean or microseconds must be given"),
-        (("--microseconds", "5"), "microseconds and times must be given together"),
+        ((), "exactly one of mean and microseconds is required"),
+        (("--mean", "0.1", "--microseconds", "5"), "exactly one of mean and microseconds is required"),
+        (("--microseconds", "5"), "microseconds and times must be set together"),
         (("--mean", "-0.1"), "mean must be from 0 to 0.3"),
         (("--mean", "0.31"), "mean must be from 0 to 0.3"),
         (("--mean", "1e-9999999"), "mean must be a number of at most 30 digits, got 1e-9999999"),
-        (("--mean", "0.1", "--picture", "levels.xyz"), "picture must end in .png or .pdf or .svg, got levels.xyz"),
+        (("--mean", "0.1", "--chart", "levels.xyz"), "chart must end in .png or .pdf or .svg, got levels.xyz"),
         (("--mean", "0.1", "--method", "luck"), "method must be 'dp' or 'greedy', got 'luck'"),
     ],
 )
@@ -107,13 +107,13 @@ def test_files_that_are_no_scores_are_refused(run, scores, tmp_path):
     for name in ("flipped.npz", "plain.npy", "samples.npz", "values.npz"):
         result = run("solve", tmp_path / name, "--mean", "0.1", "--out", tmp_path / "schedule.json")
         assert result.exit_code == 1
-        assert result.stderr.startswith("error: scores must be a file of `vlcache schedule profile`"), name
+        assert result.stderr.startswith("error: scores must be a file written by `vlcache schedule profile`"), name
 
 
 def test_what_profile_refuses(run, checkpoints, questions_tsv, tmp_path):
     arguments = ("profile", checkpoints("qwen3_vl-tied"), "--out", tmp_path / "scores.npz", "--data")
-    first = run(*arguments, questions_tsv, "--arrangement", "image_first")
-    assert "arrangement must be text_first or question_first" in first.stderr
+    first = run(*arguments, questions_tsv, "--context", "same")
+    assert "context must be one of new-text, new-question, got 'same'" in first.stderr
     (tmp_path / "text.tsv").write_text("index\tquestion\tanswer\timage\n0\tWhat?\ta cat\t\n")
     without = run(*arguments, tmp_path / "text.tsv")
     assert without.exit_code == 1

@@ -29,7 +29,7 @@ from vlcache_jax.server.config import ServerConfig
 
 HELLO = [{"role": "user", "content": "Hello"}]
 JSON = {"Content-Type": "application/json"}
-FEW_SIZES = "--ladder", '{"rows":[64],"patches":[256],"sequences":[8]}'
+FEW_SIZES = "--buckets", '{"rows":[64],"patches":[256],"sequences":[8]}'
 OWNERS = (EngineConfig, CacheConfig, ServerConfig)
 
 
@@ -42,7 +42,7 @@ def parsed(*words):
 
 def test_every_option_of_the_engine_is_one_of_the_command():
     names = {own.name for owner in OWNERS for own in dataclasses.fields(owner) if own.init}
-    assert names - {"cache", "model", "neighbours"} == {one.name for one in command().params} - {
+    assert names - {"cache", "model", "discovered_peers"} == {one.name for one in command().params} - {
         "model",
         "same_model",
         "help",
@@ -65,7 +65,7 @@ def test_options_reach_the_configurations(tmp_path):
     sizes = {"rows": [64, 512], "window": 4}
     more = [
         "--mm-processor-kwargs", '{"max_pixels": 65536}', "--limit-mm-per-prompt", '{"image": 2}',
-        "--ladder", json.dumps(sizes), "--disk", str(tmp_path),
+        "--buckets", json.dumps(sizes), "--disk", str(tmp_path),
     ]  # fmt: skip
     engine, server = parsed(*words.split(), *more)
     assert (engine.model, engine.reuse, engine.max_model_len, engine.enable_prefix_caching) == (
@@ -78,7 +78,7 @@ def test_options_reach_the_configurations(tmp_path):
         0.5,
     )
     assert (engine.settings.limits, engine.limits) == ({"max_pixels": 65536}, {"image": 2})
-    assert (engine.ladder.rows, engine.ladder.window) == ((64, 512), 4)
+    assert (engine.buckets.rows, engine.buckets.window) == ((64, 512), 4)
     assert (engine.cache.host_bytes, engine.cache.ttl, engine.cache.disk) == (10**9, 5, str(tmp_path))
     assert engine.cache.peers == ("http://a:1", "http://b:2")
     assert engine.allowed_media_domains == ["example.com"]
@@ -101,25 +101,28 @@ def test_keys_may_stand_in_the_environment(monkeypatch):
     ("words", "message"),
     [
         ("--max-waiting 0", "max_waiting must be a positive integer"),
-        ("--max-body-bytes much", "max_body_bytes must be bytes"),
-        ("--ladder x", "ladder must be JSON"),
-        ('--ladder {"x":1}', "ladder must hold rows"),
+        ("--max-body-bytes much", "max_body_bytes must be a non-negative number of bytes"),
+        ("--buckets x", "buckets must be JSON"),
+        ('--buckets {"x":1}', "buckets must have only the keys rows"),
         ("--mm-processor-kwargs [1]", "mm_processor_kwargs must be a dict"),
         ("--dtype int8", "dtype must be"),
         ("--reuse most", "reuse must be"),
         ("--codec int2", "codec must be one of"),
         ("--allow-remote-images", "allowed_media_domains must name hosts"),
-        ("--ssl-certfile a", "ssl_certfile and ssl_keyfile must be given together"),
-        ("--ssl-certfile a --ssl-keyfile b", "ssl_certfile must be a file"),
-        ("--api-key a --admin-key a", "admin_key must be another one than api_key"),
+        ("--ssl-certfile a", "ssl_certfile and ssl_keyfile must be set together, got one of them"),
+        ("--ssl-certfile a --ssl-keyfile b", "ssl_certfile must be the path of an existing file"),
+        ("--api-key a --admin-key a", "admin_key must differ from every api_key: choose another key"),
         ("--root-path v", "root_path must begin with a slash"),
         ("--chat-template nowhere.jinja", "chat_template must be a file that can be read, got nowhere.jinja"),
-        ("--chat-template {%if%}", "chat_template must be Jinja: Expected an expression"),
-        ("--max-waiting-bytes 1MiB", "max_waiting_bytes must be at least max_body_bytes, got 1048576"),
-        ("--body-timeout=-1", "body_timeout must be a number of seconds, got -1"),
-        ("--allowed-hosts gpu.lan:8000", "allowed_hosts must be names without scheme and port, got 'gpu.lan:8000'"),
+        ("--chat-template {%if%}", "chat_template must be a valid Jinja template: Expected an expression"),
+        ("--max-waiting-bytes 1MiB", "max_waiting_bytes must be at least max_body_bytes 67108864, got 1048576"),
+        ("--body-timeout=-1", "body_timeout must be a non-negative number of seconds, got -1"),
+        (
+            "--allowed-hosts gpu.lan:8000",
+            "allowed_hosts must be host names without scheme and port, got 'gpu.lan:8000'",
+        ),
         ("--shutdown-timeout=-1", "shutdown_timeout must be"),
-        ("--uds pyproject.toml", "uds must be the path of a socket, got a file"),
+        ("--uds pyproject.toml", "uds must be a new path or the path of a socket, got a file"),
         ("--host 203.0.113.1", "cannot listen at 203.0.113.1:8000"),
     ],
 )
@@ -136,7 +139,7 @@ def test_a_port_in_use_comes_with_a_remedy():
     assert result.exit_code == 1
     assert result.stderr == (
         f"importing JAX\nerror: cannot listen at 127.0.0.1:{port}: Address already in use; choose another port with "
-        "--port, 0 takes a free one\n"
+        "--port, where 0 selects a free one\n"
     )
 
 
@@ -168,7 +171,7 @@ def status(url):
 def test_the_address_is_logged_before_programs_are_compiled():
     """Requests get answers meanwhile, so users need not wait for the line that starts with "ready"."""
     sizes = '{"rows":[64],"patches":[256],"sequences":[1],"window":1}'
-    with serving("--warmup", "--ladder", sizes, "--max-model-len", "64") as (_, url, lines):
+    with serving("--warmup", "--buckets", sizes, "--max-model-len", "64") as (_, url, lines):
         [first] = [line for line in lines if line.startswith("listening at ")]
         assert first == f"listening at {url}: the server answers requests while it compiles its programs\n"
         assert lines.index(first) < next(i for i, line in enumerate(lines) if line.startswith("ready"))

@@ -176,9 +176,9 @@ def test_names():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("vl-cache-0", r"compress must be vl-cache-A with a share A above 0 and at most 1, got 'vl-cache-0'"),
-        ("h2o-1.5", r"compress must be h2o-A with a share A above 0 and at most 1, got 'h2o-1.5'"),
-        ("vlcache-0.1", r"compress must be one of vl-cache-A, .*, got 'vlcache-0.1'; is it 'vl-cache-0.1'\?"),
+        ("vl-cache-0", r"compress must be vl-cache-A with a fraction A \(0 < A <= 1\), got 'vl-cache-0'"),
+        ("h2o-1.5", r"compress must be h2o-A with a fraction A \(0 < A <= 1\), got 'h2o-1.5'"),
+        ("vlcache-0.1", r"compress must be one of vl-cache-A, .*, got 'vlcache-0.1'; did you mean 'vl-cache-0.1'\?"),
         ("snapkv", r"compress must be one of .*random-A, where A is .*, or a Compressor, got 'snapkv'"),
         ("snapkv-nan", r"compress must be one of .*, got 'snapkv-nan'"),
         (0.1, r"compress must be one of .*, got 0.1$"),
@@ -230,9 +230,9 @@ class Same:
         ({"name": 3}, "name of compress must be a string, got 3"),
         ({"alpha": property(lambda _: 2, lambda *_: None)}, "alpha of compress must be a number above 0 .*, got 2"),
         ({"p": "x"}, "p of compress must be a number above 0 and at most 1, got 'x'"),
-        ({"scores": 3}, "scores of compress must be Scores, .* got 3"),
-        ({"scores": [].append}, r"scores of compress must be \[K, W\] .* got None"),
-        ({"scores": Same(lambda seen: seen.received[:, :3])}, r"scores of compress must be .* got \(2, 3\)"),
+        ({"scores": 3}, "scores of compress must be callable and hashable, got 3"),
+        ({"scores": [].append}, r"scores of compress must return the shape \[K, W\] .* got None"),
+        ({"scores": Same(lambda seen: seen.received[:, :3])}, r"scores of compress must return .* got \(2, 3\)"),
     ],
 )
 def test_a_compressor_of_ones_own_is_looked_at_before_it_is_used(parts, message):

@@ -68,7 +68,7 @@ def dequantized(tree, path):
     return np.moveaxis(whole, -1, 0) if leaf == "kernel" else whole.swapaxes(1, 2)
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe")
+@pytest.mark.slow_for("qwen3_vl_moe")
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
 @pytest.mark.parametrize("quantization", ["fp8", "block", "channel"])
 def test_weights_stay_in_8_bits_and_stand_for_what_is_published(made, kind, quantization):
@@ -102,7 +102,7 @@ def parameter_of(tree, path):
     return np.asarray(tree)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "quantization", "modules", "listed", "products"),
     [
@@ -165,15 +165,15 @@ def mixed(tensors, change):
         ),
         (
             lambda tensors, name: tensors.update({f"{name}_scale_inv": np.ones((3, 1), np.float32)}),
-            f"of another shape (1):\n  {LAYER}.self_attn.q_proj.weight_scale_inv must be [3, 3], got [3, 1]",
+            f"wrong shape (1):\n  {LAYER}.self_attn.q_proj.weight_scale_inv must be [3, 3], got [3, 1]",
         ),
         (
             lambda tensors, name: tensors.update({name: tensors[name][:32]}),
-            f"of another shape (1):\n  {LAYER}.self_attn.q_proj.weight must be [96, 80], got [32, 80]",
+            f"wrong shape (1):\n  {LAYER}.self_attn.q_proj.weight must be [96, 80], got [32, 80]",
         ),
         (
             lambda tensors, name: tensors.update({f"{name}_scale_inv": np.ones((3, 3), float8.FLOAT8)}),
-            f"of another dtype (1):\n  {LAYER}.self_attn.q_proj.weight_scale_inv must be one of float32, bfloat16, "
+            f"wrong dtype (1):\n  {LAYER}.self_attn.q_proj.weight_scale_inv must be one of float32, bfloat16, "
             "float16, got float8_e4m3fn",
         ),
         (
@@ -190,10 +190,10 @@ def test_what_is_wrong_with_the_others_of_a_product_is_named(spoiled, change, pr
     with pytest.raises(PlanError) as error:
         plan_of(directory)
     assert str(error.value).endswith(problem)
-    assert "but 1 are not" in str(error.value)
+    assert "but 1 do not" in str(error.value)
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe")
+@pytest.mark.slow_for("qwen3_vl_moe")
 @pytest.mark.parametrize(("kind", "quantization"), [("qwen3_vl_moe", "fp8"), ("qwen3_vl", "channel")])
 def test_a_conversion_keeps_them(made, tmp_path, kind, quantization):
     source, plain = made(kind, quantization)
@@ -263,11 +263,11 @@ def renamed(tensors, old, new):
         ),
         (
             lambda tensors: tensors.update({f"{LAYER}.mlp.down_proj.weight_scale_inv": np.ones((4, 3), np.float32)}),
-            ["of another shape (1):", f"  {LAYER}.mlp.down_proj.weight_scale_inv must be [3, 4], got [4, 3]"],
+            ["wrong shape (1):", f"  {LAYER}.mlp.down_proj.weight_scale_inv must be [3, 4], got [4, 3]"],
         ),
         (
             lambda tensors: tensors.update({f"{LAYER}.self_attn.o_proj.weight": np.ones((80, 96), ml_dtypes.bfloat16)}),
-            ["of another dtype (1):", f"  {LAYER}.self_attn.o_proj.weight must be float8_e4m3fn, got bfloat16"],
+            ["wrong dtype (1):", f"  {LAYER}.self_attn.o_proj.weight must be float8_e4m3fn, got bfloat16"],
         ),
         (
             lambda tensors: tensors.update({"lm_head.weight": np.ones((272, 80), float8.FLOAT8)}),
@@ -300,7 +300,7 @@ def test_factors_that_are_not_finite_and_above_0_are_an_error(spoiled, value):
         tensors[name][1, 2] = value
 
     directory = spoiled(change)
-    message = rf"factors that are not finite and above 0 \(1\):\n  {re.escape(name)}: 1 of 6, such as {value:g}$"
+    message = rf"scales that are not finite and above 0 \(1\):\n  {re.escape(name)}: 1 of 6, such as {value:g}$"
     for open_ in (plan_of, open_checkpoint):
         with pytest.raises(PlanError, match=message):
             open_(directory)
@@ -350,7 +350,7 @@ def test_weights_in_8_bits_need_a_config_that_says_how(made, spoiled):
     del config["quantization_config"]
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        PlanError, match=r"must have a quantization_config .*, got none beside \d+ tensors of float8_e4m3fn"
+        PlanError, match=r"must have a quantization_config .*, got none and \d+ tensors of float8_e4m3fn"
     ):
         open_checkpoint(directory)
 

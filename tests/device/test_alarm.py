@@ -70,7 +70,7 @@ def test_this_jaxlib_has_the_function():
     assert callable(utils.absl_set_min_log_level)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_programs_compile_with_the_alarm_hidden(levels, checkpoints, monkeypatch):
     compile_program, seen = jax.stages.Lowered.compile, []
     monkeypatch.setattr(

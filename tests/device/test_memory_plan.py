@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from vlcache_jax import Ladder
+from vlcache_jax import BucketSizes
 from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.commands.info import USABLE, describe
 from vlcache_jax.device import memory_plan
@@ -31,7 +31,7 @@ def plan(checkpoints):
             config,
             kv,
             jax.devices()[0],
-            Ladder(rows=(64,), patches=(64, 256, 1024), sequences=(sequences,)),
+            BucketSizes(rows=(64,), patches=(64, 256, 1024), sequences=(sequences,)),
             weights=0,
             max_rows=None,
             max_patches=max_patches,
@@ -47,7 +47,7 @@ def test_a_pool_too_small_to_serve_anybody(plan):
     assert [plan(slots=slots).num_slots for slots in (128, 255, 256)] == [128, 128, 256]  # whole pages
     assert plan(slots=256).max_model_len == 256
     message = (
-        rf"kv_cache_bytes must hold at least a page of 128 tokens, that is {128 * slot} bytes \({slot} a token\), "
+        rf"kv_cache_bytes must be at least {128 * slot}, a page of 128 tokens \({slot} bytes per token\), "
         rf"got {127 * slot}"
     )
     with pytest.raises(ValueError, match=message):
@@ -57,10 +57,10 @@ def test_a_pool_too_small_to_serve_anybody(plan):
 def test_nearly_equal_pools_are_equal(plan, checkpoints, monkeypatch):
     """So that programs of an earlier run serve, though free memory is never the same twice."""
     plan, config = plan[0], load_config(checkpoints("qwen3_vl"))
-    rungs = sorted({round_pages(pages) for pages in range(5000)})
-    assert rungs[:34] == [*range(33), 34]
-    assert all(a < b <= a + max(1, a / 16) for a, b in itertools.pairwise(rungs))
-    assert [round_pages(pages) for pages in rungs] == [round_pages(pages, up=True) for pages in rungs] == rungs
+    sizes = sorted({round_pages(pages) for pages in range(5000)})
+    assert sizes[:34] == [*range(33), 34]
+    assert all(a < b <= a + max(1, a / 16) for a, b in itertools.pairwise(sizes))
+    assert [round_pages(pages) for pages in sizes] == [round_pages(pages, up=True) for pages in sizes] == sizes
     assert (round_pages(2047), round_pages(2047, up=True)) == (1984, 2048)
     assert plan(slots=1000 * PAGE).num_slots == plan(slots=1020 * PAGE).num_slots == 992 * PAGE
     page = PAGE_TOKENS * kept_token_bytes(config, KVShape.of(config, np.float32))
@@ -75,13 +75,13 @@ def test_nearly_equal_pools_are_equal(plan, checkpoints, monkeypatch):
 
 
 def test_a_pool_that_does_not_fit(plan):
-    with pytest.raises(MemoryError, match=r"model and KV pool must fit in the .* KV pool"):
+    with pytest.raises(MemoryError, match=r"out of memory: model and KV pool must fit in the .* KV pool"):
         plan[0](slots=2**50)
 
 
 @pytest.mark.parametrize(("max_patches", "expected"), [(0, (64,)), (65, (64, 256)), (10**6, (64, 256, 1024))])
 def test_patches_have_a_rung_however_small_images_are(plan, max_patches, expected):
-    assert plan[0](slots=1024, max_patches=max_patches).ladder.patches == expected
+    assert plan[0](slots=1024, max_patches=max_patches).buckets.patches == expected
 
 
 GPU = types.SimpleNamespace(platform="gpu")  # a stand-in
@@ -92,11 +92,11 @@ def on_gpu(monkeypatch, gigabytes, name, **options):
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: int(USABLE * gigabytes * 10**9))
     config, dtype = published_config(name), np.dtype("bfloat16")
     given = {"max_rows": None, "max_patches": 65536, "max_model_len": None, "kv_cache_bytes": None} | options
-    ladder = given.pop("ladder", None)
-    return plan_memory(config, KVShape.of(config, dtype), GPU, ladder, weights=weight_bytes(config, dtype), **given)
+    buckets = given.pop("buckets", None)
+    return plan_memory(config, KVShape.of(config, dtype), GPU, buckets, weights=weight_bytes(config, dtype), **given)
 
 
-@pytest.mark.ladder_for("Qwen3-VL-30B", "Qwen3-VL-32B")
+@pytest.mark.slow_for("Qwen3-VL-30B", "Qwen3-VL-32B")
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
     [("Qwen3-VL-8B", 24), ("Qwen3-VL-8B-FP8", 24), ("Qwen3-VL-30B-A3B-FP8", 48), ("Qwen3-VL-32B-FP8", 48)],
@@ -106,22 +106,22 @@ def test_a_model_opens_with_the_sizes_that_info_tells(monkeypatch, caplog, name,
     bits = "FP8" if name.endswith("FP8") else "bfloat16"
     _, rows, _ = describe(name, "auto", 1024, 1024)
     [told] = (row for row in rows if (row["GPU"], row["weights in"]) == (f"{gigabytes} GB", bits))
-    assert (found.num_slots, found.ladder.max_rows) == (told["tokens"], told["prefill chunk"])
-    pixels = found.ladder.patches[-1] * 16**2
+    assert (found.num_slots, found.buckets.max_rows) == (told["tokens"], told["prefill chunk"])
+    pixels = found.buckets.patches[-1] * 16**2
     assert told["largest image"] == f"{pixels / 1e6:.1f} million pixels"
     refused = [record.message for record in caplog.records]
-    assert refused == [f"images of more than {pixels} pixels do not fit beside the model, and are refused"] * (
-        pixels < 2**24
-    )
+    assert refused == [
+        f"images of more than {pixels} pixels do not fit in memory next to the model and are rejected"
+    ] * (pixels < 2**24)
 
 
 def test_what_is_asked_for_is_not_made_smaller(monkeypatch):
     rows = on_gpu(monkeypatch, 24, "Qwen3-VL-8B", max_rows=4096)
-    assert (rows.ladder.max_rows, rows.ladder.patches[-1]) == (4096, 8192)
+    assert (rows.buckets.max_rows, rows.buckets.patches[-1]) == (4096, 8192)
     with pytest.raises(MemoryError, match="must fit"):
-        on_gpu(monkeypatch, 24, "Qwen3-VL-8B", ladder=Ladder())
+        on_gpu(monkeypatch, 24, "Qwen3-VL-8B", buckets=BucketSizes())
     small = on_gpu(monkeypatch, 24, "Qwen3-VL-8B", kv_cache_bytes=2**30)
-    assert (small.num_slots, small.ladder.max_rows) == (7168, 2048)
+    assert (small.num_slots, small.buckets.max_rows) == (7168, 2048)
     with pytest.raises(MemoryError, match=r"weights 62\.13 GiB"):
         on_gpu(monkeypatch, 40, "Qwen3-VL-32B")
 

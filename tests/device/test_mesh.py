@@ -28,12 +28,12 @@ def test_sizes_that_published_models_can_be_spread_over(name):
 
 def test_other_sizes_are_refused_by_name():
     text = published_config("Qwen2.5-VL-7B").text
-    with pytest.raises(ValueError, match=r"one of 1, 2, 4 for this model, got 8: 28 query heads cannot be spread"):
+    with pytest.raises(ValueError, match=r"one of 1, 2, 4 for this model, got 8: 28 query heads cannot be divided"):
         check_sizes(text, 8)
-    with pytest.raises(ValueError, match=r"got 3: 28 query heads and .* and 4 KV heads cannot be spread evenly"):
+    with pytest.raises(ValueError, match=r"got 3: 28 query heads and .* and 4 KV heads cannot be divided evenly"):
         check_sizes(text, 3)
     text = published_config("Qwen3-VL-30B-A3B").text
-    with pytest.raises(ValueError, match=r"got 7: .* and 128 experts and 4 KV heads cannot be spread evenly"):
+    with pytest.raises(ValueError, match=r"got 7: .* and 128 experts and 4 KV heads cannot be divided evenly"):
         check_sizes(text, 7)
 
 
@@ -49,7 +49,7 @@ def test_copies_of_heads_have_their_share_of_the_queries(lead):
         np.testing.assert_array_equal(spread[..., head, -2:, :], own[..., -2:, :])
 
 
-@pytest.mark.ladder_for("Qwen3-VL-32B", "Qwen2.5")
+@pytest.mark.slow_for("Qwen3-VL-32B", "Qwen2.5")
 @pytest.mark.parametrize(("name", "count"), [("Qwen3-VL-32B", 4), ("Qwen3-VL-30B-A3B", 8), ("Qwen2.5-VL-7B", 4)])
 def test_what_each_device_holds(name, count):
     """All of the decoder's matrices are shared out, on an axis that divides; the tower, norms and routers are not."""
@@ -94,7 +94,7 @@ def test_copies_of_heads_in_8_bits():
     np.testing.assert_array_equal(copied_rows(stored, 3), turned)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("Qwen3-VL-4B-FP8", 8), ("Qwen3-VL-30B-A3B-FP8", 8)])
 def test_factors_are_shared_out_where_blocks_do_not_fall_on_devices(name, count):
     """76 blocks of inputs of the down projection of 4B, on eight devices: of half of a block there are two of each."""

@@ -11,24 +11,24 @@ from vlcache_jax.device.sampler import (
     MAX_BAD_LENGTH,
     MAX_BAD_WORDS,
     NO_ANSWER,
-    NO_LANE,
+    NO_DECODE_SLOT,
     NOT_ALLOWED,
     NOT_FINITE,
     ONCE,
     Choosing,
     _draw_by,
-    _top_by_turns,
+    _top_one_by_one,
     choice_of,
-    empty_lanes,
-    hold_lanes,
-    open_lane,
+    empty_decode_state,
+    hold_decode_slots,
+    open_decode_slot,
     sample,
     score,
 )
 from vlcache_jax.engine.decode_slots import bad_word_tokens, bias_row, marks_row, recent_tokens, words_array
 from vlcache_jax.sampling import SamplingParams
 
-pytestmark = pytest.mark.ladder  # every parameter; tests of the engine show that they are at work
+pytestmark = pytest.mark.slow  # every parameter; tests of the engine show that they are at work
 
 V = 50
 FEW, MANY = 8, 2048  # rows of a step: few shapes, because each is compiled
@@ -39,16 +39,16 @@ ALLOWED = list(range(1, V, 3))
 
 
 @jax.jit
-def run(logits, lanes, packed):
-    return sample(logits, lanes, Choosing.unpack(packed))
+def run(logits, decode_slots, packed):
+    return sample(logits, decode_slots, Choosing.unpack(packed))
 
 
-opened = jax.jit(open_lane)
+opened = jax.jit(open_decode_slot)
 
 
 def padded(rows):
     packed = np.zeros((FEW, COLUMNS), np.int32)
-    packed[:, 0] = NO_LANE
+    packed[:, 0] = NO_DECODE_SLOT
     packed[: len(rows)] = rows
     return packed
 
@@ -61,26 +61,28 @@ def params_of(**options):
     return SamplingParams(**{"temperature": 0, "ignore_eos": True} | options).resolve({})
 
 
-def lanes_of(answers):
-    """Lanes with answers (lane, params, tokens so far)."""
-    lanes = empty_lanes(FEW, V)
-    for lane, params, tokens in answers:
+def decode_slots_of(answers):
+    """Decode slots with answers (decode slot, params, tokens so far)."""
+    decode_slots = empty_decode_state(FEW, V)
+    for decode_slot, params, tokens in answers:
         bias = bias_row(params, V)
-        lanes = opened(
-            lanes, lane, marks_row(PROMPT, tokens, ENDS, V), np.zeros(V, np.float32) if bias is None else bias,
-            words_array(WORDS if params.bad_words else [], V), recent_tokens(tokens),
+        decode_slots = opened(
+            decode_slots, decode_slot, marks_row(PROMPT, tokens, ENDS, V), np.zeros(V, np.float32) if bias is None else
+            bias, words_array(WORDS if params.bad_words else [], V), recent_tokens(tokens),
         )  # fmt: skip
         last = tokens[-1] if tokens else 0
-        lanes = lanes._replace(token=lanes.token.at[lane].set(last), step=lanes.step.at[lane].set(len(tokens)))
-    return lanes
+        decode_slots = decode_slots._replace(
+            token=decode_slots.token.at[decode_slot].set(last), step=decode_slots.step.at[decode_slot].set(len(tokens))
+        )
+    return decode_slots
 
 
 def in_many_rows(params, logits, most=100):
     """The token of each row, all with these parameters behind the same prompt and answer; the seed is the row's."""
-    one = lanes_of([(0, params, ANSWER)])
-    lanes = jax.tree.map(lambda x: jnp.repeat(x[:1], MANY, axis=0), one)
-    packed = np.stack([Choosing.row(params, lane=i, seed=i, most=most) for i in range(MANY)])
-    sampled, _ = run(logits, lanes, packed)
+    one = decode_slots_of([(0, params, ANSWER)])
+    decode_slots = jax.tree.map(lambda x: jnp.repeat(x[:1], MANY, axis=0), one)
+    packed = np.stack([Choosing.row(params, decode_slot=i, seed=i, most=most) for i in range(MANY)])
+    sampled, _ = run(logits, decode_slots, packed)
     return np.asarray(sampled.token)
 
 
@@ -226,7 +228,7 @@ def test_draws_need_no_sorted_rows(width, decimals):
          "top_p": float(rng.choice([0.01, 0.3, 0.8, 0.95, 1.0])), "min_p": float(rng.choice([0.0, 0.02, 0.2]))}
         for _ in range(MANY)
     ]  # fmt: skip
-    rows = np.stack([Choosing.row(params_of(**one), lane=0, seed=i, most=9) for i, one in enumerate(options)])
+    rows = np.stack([Choosing.row(params_of(**one), decode_slot=0, seed=i, most=9) for i, one in enumerate(options)])
     ask, step = jax.jit(Choosing.unpack)(rows), np.arange(MANY, dtype=np.int32)
     expected = jax.jit(draw_by_sorting)(logits, ask, step)
     found = jax.jit(functools.partial(_draw_by, width=width))(logits, ask, step)
@@ -236,25 +238,27 @@ def test_draws_need_no_sorted_rows(width, decimals):
 def test_the_most_likely_tokens_one_after_the_other():
     """As `jax.lax.top_k` has them: of equals the first, and what is not allowed last."""
     x = (jnp.round(noise(FEW, seed=3)) + 0.0).at[:, 5:40].set(-jnp.inf)  # no zero of another sign
-    for found, expected in zip(jax.jit(_top_by_turns, static_argnums=1)(x, 20), jax.lax.top_k(x, 20), strict=True):
+    for found, expected in zip(jax.jit(_top_one_by_one, static_argnums=1)(x, 20), jax.lax.top_k(x, 20), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
 def test_held_lanes_choose_among_what_is_allowed():
-    """By bits, with their biases; what lanes held before that does not matter, and others stay as they are."""
+    """By bits, with their biases; what decode slots held before that does not matter, and others stay as they are."""
     allowed = np.random.default_rng(0).random((2, V)) < 0.3
     words = np.packbits(np.pad(allowed, [(0, 0), (0, 64 - V)], constant_values=True), axis=1, bitorder="little")
     token, bias = np.full((3, 4), V, np.int32), np.zeros((3, 4), np.float32)
     token[1, : len(BIAS)], bias[1, : len(BIAS)] = list(BIAS), list(BIAS.values())
-    before = lanes_of([(5, params_of(allowed_token_ids=ALLOWED), [])])
-    lanes = jax.jit(hold_lanes)(
-        before, np.array([2, 5, NO_LANE], np.int32), np.pad(words.view(np.int32), [(0, 1), (0, 0)]), token, bias
+    before = decode_slots_of([(5, params_of(allowed_token_ids=ALLOWED), [])])
+    decode_slots = jax.jit(hold_decode_slots)(
+        before, np.array([2, 5, NO_DECODE_SLOT], np.int32), np.pad(words.view(np.int32), [(0, 1), (0, 0)]), token, bias
     )
     expected = np.array(before.bias)
     expected[[2, 5]] = np.where(allowed, bias_reference(np.zeros((2, V), np.float32)), -np.inf)
     expected[2][allowed[0]] = 0
-    np.testing.assert_array_equal(lanes.bias, expected)
-    assert all(one is other or np.array_equal(one, other) for one, other in zip(lanes[:4], before[:4], strict=True))
+    np.testing.assert_array_equal(decode_slots.bias, expected)
+    assert all(
+        one is other or np.array_equal(one, other) for one, other in zip(decode_slots[:4], before[:4], strict=True)
+    )
 
 
 MIXED = (
@@ -265,62 +269,63 @@ MIXED = (
 
 
 def mixed():
-    """Parameters, tokens so far and packed row of answers that differ in everything; their lanes are in reverse."""
+    """Parameters, tokens so far and packed row of answers that differ in everything; their decode slots are in
+    reverse."""
     params = [params_of(**options) for options in MIXED]
     tokens = [ANSWER[: i % 3 + 5] for i in range(len(MIXED))]
-    rows = [Choosing.row(p, lane=len(MIXED) - 1 - i, seed=50 + i, most=10) for i, p in enumerate(params)]
+    rows = [Choosing.row(p, decode_slot=len(MIXED) - 1 - i, seed=50 + i, most=10) for i, p in enumerate(params)]
     return params, tokens, rows
 
 
 def test_a_row_depends_on_itself_alone():
     params, tokens, rows = mixed()
     count = len(rows)
-    lanes = lanes_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
+    decode_slots = decode_slots_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
     logits = noise(FEW, seed=7)
     together = []
     for _ in range(3):
-        sampled, lanes = run(logits, lanes, padded(rows))
+        sampled, decode_slots = run(logits, decode_slots, padded(rows))
         together.append(sampled)
     for i in range(count):
-        lane = count - 1 - i
-        by_itself = lanes_of([(lane, params[i], tokens[i])])
+        decode_slot = count - 1 - i
+        by_itself = decode_slots_of([(decode_slot, params[i], tokens[i])])
         for step in range(3):
             alone, by_itself = run(logits[i : i + 1], by_itself, np.stack(rows[i : i + 1]))
             for one, several in zip(alone, together[step], strict=True):
                 np.testing.assert_array_equal(one[0], several[i])
-        for one, several in zip(by_itself, lanes, strict=True):
-            np.testing.assert_array_equal(one[lane], several[lane])
+        for one, several in zip(by_itself, decode_slots, strict=True):
+            np.testing.assert_array_equal(one[decode_slot], several[decode_slot])
 
 
 def test_steps_in_one_program_are_the_same_steps():
-    """Lanes end in the middle, by a token, by their length, and by logits that are not finite."""
+    """Decode slots end in the middle, by a token, by their length, and by logits that are not finite."""
     params, tokens, rows = mixed()
     count, steps = len(rows), 8
     table = noise(V, seed=11).at[17].set(jnp.nan)
-    lanes = lanes_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
-    lanes = lanes._replace(token=lanes.token.at[0].set(17))
+    decode_slots = decode_slots_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
+    decode_slots = decode_slots._replace(token=decode_slots.token.at[0].set(17))
     packed = padded(rows)
 
-    def logits(lanes):
-        return table[lanes.token.at[packed[:, 0]].get(mode="clip")]
+    def logits(decode_slots):
+        return table[decode_slots.token.at[packed[:, 0]].get(mode="clip")]
 
     @jax.jit
-    def window(lanes, packed):
+    def window(decode_slots, packed):
         def body(state):
-            i, lanes, tokens = state
-            sampled, lanes = sample(logits(lanes), lanes, Choosing.unpack(packed))
-            return i + 1, lanes, tokens.at[i].set(sampled.token)
+            i, decode_slots, tokens = state
+            sampled, decode_slots = sample(logits(decode_slots), decode_slots, Choosing.unpack(packed))
+            return i + 1, decode_slots, tokens.at[i].set(sampled.token)
 
         nothing = jnp.zeros((steps, FEW), jnp.int32)
-        return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, lanes, nothing))[1:]
+        return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, decode_slots, nothing))[1:]
 
-    after, together = window(lanes, packed)
+    after, together = window(decode_slots, packed)
     chosen = []
     for _ in range(steps):
-        sampled, lanes = run(logits(lanes), lanes, packed)
+        sampled, decode_slots = run(logits(decode_slots), decode_slots, packed)
         chosen.append(sampled.token)
     np.testing.assert_array_equal(together, chosen)
-    for x, y in zip(after, lanes, strict=True):
+    for x, y in zip(after, decode_slots, strict=True):
         np.testing.assert_array_equal(x, y)
     assert after.is_ended.all()
     assert (after.step <= 10).all()
@@ -330,7 +335,9 @@ def test_steps_in_one_program_are_the_same_steps():
 
 
 def choosing(choice):
-    return jax.jit(lambda logits, lanes, rows: sample(logits, lanes, Choosing.unpack(rows), choice=choice))
+    return jax.jit(
+        lambda logits, decode_slots, rows: sample(logits, decode_slots, Choosing.unpack(rows), choice=choice)
+    )
 
 
 def test_a_choice_has_all_that_rows_ask_for():
@@ -340,28 +347,29 @@ def test_a_choice_has_all_that_rows_ask_for():
     assert choice_of(np.stack(rows[:2])) == "drawn"
     assert choice_of(padded(rows[:1])) == "greedy"
     held = params_of(structured_outputs={"choice": ["a"]})
-    assert choice_of(Choosing.row(held, lane=0, seed=0, most=9)[None]) == "any"
+    assert choice_of(Choosing.row(held, decode_slot=0, seed=0, most=9)[None]) == "any"
 
 
 @pytest.mark.parametrize("choice", FIXED)
 def test_a_choice_changes_nothing_of_what_its_rows_ask_for(choice):
     params, tokens, rows = mixed()
     count = {"greedy": 1, "drawn": 2, "any": len(rows)}[choice]
-    lanes = {
-        of: lanes_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(count)]) for of in ("asked", choice)
+    decode_slots = {
+        of: decode_slots_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(count)])
+        for of in ("dynamic", choice)
     }
-    chosen = {of: choosing(of) for of in lanes}
+    chosen = {of: choosing(of) for of in decode_slots}
     for step in range(4):
         logits, found = noise(FEW, seed=step), {}
         if step == 2:
             logits = logits.at[0].set(jnp.nan)
-        for of in lanes:
-            found[of], lanes[of] = chosen[of](logits, lanes[of], padded(rows[:count]))
+        for of in decode_slots:
+            found[of], decode_slots[of] = chosen[of](logits, decode_slots[of], padded(rows[:count]))
         asked, fixed = found.values()
         assert (fixed.logprob is None) == (choice != "any")
         for one, other in zip(asked, fixed if choice == "any" else fixed[:1], strict=choice == "any"):
             np.testing.assert_array_equal(one, other)
-        for one, other in zip(*lanes.values(), strict=True):
+        for one, other in zip(*decode_slots.values(), strict=True):
             np.testing.assert_array_equal(one, other)
 
 
@@ -380,22 +388,22 @@ def test_a_fixed_choice_asks_the_host_nothing(choice):
                 yield from names(x.jaxpr)
 
     _, _, rows = mixed()
-    found = set(names(choosing(choice).trace(noise(FEW), empty_lanes(FEW, V), padded(rows)).jaxpr.jaxpr))
+    found = set(names(choosing(choice).trace(noise(FEW), empty_decode_state(FEW, V), padded(rows)).jaxpr.jaxpr))
     assert not found & {"cond", "while", "sort", "top_k", "approx_top_k", "cumsum"}
     assert ("scan" in found) == (choice != "greedy")
-    of_all = set(names(choosing("asked").trace(noise(FEW), empty_lanes(FEW, V), padded(rows)).jaxpr.jaxpr))
+    of_all = set(names(choosing("dynamic").trace(noise(FEW), empty_decode_state(FEW, V), padded(rows)).jaxpr.jaxpr))
     assert {"cond", "scan"} <= of_all
 
 
 def test_it_does_not_matter_how_logits_lie():
     params, tokens, rows = mixed()
-    lanes = lanes_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(len(rows))])
+    decode_slots = decode_slots_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(len(rows))])
     logits = noise(FEW, seed=7).at[1, 3].set(jnp.nan).at[2, 5:9].set(9)  # of equals the first is chosen
-    plain = [Choosing.row(params_of(), lane=i, seed=i, most=20) for i in range(FEW)]
+    plain = [Choosing.row(params_of(), decode_slot=i, seed=i, most=20) for i in range(FEW)]
     for packed in (padded(rows), np.stack(plain)):
-        one = run(logits, lanes, packed)
-        turned = jax.jit(lambda x, lanes, rows: sample(x, lanes, Choosing.unpack(rows), axis=0))(
-            logits.T, lanes, packed
+        one = run(logits, decode_slots, packed)
+        turned = jax.jit(lambda x, decode_slots, rows: sample(x, decode_slots, Choosing.unpack(rows), axis=0))(
+            logits.T, decode_slots, packed
         )
         for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(turned), strict=True):
             np.testing.assert_array_equal(x, y)
@@ -406,29 +414,29 @@ def test_where_an_answer_ends():
     """At an end token unless it comes too early, and where it is as long as it may be."""
     logits = jnp.zeros((FEW, V)).at[:, ENDS[0]].set(9).at[:, 2].set(5).at[3, 2].set(20)
     params = [params_of(), params_of(min_tokens=3), params_of(), params_of()]
-    rows = [Choosing.row(p, lane=i, seed=0, most=3 if i > 1 else 9) for i, p in enumerate(params)]
-    lanes = lanes_of([(i, p, []) for i, p in enumerate(params)])
+    rows = [Choosing.row(p, decode_slot=i, seed=0, most=3 if i > 1 else 9) for i, p in enumerate(params)]
+    decode_slots = decode_slots_of([(i, p, []) for i, p in enumerate(params)])
     said = []
     for _ in range(5):
-        sampled, lanes = run(logits, lanes, padded(rows))
+        sampled, decode_slots = run(logits, decode_slots, padded(rows))
         said.append(sampled.token[:4].tolist())
     assert [list(row) for row in zip(*said, strict=True)] == [
         [13, *[NO_ANSWER] * 4], [2, 2, 2, 13, NO_ANSWER], [13, *[NO_ANSWER] * 4], [2, 2, 2, *[NO_ANSWER] * 2],
     ]  # fmt: skip
-    assert lanes.step[:4].tolist() == [1, 4, 1, 3]
-    assert lanes.token[:4].tolist() == [13, 13, 13, 2]
+    assert decode_slots.step[:4].tolist() == [1, 4, 1, 3]
+    assert decode_slots.token[:4].tolist() == [13, 13, 13, 2]
 
 
 def test_lanes_that_ended_and_padding_change_nothing():
     params, tokens, rows = mixed()
     count = len(rows)
-    lanes = lanes_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
-    lanes = lanes._replace(is_ended=jnp.ones(FEW, bool))
+    decode_slots = decode_slots_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
+    decode_slots = decode_slots._replace(is_ended=jnp.ones(FEW, bool))
     logits = noise(FEW).at[0].set(jnp.nan)
-    sampled, after = run(logits, lanes, padded(rows))
+    sampled, after = run(logits, decode_slots, padded(rows))
     assert (sampled.token == NO_ANSWER).all()
     assert not any(np.any(np.asarray(x)) for x in sampled[1:])
-    for x, y in zip(after, lanes, strict=True):
+    for x, y in zip(after, decode_slots, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -437,10 +445,10 @@ def test_rows_without_a_token(temperature):
     """Damaged logits, and parameters that forbid everything; the third row is sound."""
     nothing = params_of(allowed_token_ids=[5], bad_words=["x"], temperature=temperature)
     params = [params_of(temperature=temperature), nothing, params_of()]
-    lanes = lanes_of([(i, p, ANSWER) for i, p in enumerate(params)])
+    decode_slots = decode_slots_of([(i, p, ANSWER) for i, p in enumerate(params)])
     logits = noise(FEW).at[0, 9].set(jnp.inf)
-    rows = [Choosing.row(p, lane=i, seed=0, most=20) for i, p in enumerate(params)]
-    sampled, after = run(logits, lanes, padded(rows))
+    rows = [Choosing.row(p, decode_slot=i, seed=0, most=20) for i, p in enumerate(params)]
+    sampled, after = run(logits, decode_slots, padded(rows))
     assert sampled.token[:3].tolist() == [NOT_FINITE, NOT_ALLOWED, int(logits[2].argmax())]
     assert after.is_ended[:3].tolist() == [True, True, False]
     assert after.step[:3].tolist() == [7, 7, 8]
@@ -448,33 +456,34 @@ def test_rows_without_a_token(temperature):
 
 
 def test_an_answer_that_goes_on_elsewhere():
-    """What the device counted is what the host counts: a lane opened with the answer so far is the lane it left."""
+    """What the device counted is what the host counts: a decode slot opened with the answer so far is the decode slot
+    it left."""
     params = params_of(frequency_penalty=2.0, repetition_penalty=1.2, bad_words=["x"], temperature=1.0)
-    tokens, packed = [], padded([Choosing.row(params, lane=1, seed=9, most=99)])
-    lanes = lanes_of([(1, params, [])])
+    tokens, packed = [], padded([Choosing.row(params, decode_slot=1, seed=9, most=99)])
+    decode_slots = decode_slots_of([(1, params, [])])
     for i in range(12):
-        sampled, lanes = run(noise(FEW, seed=i), lanes, packed)
+        sampled, decode_slots = run(noise(FEW, seed=i), decode_slots, packed)
         tokens.append(int(sampled.token[0]))
-    for left, opened_anew in zip(lanes, lanes_of([(1, params, tokens)]), strict=True):
+    for left, opened_anew in zip(decode_slots, decode_slots_of([(1, params, tokens)]), strict=True):
         np.testing.assert_array_equal(left, opened_anew)
-    assert (lanes.marks[1] // ONCE).sum() == 12
+    assert (decode_slots.marks[1] // ONCE).sum() == 12
 
 
 def test_a_lane_without_bias_and_words_ignores_what_was_there():
     before = params_of(logit_bias={2: 100.0}, bad_words=["x"])
     held = bias_row(before, V), words_array(WORDS, V), recent_tokens(ANSWER)
-    lanes = opened(empty_lanes(FEW, V), 0, marks_row(PROMPT, [], ENDS, V), *held)
+    decode_slots = opened(empty_decode_state(FEW, V), 0, marks_row(PROMPT, [], ENDS, V), *held)
     logits = jnp.zeros((FEW, V)).at[0, 5].set(1.0)
-    rows = [Choosing.row(params_of(repetition_penalty=1.1), lane=0, seed=0, most=9)]
-    sampled, lanes = run(logits, lanes, padded(rows))
-    assert (sampled.token[0], lanes.step[0]) == (5, 1)
+    rows = [Choosing.row(params_of(repetition_penalty=1.1), decode_slot=0, seed=0, most=9)]
+    sampled, decode_slots = run(logits, decode_slots, padded(rows))
+    assert (sampled.token[0], decode_slots.step[0]) == (5, 1)
 
 
 def test_log_probabilities_are_of_raw_logits():
     logits = noise(FEW)
     params = [params_of(logprobs=5, logit_bias={i: 100.0}) if i < 3 else params_of() for i in range(4)]
-    rows = [Choosing.row(p, lane=i, seed=0, most=9) for i, p in enumerate(params)]
-    sampled, _ = run(logits, lanes_of([(i, p, []) for i, p in enumerate(params)]), padded(rows))
+    rows = [Choosing.row(p, decode_slot=i, seed=0, most=9) for i, p in enumerate(params)]
+    sampled, _ = run(logits, decode_slots_of([(i, p, []) for i, p in enumerate(params)]), padded(rows))
     expected = np.asarray(jax.nn.log_softmax(logits))[:3]
     np.testing.assert_array_equal(sampled.token[:3], range(3))
     np.testing.assert_allclose(sampled.logprob[:3], expected[range(3), range(3)], atol=1e-6)
@@ -506,7 +515,7 @@ def test_a_small_vocabulary():
 
 
 def test_the_most_likely_token_costs_no_more_than_that():
-    """Whatever sorts, adds up or reads lanes over the whole vocabulary lies in a branch."""
+    """Whatever sorts, adds up or reads decode slots over the whole vocabulary lies in a branch."""
 
     def outside(jaxpr):
         for equation in jaxpr.eqns:
@@ -519,7 +528,7 @@ def test_the_most_likely_token_costs_no_more_than_that():
 
     _, _, rows = mixed()
     jaxpr = jax.make_jaxpr(lambda *args: sample(args[0], args[1], Choosing.unpack(args[2])))(
-        noise(FEW), empty_lanes(FEW, V), padded(rows)
+        noise(FEW), empty_decode_state(FEW, V), padded(rows)
     )
     wide = {e.primitive.name for e in outside(jaxpr.jaxpr) for v in e.outvars if v.aval.shape[-1:] == (V,)}
     assert wide <= {"is_finite", "scatter"}
@@ -529,7 +538,7 @@ def test_what_lanes_cannot_hold():
     for given in ([V], [-1], [10**30]):
         for name, call in (
             ("prompt", lambda ids: marks_row(ids, [], [], V)),
-            ("answer", lambda ids: marks_row([], ids, [], V)),
+            ("token_ids of the output", lambda ids: marks_row([], ids, [], V)),
             ("end tokens", lambda ids: marks_row([], [], ids, V)),
             ("bad_words", lambda ids: words_array([ids], V)),
         ):
@@ -539,7 +548,7 @@ def test_what_lanes_cannot_hold():
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be token ids below {V}"):
             bias_row(params_of(**options), V)
     for words in ([[1] * (MAX_BAD_LENGTH + 1)], [[]], [[1]] * (MAX_BAD_WORDS + 1)):
-        with pytest.raises(ValueError, match="bad_words must be"):
+        with pytest.raises(ValueError, match=r"bad_words must (be|have)"):
             words_array(words, V)
 
 
@@ -565,5 +574,5 @@ def test_bad_words_as_tokens(checkpoints):
     found = bad_word_tokens(tokenizer, ["cat", "  cat", "q"])
     assert [tokenizer.decode(ids) for ids in found] == ["cat", " cat", "cat", " cat", "q"]
     for word in ("   ", "x" * 20):
-        with pytest.raises(ValueError, match="bad_words must be of 1 to 8 tokens"):
+        with pytest.raises(ValueError, match="bad_words must have 1 to 8 tokens"):
             bad_word_tokens(tokenizer, [word])

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from tests.helper import LADDER, SIZES
-from vlcache_jax import LLM, Ladder, SamplingParams
+from tests.helper import BUCKETS, SIZES
+from vlcache_jax import LLM, BucketSizes, SamplingParams
 from vlcache_jax.device.programs import table
-from vlcache_jax.device.programs.memory import EmptyLanes, Link
+from vlcache_jax.device.programs.memory import EmptyDecodeState, Link
 
 LINK = Link(16, 1, 1)  # of the images here
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -97,13 +97,13 @@ def test_where_nothing_is_kept_nothing_is_compiled(llm, ask):
 def test_a_program_that_two_threads_want_is_compiled_once(llm, monkeypatch):
     programs = llm.service.device.runner.programs
     go, _, keys = slow(programs, monkeypatch)
-    threads = [threading.Thread(target=programs.run, args=[EmptyLanes()]) for _ in range(3)]
+    threads = [threading.Thread(target=programs.run, args=[EmptyDecodeState()]) for _ in range(3)]
     for thread in threads:
         thread.start()
     go.set()
     for thread in threads:
         thread.join()
-    assert keys == [EmptyLanes()]
+    assert keys == [EmptyDecodeState()]
 
 
 def test_an_interrupted_compilation_is_begun_anew(llm, monkeypatch):
@@ -111,20 +111,20 @@ def test_an_interrupted_compilation_is_begun_anew(llm, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(programs, "_lower", lambda key: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            programs.run(EmptyLanes())
-    lanes = programs.run(EmptyLanes())
-    assert all(len(array) == LADDER.max_sequences for array in lanes)
-    assert lanes.is_ended.dtype == bool
+            programs.run(EmptyDecodeState())
+    decode_slots = programs.run(EmptyDecodeState())
+    assert all(len(array) == BUCKETS.max_sequences for array in decode_slots)
+    assert decode_slots.is_ended.dtype == bool
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_no_program_is_compiled_where_maps_run_out(llm, ask, monkeypatch, tmp_path):
     """XLA would crash there; who asks is told, and served again when there is room."""
     few = tmp_path / "max_map_count"
     few.write_text("1000\n")
     with monkeypatch.context() as context:
-        context.setattr(table, "_MOST_MAPS", few)
-        with pytest.raises(MemoryError, match=r"maps must be left for the program .*of 1000.*vm\.max_map_count"):
+        context.setattr(table, "_MAX_MAPS", few)
+        with pytest.raises(MemoryError, match=r"too many memory maps: .*of 1000.*vm\.max_map_count"):
             ask(llm, 0)
     assert all(output.outputs[0].token_ids for output in ask(llm, 0))
 
@@ -147,15 +147,15 @@ def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog)
     assert ask(llm, 1)[0].cache.images[0].match == "exact"
 
 
-@pytest.mark.parametrize("end", ["close", pytest.param("warmup", marks=pytest.mark.ladder)])
+@pytest.mark.parametrize("end", ["close", pytest.param("warmup", marks=pytest.mark.slow)])
 def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end):
-    ladder = Ladder(rows=(64,), patches=(64,), sequences=(1,))
-    llm = LLM(checkpoints("qwen3_vl"), ladder=ladder, max_model_len=128, kv_cache_bytes=2**20, use_tqdm=False)
+    buckets = BucketSizes(rows=(64,), patches=(64,), sequences=(1,))
+    llm = LLM(checkpoints("qwen3_vl"), buckets=buckets, max_model_len=128, kv_cache_bytes=2**20, use_tqdm=False)
     llm.service.ahead._stopped = False
     programs = llm.service.device.runner.programs
     with monkeypatch.context() as context:
         go, begun, keys = slow(programs, context)
-        llm.service.ahead._missing = [EmptyLanes(), LINK]
+        llm.service.ahead._missing = [EmptyDecodeState(), LINK]
         llm.service.ahead.start()
         assert begun.wait(60)
         ending = threading.Thread(target=llm.close if end == "close" else llm.service.ahead.stop)
@@ -164,7 +164,7 @@ def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end)
         assert ending.is_alive()
         go.set()
         ending.join(60)
-    assert keys == [EmptyLanes()]
+    assert keys == [EmptyDecodeState()]
     if end == "warmup":
         llm.warmup(reuse="off", verbose=False)
         ask(llm, 1)

@@ -1,11 +1,12 @@
 import dataclasses
 import functools
+import types
 
 import numpy as np
 import pytest
 
 from tests.helper import planned
-from vlcache_jax.device.buckets import Ladder
+from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.engine.batching import Prefill, encoder_calls, prefill_steps
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Sequence
@@ -13,11 +14,12 @@ from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.pallas_kernels import PAGE, WorkConfig, shared_prefixes
+from vlcache_jax.pallas_kernels.attention.work import BOX0, FROM, INNER_TO, TO
 from vlcache_jax.reuse.policies import Plan, first_tokens, full_prefill
 
 LAYERS, SLOTS = 3, 6 * PAGE  # of the pool
 CONFIG = functools.partial(WorkConfig, requests=4, pages=5)
-LADDER = Ladder(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
+BUCKETS = BucketSizes(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
 
 
 def image(h, w):
@@ -41,15 +43,15 @@ def prefills(sequences, slots=SLOTS):
     """What sequences compute that are admitted together; every other page is in use, so that tables have gaps."""
     pages = Pages(slots // PAGE - 1)
     taken = [pages.take(PAGE) for _ in range(slots // PAGE - 1)]
-    for lease in taken[::2]:
-        pages.end(lease)
+    for block_table in taken[::2]:
+        pages.end(block_table)
     scheduler = Scheduler(pages, len(sequences), 1 << 20, LAYERS)
     for one in sequences:
         scheduler.add(one)
     assert scheduler.admit() == sequences
-    turn = scheduler.next_turn(sequences)
-    assert [prefill.sequence for prefill in turn] == sequences
-    return turn
+    group = scheduler.next_group(sequences)
+    assert [prefill.sequence for prefill in group] == sequences
+    return group
 
 
 def slots_of(prefill):
@@ -63,7 +65,7 @@ def wave():
 
 def test_every_row_is_computed_once_and_knows_its_place(wave):
     num_slots = 2 * SLOTS
-    steps = prefill_steps(wave, LADDER, num_slots, LAYERS)
+    steps = prefill_steps(wave, BUCKETS, num_slots, LAYERS)
     assert len(steps) > 1
     expected = {}
     for number, prefill in enumerate(wave):
@@ -76,7 +78,7 @@ def test_every_row_is_computed_once_and_knows_its_place(wave):
         size = len(rows.slot)
         assert step.bounds == (size,) * LAYERS + (min(size, 4),)
         assert step.active == (int(np.count_nonzero(rows.slot < num_slots)),) * LAYERS
-        assert size in LADDER.rows
+        assert size in BUCKETS.rows
         sources = {
             int(row): (p.image, int(i)) for p in step.placements for row, i in zip(p.place, p.image_row, strict=True)
         }
@@ -110,7 +112,7 @@ def test_every_row_is_computed_once_and_knows_its_place(wave):
 
 def test_wanted_rows_come_first(wave):
     wanted = []
-    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+    for step in prefill_steps(wave, BUCKETS, SLOTS, LAYERS):
         for row, (sequence, index) in enumerate(step.wanted):
             prefill = next(prefill for prefill in wave if prefill.sequence is sequence)
             assert step.rows.slot[row] == slots_of(prefill)[index]
@@ -123,7 +125,7 @@ def test_wanted_rows_come_first(wave):
 def test_more_logits_than_the_head_holds_cut_nothing(wanted, outputs):
     """The steps are those of the rows; where the head takes slices, all rows of the last layer leave it."""
     one = sequence(40, wanted=range(39 - wanted, 39))
-    steps = prefill_steps(prefills([one]), LADDER, SLOTS, LAYERS)
+    steps = prefill_steps(prefills([one]), BUCKETS, SLOTS, LAYERS)
     assert [int((step.rows.slot < SLOTS).sum()) for step in steps] == [32, 8]
     assert tuple(len(step.wanted) for step in steps) == outputs
     assert [index for step in steps for _, index in step.wanted] == list(range(39 - wanted, 39))
@@ -139,7 +141,7 @@ def test_the_head_takes_slices_of_the_rows_that_are_left():
     depth = np.ones(30, np.int16)
     depth[20:] = LAYERS + 1
     one.progress.plan = Plan(depth)
-    [step] = prefill_steps(prefills([one]), LADDER, SLOTS, LAYERS)
+    [step] = prefill_steps(prefills([one]), BUCKETS, SLOTS, LAYERS)
     assert step.active == (30, 10, 10)
     assert step.bounds == (32, 16, 16, 16)
     assert [index for _, index in step.wanted] == list(range(20, 30))
@@ -147,8 +149,8 @@ def test_the_head_takes_slices_of_the_rows_that_are_left():
 
 def test_shared_pages_are_not_written():
     one = sequence(2 * PAGE, new_slots=5)
-    prefill = Prefill(one, one.layout, one.progress.plan.behind(2 * PAGE - 1), np.array([3, 5]), shared=2)
-    [step] = prefill_steps([prefill], LADDER, SLOTS, LAYERS)
+    prefill = Prefill(one, one.layout, one.progress.plan.after(2 * PAGE - 1), np.array([3, 5]), shared=2)
+    [step] = prefill_steps([prefill], BUCKETS, SLOTS, LAYERS)
     assert step.rows.slot.tolist() == [SLOTS + i for i in range(8)]
     assert step.rows.k_end.tolist() == [2 * PAGE] + [0] * 7  # and yet it sees its own slot
     assert step.active == (1,) * LAYERS
@@ -165,7 +167,7 @@ def test_an_image_of_two_answers_is_encoded_once():
     first = sequence(2, (2, 2), 1)
     second = Sequence(first.planned, 5)
     both = [Prefill(one, one.layout, one.progress.plan, np.array([i])) for i, one in enumerate((first, second), 1)]
-    [step] = prefill_steps(both, LADDER, SLOTS, LAYERS)
+    [step] = prefill_steps(both, BUCKETS, SLOTS, LAYERS)
     [placement] = step.placements
     assert placement.image_row.tolist() == placement.place.tolist() == [0, 1, 2, 3]
     assert step.rows.source[step.rows.source < 0].tolist() == [-1, -2, -3, -4] * 2
@@ -200,7 +202,7 @@ def test_rows_that_drop_out_become_padding():
         one.progress.plan = Plan(depth)
     wave = prefills(sequences, 2 * SLOTS)
     written = [set() for _ in range(LAYERS)]
-    for step in prefill_steps(wave, LADDER, 2 * SLOTS, LAYERS):
+    for step in prefill_steps(wave, BUCKETS, 2 * SLOTS, LAYERS):
         assert list(step.bounds) == sorted(step.bounds, reverse=True)
         for layer in range(LAYERS):
             slots = step.rows.slot[: step.active[layer]]
@@ -241,7 +243,7 @@ def test_a_step_does_not_end_inside_an_image_that_moves_others():
     parts = [shifted(20, (4, 5), 3, (4, 6), 2, share=0.5), sequence(4, (4, 4)), shifted(2, (2, 2), 1, share=0.5)]
     wave = prefills(parts)
     moved = {}
-    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+    for step in prefill_steps(wave, BUCKETS, SLOTS, LAYERS):
         active = step.active[0]
         for shift in filter(None, [step.shift]):
             assert len(shift.row_image) == active
@@ -265,24 +267,24 @@ def test_a_step_does_not_end_inside_an_image_that_moves_others():
 
 def test_an_image_with_more_rows_than_a_step_is_moved_by_its_first_step():
     wave = prefills([shifted(3, (10, 10), 2, share=0.9)])
-    steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
+    steps = prefill_steps(wave, BUCKETS, SLOTS, LAYERS)
     assert [step.shift and len(step.shift.slot) for step in steps] == [None, 100 // 4 * 4, 0, 0]
     assert steps[1].rows.slot.tolist() == slots_of(wave[0])[3:35]
     assert sum(step.active[0] for step in steps) == 95
 
 
 def test_an_image_that_fits_in_a_step_is_in_one_whatever_comes_behind_it():
-    ladder = Ladder(rows=(512, 1024, 2048), patches=(16, 10_000), sequences=(4,))
+    buckets = BucketSizes(rows=(512, 1024, 2048), patches=(16, 10_000), sequences=(4,))
     for behind in (1, 6, 900, 1500):
         request = shifted(4, (48, 48), behind, share=0.5)  # 1152 of 2304; alone they would be cut in 1024 and the rest
-        steps = prefill_steps(prefills([request], 80 * PAGE), ladder, 80 * PAGE, LAYERS)
+        steps = prefill_steps(prefills([request], 80 * PAGE), buckets, 80 * PAGE, LAYERS)
         [shift] = [step.shift for step in steps if step.shift is not None]
         assert int((shift.row_image >= 0).sum()) == 1152, behind
 
 
 def test_a_step_moves_no_more_than_it_can_hold(monkeypatch):
     wave = prefills([shifted(1, *[(1, 2)] * 10, 1, share=0.5) for _ in range(20)], 50 * PAGE)
-    wide = Ladder(rows=(512,), patches=(16, 64), sequences=(100,))
+    wide = BucketSizes(rows=(512,), patches=(16, 64), sequences=(100,))
     whole = [step.shift for step in prefill_steps(wave, wide, 50 * PAGE, LAYERS)]
     assert [len(np.unique(shift.image)) for shift in whole] == [64, 64, 64, 8]
     monkeypatch.setattr("vlcache_jax.engine.batching.TOKENS", 16)
@@ -301,4 +303,19 @@ def test_what_is_not_moved():
         Sequence(planned(everything.layout, Plan(everything.progress.plan.depth)), 5),
         sequence(3, (2, 3), 1),
     ):
-        assert all(step.shift is None for step in prefill_steps(prefills([request]), LADDER, SLOTS, LAYERS))
+        assert all(step.shift is None for step in prefill_steps(prefills([request]), BUCKETS, SLOTS, LAYERS))
+
+
+def test_rows_that_the_device_chooses_may_see_the_whole_prompt():
+    """Only the device will know which rows follow those that go on in any case, and what each of them sees."""
+    [*_, step] = prefill_steps(prefills([sequence(3 * PAGE)]), BUCKETS, SLOTS, LAYERS)
+    policy = types.SimpleNamespace(check_layer=0)
+    step = dataclasses.replace(step, selection=types.SimpleNamespace(policy=policy, must=8, length=3 * PAGE))
+    parts = step.work(32, True, CONFIG(32, tile=1, small=1)).parts()
+    ends = step.rows.k_end.tolist()
+    assert min(ends) > 2 * PAGE
+    assert parts.end[:32].tolist() == ends[:8] + [3 * PAGE] * 24
+    items = parts.items[: parts.ctas[-1]]
+    assert items[:, [FROM, TO]].tolist() == [[0, 3]] * len(items)
+    # Pages that all of them see in full need no mask; of those that are chosen no page is sure to be one.
+    assert {(int(item[BOX0]), int(item[INNER_TO])) for item in items} == {(0, 2), (1, 0), (2, 0), (3, 0)}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.test_decode_slots import held
+from tests.helper import BUCKETS
+from vlcache_jax.compress.policies import SnapKV
 from vlcache_jax.device.programs.window import LISTS
 from vlcache_jax.device.runner import alike_layers, compressed_work
+from vlcache_jax.engine.compaction import Compactor
 from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.pallas_kernels.attention.work import FROM, TO, WorkConfig
@@ -24,9 +31,9 @@ def test_pages_are_of_one_lease_at_a_time(data):
     """Where one begins or comes back, all that run can go on by as many tokens as a page has."""
     pages, running, aside, tokens, most = CompressedPages(COUNT), [], [], {}, {}
 
-    def needs(leases, more):
-        wanted = [min(tokens[one] + more, most[one]) for one in leases]
-        return sum(sum(one.missing(count)) for one, count in zip(leases, wanted, strict=True))
+    def needs(block_tables, more):
+        wanted = [min(tokens[one] + more, most[one]) for one in block_tables]
+        return sum(sum(one.missing(count)) for one, count in zip(block_tables, wanted, strict=True))
 
     for command in data.draw(st.lists(st.sampled_from(["take", "grow", "aside", "back", "end"]), max_size=40)):
         free = COUNT - pages.in_use
@@ -37,15 +44,15 @@ def test_pages_are_of_one_lease_at_a_time(data):
             )
             if pages.needed(counts, more) > COUNT:
                 continue
-            lease = pages.take(counts, more)
-            if lease is None:
+            block_table = pages.take(counts, more)
+            if block_table is None:
                 assert running  # alone, everybody fits
                 assert pages.in_use == COUNT - free
                 continue
-            assert [len(table) for table in lease.tables] == [-(-count // PAGE) for count in counts]
-            assert (lease.kept.tolist(), lease.most) == (counts, pages.needed(counts, more))
-            running.append(lease)
-            tokens[lease], most[lease] = 0, more
+            assert [len(table) for table in block_table.tables] == [-(-count // PAGE) for count in counts]
+            assert (block_table.kept.tolist(), block_table.most) == (counts, pages.needed(counts, more))
+            running.append(block_table)
+            tokens[block_table], most[block_table] = 0, more
         elif command == "grow" and running:
             some = data.draw(st.lists(st.sampled_from(running), min_size=1, unique=True))
             wanted = [min(tokens[one] + data.draw(st.integers(0, 200)), most[one]) for one in some]
@@ -55,16 +62,16 @@ def test_pages_are_of_one_lease_at_a_time(data):
             if missing <= free:
                 tokens.update(zip(some, wanted, strict=True))
         elif command == "aside" and running:
-            lease = running.pop(data.draw(st.integers(0, len(running) - 1)))
-            pages.put_aside(lease, [HELD])
-            aside.append(lease)
+            block_table = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            pages.swap_out(block_table, [HELD])
+            aside.append(block_table)
         elif command == "back" and aside:
-            lease, had = aside[0], list(map(len, aside[0].tables))
-            held = pages.bring_back(lease)
-            assert list(map(len, lease.tables)) == had
+            block_table, had = aside[0], list(map(len, aside[0].tables))
+            held = pages.bring_back(block_table)
+            assert list(map(len, block_table.tables)) == had
             assert held is not None or running
             if held is not None:
-                assert (held, lease.aside) == ([HELD], None)
+                assert (held, block_table.swapped) == ([HELD], None)
                 running.append(aside.pop(0))
         elif command == "end" and (running or aside):
             pages.end((running or aside).pop(0))
@@ -73,11 +80,11 @@ def test_pages_are_of_one_lease_at_a_time(data):
         mine = [page for one in running for page in one.pages]
         assert len(set(mine)) == len(mine) == pages.in_use
         assert set(mine) <= set(range(1, COUNT + 1))
-        assert pages.aside_bytes == len(aside) * HELD.nbytes
+        assert pages.swapped_bytes == len(aside) * HELD.nbytes
     pages.reset()
-    for lease in [*running, *aside]:
-        pages.end(lease)  # of before: nothing comes twice
-    assert (pages.in_use, pages.aside_bytes, sorted(pages._free)) == (0, 0, list(range(1, COUNT + 1)))
+    for block_table in [*running, *aside]:
+        pages.end(block_table)  # of before: nothing comes twice
+    assert (pages.in_use, pages.swapped_bytes, sorted(pages._free)) == (0, 0, list(range(1, COUNT + 1)))
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 3))
@@ -104,3 +111,44 @@ def test_a_list_is_for_the_most_that_its_layers_keep():
         assert items[:, FROM].tolist() == [0] * count
         assert sorted(items[:, TO].tolist()) == sorted(-(-end // PAGE) for end in longest)
     assert not lists[2:].any()
+
+
+def compactor_of(*answers, bring_back=None):
+    """One for answers that have their first tokens, and those of them whose prompts stay whole."""
+    kv = SimpleNamespace(slot_bytes=64, layers=2)
+    runner = SimpleNamespace(
+        buckets=BUCKETS, shapes=SimpleNamespace(kv=kv), config=None, devices=SimpleNamespace(copies=1)
+    )
+    pages, whole = SimpleNamespace(bring_back=bring_back, count=9, needed=lambda *_: 1), []
+    scheduler = SimpleNamespace(
+        decoding=answers, tenant_order=SimpleNamespace(sorted=list), compressed=pages, stays_whole=whole.append
+    )
+    return Compactor(runner, scheduler, None, None), whole
+
+
+def test_nobody_overtakes_who_waits_for_pages():
+    """All come back for whom there is room, and nobody behind the first one for whom there is none."""
+    answers, asked = [held(decode_slot) for decode_slot in range(4)], []
+    for one in answers:
+        one.progress.compressed = SimpleNamespace(swapped=[], pages=np.zeros(0, np.int32), count=0)
+    compactor, _ = compactor_of(
+        *answers, bring_back=lambda block_table: asked.append(block_table) or ([] if len(asked) < 3 else None)
+    )
+    assert [*compactor.advance()] == []
+    assert asked == [one.progress.compressed for one in answers[:3]]
+    assert compactor._counts["swapped_in"] == 2
+
+
+@pytest.mark.parametrize(("alpha", "rows"), [(1, []), (1.0, []), (0.99, [1])])
+def test_who_keeps_all_is_not_observed(monkeypatch, alpha, rows):
+    """No program is launched for it."""
+    plain, observed = held(0), []
+    options = dataclasses.replace(plain.planned.options, compress=SnapKV(alpha, rows=1))
+    one = dataclasses.replace(plain, planned=dataclasses.replace(plain.planned, options=options))
+    one.token_ids.append(5)
+    compactor, whole = compactor_of(one)
+    monkeypatch.setattr(compactor, "_observe", lambda answer, found: observed.append(found.rows))  # it lacks pixels
+    results = [*compactor.advance()]
+    assert observed == rows
+    assert whole == [one]
+    assert (len(results), compactor._counts["uncompressed"]) == (not rows, len(rows))

@@ -17,7 +17,7 @@ V = 50
 PROMPT, ENDS = [3, 7, 7], frozenset([13])
 
 
-def held(lane, **params):
+def held(decode_slot, **params):
     """An answer whose matcher allows everything."""
     layout = make_layout(np.array(PROMPT, np.int32), [], [], 2)
     matcher = types.SimpleNamespace(mask=lambda count: ("after", count))
@@ -25,7 +25,7 @@ def held(lane, **params):
         planned(layout, full_prefill(layout, 2)), 9, params=SamplingParams(**params).resolve({}), seed=0,
         end_tokens=ENDS, bad_words=(), detokenizer=None, matcher=matcher,
     )  # fmt: skip
-    answer.progress.lane = lane
+    answer.progress.decode_slot = decode_slot
     return answer
 
 
@@ -33,15 +33,17 @@ def test_forced_tokens_count_for_penalties():
     """Slots of other answers stay open as they are."""
     opened, allowed = [], []
     config = types.SimpleNamespace(text=types.SimpleNamespace(vocab_size=V))
-    runner = types.SimpleNamespace(config=config, open_lane=lambda *given: opened.append(given), hold=allowed.append)
+    runner = types.SimpleNamespace(
+        config=config, open_decode_slot=lambda *given: opened.append(given), hold=allowed.append
+    )
     slots, answers = DecodeSlots(runner), [held(4, presence_penalty=1), held(2)]
     expected = slots.open(answers)
-    assert [lane for lane, *_ in opened] == [4, 2]
+    assert [decode_slot for decode_slot, *_ in opened] == [4, 2]
     opened.clear()
     allowed.clear()
     np.testing.assert_array_equal(slots.go_on(answers, [[5, 6, 5], [8]]), expected)
-    [(lane, marks, _, _, recent)] = opened
-    assert lane == 4
+    [(decode_slot, marks, _, _, recent)] = opened
+    assert decode_slot == 4
     np.testing.assert_array_equal(marks, marks_row(PROMPT, [5, 6, 5], ENDS, V))
     np.testing.assert_array_equal(recent, recent_tokens([5, 6, 5]))
     assert allowed == [{4: (("after", 3), ()), 2: (("after", 1), ())}]

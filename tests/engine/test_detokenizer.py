@@ -169,3 +169,15 @@ def test_a_tokenizer_of_other_pieces():
     backend.decoder = decoders.Metaspace()
     with pytest.raises(ValueError, match=r"tokenizer must decode bytes .*Metaspace"):
         Detokenizer(TokenizersBackend(tokenizer_object=backend), [])
+
+
+def test_no_more_is_held_back_than_what_may_begin_a_stop_string(tokenizer):
+    """Of several beginnings the longest one is."""
+    detokenizer = detokenizers.Detokenizer(tokenizer, ["aab", "xyz"])
+    shown = []
+    for letter in "caaadxy":
+        detokenizer.append([ord(letter)])
+        shown.append(detokenizer.take())
+    assert shown == ["c", "", "", "a", "aad", "", ""]
+    detokenizer.finish()
+    assert detokenizer.take() == "xy"

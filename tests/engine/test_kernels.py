@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helper import SIZES
-from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax import LLM, BucketSizes, SamplingParams
 from vlcache_jax.device.runner import check_kernels
 from vlcache_jax.kernel_selftest import selftest
 from vlcache_jax.kernel_selftest.gpu import Gpu
@@ -47,7 +47,7 @@ def open_llm(directory, **settings):
     return LLM(
         directory,
         **{"dtype": "bfloat16"} | settings,
-        ladder=Ladder(rows=(8, 64), patches=(64,), sequences=(1, 2)),
+        buckets=BucketSizes(rows=(8, 64), patches=(64,), sequences=(1, 2)),
         max_model_len=512,
         kv_cache_bytes=2**20,
     )
@@ -102,13 +102,13 @@ def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla, implement
     of_layers = ("paged_attention", "norm_residual", "rotate_write")
     programs = {("encode", "attention"), ("link", "link")}
     programs |= {(program, kernel) for program in ("layer", "window") for kernel in of_layers}
-    assert kernels == {(*program, "xla", "asked for") for program in programs}
+    assert kernels == {(*program, "xla", "requested") for program in programs}
 
     new_tokens, new_matches, new_logits, new_kernels = run(directory, implementation)
     assert (new_tokens, new_matches) == (tokens, matches)
     # The CPU multiplies in float32 what the kernel rounds to bfloat16.
     np.testing.assert_allclose(new_logits, logits, atol=0.03 * np.abs(logits).max(), rtol=0)
-    assert new_kernels == {(*program, implementation, "asked for") for program in programs}
+    assert new_kernels == {(*program, implementation, "requested") for program in programs}
 
 
 STAND_INS = """
@@ -138,7 +138,7 @@ checks.main()
 
 
 @pytest.mark.thorough
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_path, monkeypatch, capsys):
     processes = []
 
@@ -164,15 +164,15 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     assert {implementation for _, _, implementation, _ in kernels} == {"xla"}
     # No record is coded, nothing compressed, and there are no experts; a kernel without checks would never run.
     assert set(whys) == set(CHECKS) - {"link_coded", "statistics", "experts", "float8_matmul", "experts_in_8_bits"}
-    assert re.fullmatch(r"check on cpu failed: windows: error [\d.]+, must be at most 0\.04", whys["attention"])
-    assert re.fullmatch(r"check on cpu failed: causal, .*: RuntimeError\('INTERNAL: .*", whys["paged_attention"])
-    assert re.fullmatch(r"check on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])
-    assert "attention runs on XLA; check on NVIDIA H200 failed: windows: error " in capsys.readouterr().err
+    assert re.fullmatch(r"self-test on cpu failed: windows: error must be at most 0\.04, got [\d.]+", whys["attention"])
+    assert re.fullmatch(r"self-test on cpu failed: causal, .*: RuntimeError\('INTERNAL: .*", whys["paged_attention"])
+    assert re.fullmatch(r"self-test on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])
+    assert "attention runs on XLA; self-test on NVIDIA H200 failed: windows: error must be " in capsys.readouterr().err
 
     # The next process knows, but for what had no device.
     monkeypatch.setattr(selftest, "_known", None)
     with open_llm(directory):
-        assert selftest.verdict_on("attention").passed is False
+        assert selftest.result_on("attention").passed is False
     assert processes[len(checked) :] == [portable, portable]
 
 
@@ -193,7 +193,7 @@ def test_on_a_cpu_the_choice_is_xla_and_says_why(checkpoints, capsys):
         llm.warmup()
     assert "attention: xla in" in capsys.readouterr().err
     assert {choice.implementation for choice in choices} == {"xla"}
-    assert {choice.why for choice in choices} == {"no NVIDIA GPU since Ampere, but cpu"}
+    assert {choice.why for choice in choices} == {"Pallas kernels need an NVIDIA GPU (Ampere or later), got cpu"}
 
 
 @dataclasses.dataclass
@@ -208,7 +208,7 @@ def test_an_implementation_that_cannot_run_is_refused_before_weights_are_loaded(
         open_llm(directory, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="bfloat16 and float16, got q in float32"):
         open_llm(directory, implementation="mosaic_gpu_interpreted", dtype="float32")
-    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU since Ampere, got cpu"):
+    with pytest.raises(NotImplementedError, match=r"needs an NVIDIA GPU \(Ampere or later\), got cpu"):
         open_llm(directory, implementation="mosaic_gpu_mma")
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got NVIDIA A100"):

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlcache_jax.engine.pages import Chain, Lease, Pages, PlacedImage
+from vlcache_jax.engine.pages import BlockTable, Chain, Pages, PlacedImage
 
 GRID = (1, 2, 2)
 PLACEHOLDER = 99
@@ -30,23 +30,23 @@ def chain(tokens, images=(), owner="me"):
 def take(pages, tokens, images=(), owner="me", *, keep=None, most=None):
     own = chain(tokens, images, owner)
     most = len(own) - 1 if most is None else most
-    lease = pages.take(len(own), own, most=most, keep=len(own) if keep is None else keep)
-    return lease, own
+    block_table = pages.take(len(own), own, most=most, keep=len(own) if keep is None else keep)
+    return block_table, own
 
 
-def compute(pages, lease):
+def compute(pages, block_table):
     """Launched, and its results are good."""
-    pages.computed(lease)
-    pages.proven(lease)
+    pages.computed(block_table)
+    pages.proven(block_table)
 
 
 def run(pages, tokens, images=(), owner="me", answer=()):
     """A request from its beginning to its end; returns how many tokens it found."""
-    lease, own = take(pages, tokens, images, owner)
-    found = lease.cached
-    compute(pages, lease)
-    assert pages.grow([lease], [len(tokens) + len(answer)])
-    pages.end(lease, own.extended(answer))
+    block_table, own = take(pages, tokens, images, owner)
+    found = block_table.cached
+    compute(pages, block_table)
+    assert pages.grow([block_table], [len(tokens) + len(answer)])
+    pages.end(block_table, own.extended(answer))
     return found
 
 
@@ -119,9 +119,9 @@ def test_an_answer_is_found_by_who_goes_on_with_it():
 
 def test_what_is_not_exact_is_not_found():
     pages = Pages(20, size=8)
-    lease, _ = take(pages, range(30), keep=20)
-    compute(pages, lease)
-    pages.end(lease)
+    block_table, _ = take(pages, range(30), keep=20)
+    compute(pages, block_table)
+    pages.end(block_table)
     assert run(pages, range(30)) == 16
 
 
@@ -147,19 +147,19 @@ def test_who_counts_on_what_is_not_computed_yet_comes_later():
     second, _ = take(pages, [*range(24), *range(70, 90)])
     third, _ = take(pages, [*range(24), *range(70, 86), 1])
     other, _ = take(pages, range(40, 60))
-    assert [lease.sources for lease in (first, second, third, other)] == [[], [first], [first, second], []]
-    assert [lease.is_ready for lease in (first, second, third, other)] == [True, False, False, True]
+    assert [block_table.sources for block_table in (first, second, third, other)] == [[], [first], [first, second], []]
+    assert [block_table.is_ready for block_table in (first, second, third, other)] == [True, False, False, True]
     pages.computed(first)
-    assert [lease.is_ready for lease in (second, third)] == [True, False]
+    assert [block_table.is_ready for block_table in (second, third)] == [True, False]
     pages.proven(first)
     pages.computed(second)
     assert third.is_ready
     fourth, _ = take(pages, [*range(24), *range(70, 86), 2])
     assert fourth.sources == [second]  # what is proven can fail nobody any more
     pages.end(first)
-    assert not any(lease.is_lost for lease in (second, third, fourth))
+    assert not any(block_table.is_lost for block_table in (second, third, fourth))
     pages.end(second, failed=True)  # though what it shares of the first one stays
-    assert [lease.is_lost for lease in (second, third, fourth)] == [False, True, True]
+    assert [block_table.is_lost for block_table in (second, third, fourth)] == [False, True, True]
     assert take(pages, [*range(24), *range(70, 90)])[0].cached == 24
 
 
@@ -178,8 +178,8 @@ def test_what_is_not_proven_when_its_lease_ends_is_found_by_nobody(is_launched, 
     assert second.is_lost
     assert fork.is_lost
     assert take(pages, range(30))[0].cached == 0
-    for lease in (second, fork):
-        pages.end(lease, failed=True)
+    for block_table in (second, fork):
+        pages.end(block_table, failed=True)
     again, _ = take(pages, range(40))
     assert (again.shared, again.cached) == (3, 30)  # that of the one that came in between, which still runs
     assert again.is_ready is False
@@ -242,21 +242,21 @@ def test_the_least_recently_used_leave_first_and_the_end_of_a_chain_before_its_b
 
 def test_too_little_room_is_said_and_nothing_changes():
     pages = Pages(4, size=8)
-    lease = pages.take(17)
+    block_table = pages.take(17)
     before = pages.stats()
     assert pages.take(9) is None
     assert pages.take(8, spare=1) is None
-    assert not pages.grow([lease], [33])
-    assert pages.fork(lease, 17, 24, spare=1) is None
+    assert not pages.grow([block_table], [33])
+    assert pages.fork(block_table, 17, 24, spare=1) is None
     assert pages.stats() == before
-    assert pages.grow([lease], [32])
+    assert pages.grow([block_table], [32])
 
 
 def test_a_page_that_is_to_be_copied_makes_room_if_need_be():
     pages = Pages(3, size=8)
     run(pages, range(20))
-    lease, _ = take(pages, range(20))
-    assert (lease.cached, lease.copy) == (16, None)
+    block_table, _ = take(pages, range(20))
+    assert (block_table.cached, block_table.copy) == (16, None)
 
 
 def test_an_image_that_is_dropped_is_found_no_more():
@@ -281,8 +281,8 @@ def test_what_is_forgotten_while_it_is_forked_stays_forgotten():
     pages.drop("a")
     second = pages.fork(first, 16, 16)
     compute(pages, second)
-    for lease in (first, second):
-        pages.end(lease, own.extended(range(4)))
+    for block_table in (first, second):
+        pages.end(block_table, own.extended(range(4)))
     assert pages.stats().resident == 0
 
 
@@ -300,10 +300,10 @@ def test_nothing_is_kept_behind_what_is_not():
     own = chain(range(16))
     twin = pages.take(16, own, most=0, keep=16, usable=0)
     fork = pages.fork(twin, 16, 16)
-    for lease in (twin, fork):
-        compute(pages, lease)
-        assert pages.grow([lease], [24])
-        pages.end(lease, own.extended([7] * 8))
+    for block_table in (twin, fork):
+        compute(pages, block_table)
+        assert pages.grow([block_table], [24])
+        pages.end(block_table, own.extended([7] * 8))
     assert run(pages, [*range(16), *[7] * 8, 1]) == 24
 
 
@@ -311,18 +311,18 @@ def test_chains_may_be_longer_than_a_stack():
     pages = Pages(3000, size=1)
     run(pages, [1] * 2000)
     assert pages.clear() == 2000
-    lease, _ = take(pages, [1] * 2000)
-    compute(pages, lease)
-    pages.end(lease, failed=True)
+    block_table, _ = take(pages, [1] * 2000)
+    compute(pages, block_table)
+    pages.end(block_table, failed=True)
     assert pages.stats().in_use == pages.stats().resident == 0
 
 
 def test_prompts_that_part_in_their_last_page_copy_the_same_one():
     pages = Pages(100, size=32)
-    leases = [take(pages, [*range(100), *range(7), i, i, i])[0] for i in range(40, 60)]
-    assert [lease.sources for lease in leases] == [[]] + [leases[:1]] * 19
-    assert {lease.copy[0] for lease in leases[1:]} == {leases[0].table[3]}
-    assert {lease.cached for lease in leases[1:]} == {107}
+    block_tables = [take(pages, [*range(100), *range(7), i, i, i])[0] for i in range(40, 60)]
+    assert [block_table.sources for block_table in block_tables] == [[]] + [block_tables[:1]] * 19
+    assert {block_table.copy[0] for block_table in block_tables[1:]} == {block_tables[0].table[3]}
+    assert {block_table.cached for block_table in block_tables[1:]} == {107}
 
 
 def test_the_same_key_with_another_grid_is_another_image():
@@ -336,11 +336,11 @@ def test_the_same_key_with_another_grid_is_another_image():
 
 def test_leases_from_before_a_reset_are_of_no_use():
     pages = Pages(4, size=8)
-    lease, own = take(pages, range(20))
+    block_table, own = take(pages, range(20))
     pages.reset()
-    compute(pages, lease)
-    pages.end(lease, own)
-    assert lease.is_ended
+    compute(pages, block_table)
+    pages.end(block_table, own)
+    assert block_table.is_ended
     assert pages.stats() == Pages(4, size=8).stats()
 
 
@@ -356,7 +356,7 @@ class Request:
       is_bad: its results are not good, or those of another one that it read; who looks at them will see that.
     """
 
-    lease: Lease
+    block_table: BlockTable
     chain: Chain
     exact: int
     is_kept: bool
@@ -365,7 +365,7 @@ class Request:
 
     @property
     def is_sound(self):
-        return not (self.is_bad or self.lease.is_lost)
+        return not (self.is_bad or self.block_table.is_lost)
 
     def content(self, i):
         """Everything that the K, V of its token i depend on."""
@@ -391,25 +391,27 @@ class Machine(RuleBasedStateMachine):
         self.prompts = []  # owner, tokens and images
 
     def having(self, **states):
-        return [r for r in self.running if all(getattr(r.lease, name) is is_so for name, is_so in states.items())]
+        return [r for r in self.running if all(getattr(r.block_table, name) is is_so for name, is_so in states.items())]
 
     def write(self, request, first):
         """Slots from `first` on; shared pages are not touched."""
-        lease = request.lease
-        for i in range(max(first, lease.shared * self.SIZE), len(request.chain)):
-            self.holds[lease.table[i // self.SIZE], i % self.SIZE] = object() if request.is_bad else request.content(i)
+        block_table = request.block_table
+        for i in range(max(first, block_table.shared * self.SIZE), len(request.chain)):
+            self.holds[block_table.table[i // self.SIZE], i % self.SIZE] = (
+                object() if request.is_bad else request.content(i)
+            )
 
     def check(self, request, count=None):
         for i in range(len(request.chain) if count is None else count):
-            assert self.holds[request.lease.table[i // self.SIZE], i % self.SIZE] == request.content(i), i
+            assert self.holds[request.block_table.table[i // self.SIZE], i % self.SIZE] == request.content(i), i
 
     def end(self, request, *, failed=False):
-        lease = request.lease
-        is_kept = request.is_kept and lease.is_proven and not failed
-        own = set(lease.table[lease.shared :].tolist())
+        block_table = request.block_table
+        is_kept = request.is_kept and block_table.is_proven and not failed
+        own = set(block_table.table[block_table.shared :].tolist())
         self.running.remove(request)
-        self.pages.end(lease, request.chain if is_kept else None, failed=failed)
-        if failed or not lease.is_proven:
+        self.pages.end(block_table, request.chain if is_kept else None, failed=failed)
+        if failed or not block_table.is_proven:
             assert not own & {page.number for page in self.found()}
 
     def found(self):
@@ -443,48 +445,48 @@ class Machine(RuleBasedStateMachine):
         own = chain(tokens, images, owner)
         length, is_kept = len(own), known and exact >= len(own)
         exact = min(exact, length) if known else 0
-        lease = self.pages.take(length, own if known else None, most=length - 1, keep=exact)
-        if lease is None:
-            used = {page for request in self.running for page in request.lease.table}
+        block_table = self.pages.take(length, own if known else None, most=length - 1, keep=exact)
+        if block_table is None:
+            used = {page for request in self.running for page in request.block_table.table}
             assert -(-length // self.SIZE) > self.COUNT - len(used) - len(self.running)
             return
         # What it found is exact, whatever it would have made of it.
-        exact = max(exact, lease.cached, lease.shared * self.SIZE)
-        self.running.append(Request(lease, own, exact, is_kept))
+        exact = max(exact, block_table.cached, block_table.shared * self.SIZE)
+        self.running.append(Request(block_table, own, exact, is_kept))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def fork(self, data):
         origin = data.draw(st.sampled_from(self.running))
         length = len(origin.chain)
-        lease = self.pages.fork(origin.lease, length, length)
-        if lease is not None:
-            assert (origin.lease in lease.sources) is not origin.lease.is_proven
-            self.running.append(dataclasses.replace(origin, lease=lease, is_kept=False, is_bad=False))
+        block_table = self.pages.fork(origin.block_table, length, length)
+        if block_table is not None:
+            assert (origin.block_table in block_table.sources) is not origin.block_table.is_proven
+            self.running.append(dataclasses.replace(origin, block_table=block_table, is_kept=False, is_bad=False))
 
     @precondition(lambda self: self.having(is_computed=False, is_ready=True, is_lost=False))
     @rule(data=st.data(), is_bad=st.sampled_from([False, False, True]))
     def compute(self, data, is_bad):
         request = data.draw(st.sampled_from(self.having(is_computed=False, is_ready=True, is_lost=False)))
-        lease = request.lease
-        if lease.copy is not None:
-            source, target = lease.copy
+        block_table = request.block_table
+        if block_table.copy is not None:
+            source, target = block_table.copy
             for i in range(self.SIZE):
                 if (source, i) in self.holds:
                     self.holds[target, i] = self.holds[source, i]
-        request.is_bad = any(other.is_bad for other in self.running if other.lease in lease.sources)
+        request.is_bad = any(other.is_bad for other in self.running if other.block_table in block_table.sources)
         if not request.is_bad:
-            self.check(request, lease.cached)
+            self.check(request, block_table.cached)
         request.is_bad |= is_bad
-        self.write(request, lease.cached)
-        self.pages.computed(lease)
+        self.write(request, block_table.cached)
+        self.pages.computed(block_table)
 
     def unread(self):
         """Those whose results are read next: what they count on has been read."""
         return [
             request
             for request in self.having(is_computed=True, is_proven=False)
-            if all(source.is_proven or source.is_ended for source in request.lease.sources)
+            if all(source.is_proven or source.is_ended for source in request.block_table.sources)
         ]
 
     @precondition(lambda self: self.unread())
@@ -494,7 +496,7 @@ class Machine(RuleBasedStateMachine):
             for request in requests:
                 if request.is_sound:
                     self.check(request)
-                    self.pages.proven(request.lease)
+                    self.pages.proven(request.block_table)
                 else:
                     self.end(request, failed=True)
 
@@ -509,7 +511,7 @@ class Machine(RuleBasedStateMachine):
     def answer(self, data, token):
         request = data.draw(st.sampled_from(self.having(is_computed=True)))
         length = len(request.chain)
-        if self.pages.grow([request.lease], [length + 1]):
+        if self.pages.grow([request.block_table], [length + 1]):
             request.exact += request.exact == length
             request.chain = request.chain.extended([token])
             self.write(request, length)
@@ -517,15 +519,19 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), failed=st.booleans(), is_early=st.sampled_from([False, False, False, True]))
     def leave(self, data, failed, is_early):
-        """Done, failed, or put back; whoever counts on it and has not seen that it is proven is lost."""
+        """Done, failed, or preempted; whoever counts on it and has not seen that it is proven is lost."""
         known = self.running if is_early else self.having(is_proven=True)
         if not known:
             return
         request = data.draw(st.sampled_from(known))
-        counting = [r for r in self.running if request.lease in r.lease.sources]
+        counting = [r for r in self.running if request.block_table in r.block_table.sources]
         self.end(request, failed=failed)
-        assert all(r.lease.is_lost is not request.lease.is_proven for r in counting if len(r.lease.sources) == 1)
-        assert request.lease.is_proven or all(r.lease.is_lost for r in counting)
+        assert all(
+            r.block_table.is_lost is not request.block_table.is_proven
+            for r in counting
+            if len(r.block_table.sources) == 1
+        )
+        assert request.block_table.is_proven or all(r.block_table.is_lost for r in counting)
 
     @rule(key=st.sampled_from("ab"), everything=st.booleans())
     def drop(self, key, everything):
@@ -534,8 +540,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_accounted_for(self):
         stats = self.pages.stats()
-        used = {int(page) for request in self.running for page in request.lease.table}
-        used |= {r.lease.copy[0] for r in self.having(is_computed=False) if r.lease.copy is not None}
+        used = {int(page) for request in self.running for page in request.block_table.table}
+        used |= {r.block_table.copy[0] for r in self.having(is_computed=False) if r.block_table.copy is not None}
         assert 0 not in used
         assert stats.in_use == len(used)
         assert stats.in_use + stats.resident + len(self.pages._free) == self.COUNT
@@ -560,7 +566,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def what_is_found_is_there_or_counted_on(self):
         """A page without a maker holds what it is found by; a maker is not proven yet, and runs."""
-        unproven = [request.lease for request in self.having(is_proven=False)]
+        unproven = [request.block_table for request in self.having(is_proven=False)]
         assert all(page.maker is None or page.maker in unproven for page in self.found())
         ways = [(owner, b"", page) for owner, root in self.pages._roots.items() for page in root.children]
         for owner, before, page in ways:

@@ -10,7 +10,7 @@ import vlcache_jax
 PACKAGE = pathlib.Path(vlcache_jax.__file__).parent
 WRITERS = {
     "progress": {"engine/scheduler.py"},
-    "told": {"engine/results.py"},
+    "report": {"engine/results.py"},
     "end": {"engine/request.py", "engine/engine.py"},
 }
 

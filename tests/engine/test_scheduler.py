@@ -1,4 +1,4 @@
-"""Who runs when, in which lane and in which pages; nothing is computed."""
+"""Who runs when, in which decode slot and in which pages; nothing is computed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vlcache_jax.engine.request import Forced, Generation, ImageUse, Sequence
 from vlcache_jax.engine.scheduler import _LEAST_RUN, Scheduler, order
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import full_prefill
 from vlcache_jax.reuse.selection import CacheBlend, make_choice
 from vlcache_jax.sampling import SamplingParams
@@ -79,8 +80,14 @@ def record_of(name):
     return Record(Meta(name, "", "c", True, GRID, 4, "float32", (LAYERS, 2, 4, 1, 8)))
 
 
-def scheduler_of(pages=40, lanes=4, rows=1000):
-    return Scheduler(Pages(pages, size=SIZE), lanes, rows, LAYERS)
+def scheduler_of(pages=40, decode_slots=4, rows=1000):
+    return Scheduler(Pages(pages, size=SIZE), decode_slots, rows, LAYERS)
+
+
+def test_the_first_page_for_compressed_prompts_is_nobodys():
+    counts = {0: 0, PAGE: 0, 2 * PAGE: 1, 9 * PAGE: 8}  # by slots
+    assert {slots: Scheduler(Pages(4), 1, 8, LAYERS, slots).compressed.count for slots in counts} == counts
+    assert scheduler_of().compressed.count == 0
 
 
 def add(scheduler, *sequences):
@@ -91,14 +98,14 @@ def add(scheduler, *sequences):
 
 def launch(scheduler, *sequences):
     """All that these compute."""
-    while turn := scheduler.next_turn(sequences):
-        scheduler.launched(turn)
+    while group := scheduler.next_group(sequences):
+        scheduler.launched(group)
 
 
-def nothing_is_left(scheduler, lanes=4):
+def nothing_is_left(scheduler, decode_slots=4):
     assert not scheduler.waiting + scheduler.running
     assert scheduler.pages.stats().in_use == 0
-    assert sorted(scheduler._lanes) == list(range(lanes))
+    assert sorted(scheduler._decode_slots) == list(range(decode_slots))
     assert not scheduler._fillers
 
 
@@ -108,11 +115,11 @@ def finish(scheduler, *sequences, failed=False):
 
 
 def test_the_order_is_that_of_priority_then_of_arrival():
-    scheduler = scheduler_of(lanes=2)
+    scheduler = scheduler_of(decode_slots=2)
     a, b, c, d, e = add(scheduler, *(answer(n, 5, priority=p) for n, p in zip("abcde", (1, 0, 1, -1, 0), strict=True)))
     assert scheduler.waiting == [d, b, e, a, c]
     assert scheduler.admit() == scheduler.prefilling == [d, b]
-    assert scheduler.admit() == []  # no lane
+    assert scheduler.admit() == []  # no decode slot
     finish(scheduler, b)
     [f] = add(scheduler, answer("f", 5, priority=-2))
     assert scheduler.admit() == [f]  # it came last, and overtook
@@ -129,7 +136,8 @@ def named(tenant, count, **options):
 
 
 def admitted_in_turn(scheduler, ends=()):
-    """Names of those that have lanes, one after the other; each time that there is none, the next of `ends` ends."""
+    """Names of those that have decode slots, one after the other; each time that there is none, the next of `ends`
+    ends."""
     names, ends = [], list(ends)
     while True:
         names += map(repr, scheduler.admit())
@@ -140,10 +148,10 @@ def admitted_in_turn(scheduler, ends=()):
 
 
 def test_tenants_take_turns():
-    scheduler = scheduler_of(lanes=3)
+    scheduler = scheduler_of(decode_slots=3)
     add(scheduler, *named("alice", 6), *named("bob", 3), *named("carl", 2))
     assert admitted_in_turn(scheduler) == ["a0", "b0", "c0"]
-    # The tenant without a lane comes first, of equals the one whose last lane was given longest ago.
+    # The tenant without a decode slot comes first, of equals the one whose last decode slot was given longest ago.
     assert admitted_in_turn(scheduler, ["a0", "a1", "c0", "b0", "c1"]) == ["a1", "a2", "c1", "b1", "a3"]
     assert admitted_in_turn(scheduler, ["b1", "b2", "a3", "a2"]) == ["b2", "a4", "a5"]
     add(scheduler, *named("bob", 1), *named("dora", 2))
@@ -153,7 +161,7 @@ def test_tenants_take_turns():
 
 
 def test_a_tenant_that_floods_does_not_hold_up_another():
-    scheduler = scheduler_of(pages=60, lanes=8)
+    scheduler = scheduler_of(pages=60, decode_slots=8)
     add(scheduler, *named("alice", 100, priority=-(2**62)))
     assert admitted_in_turn(scheduler) == [f"a{i}" for i in range(8)]
     add(scheduler, *named("bob", 1))
@@ -163,14 +171,14 @@ def test_a_tenant_that_floods_does_not_hold_up_another():
 
 
 def test_without_tenants_the_order_is_that_of_arrival():
-    scheduler = scheduler_of(lanes=2)
+    scheduler = scheduler_of(decode_slots=2)
     add(scheduler, *named(None, 5))
     assert admitted_in_turn(scheduler, ["-1", "-0", "-2"]) == ["-0", "-1", "-2", "-3", "-4"]
     finish(scheduler, *scheduler.running)
     nothing_is_left(scheduler, 2)
 
 
-PRIORITIES = {  # tenants whose priorities count beside those of others -> who has lanes, one after the other
+PRIORITIES = {  # tenants whose priorities count beside those of others -> who has decode slots, one after the other
     (): ["-1", "a2", "b0", "a1", "b1", "a0", "-0"],
     ("alice",): ["a2", "-1", "a1", "b0", "b1", "a0", "-0"],
     ("alice", "bob"): ["a2", "-1", "a1", "b0", "b1", "a0", "-0"],
@@ -180,8 +188,8 @@ PRIORITIES = {  # tenants whose priorities count beside those of others -> who h
 @pytest.mark.parametrize("ranked", PRIORITIES)
 def test_priority_orders_the_requests_of_one_tenant(ranked):
     """Those of others only where it may; callers without a tenant may."""
-    scheduler = scheduler_of(lanes=1)
-    scheduler.turns.rank(ranked)
+    scheduler = scheduler_of(decode_slots=1)
+    scheduler.tenant_order.rank(ranked)
     for tenant, priorities in (("alice", (7, -2, -9)), ("bob", (0, 5)), (None, (9, -3))):
         for one, priority in zip(named(tenant, len(priorities)), priorities, strict=True):
             one.progress.priority = priority
@@ -195,8 +203,8 @@ def test_priority_orders_the_requests_of_one_tenant(ranked):
 
 
 def test_what_an_operator_keeps_for_all_is_filled_first():
-    """Also where it is the turn of the tenant that links it; else all lanes may wait for it."""
-    scheduler, record = scheduler_of(lanes=1), record_of("shared")
+    """Also where it is the turn of the tenant that links it; else all decode slots may wait for it."""
+    scheduler, record = scheduler_of(decode_slots=1), record_of("shared")
     [running] = add(scheduler, answer("running", 5))
     scheduler.admit()
     _, other = add(scheduler, fills(record, "filler"), answer("other", 5))
@@ -208,8 +216,8 @@ def test_what_an_operator_keeps_for_all_is_filled_first():
 
 
 def test_the_tenant_that_has_most_is_preempted():
-    scheduler = scheduler_of(lanes=6)
-    scheduler.turns.rank(["carl"])
+    scheduler = scheduler_of(decode_slots=6)
+    scheduler.tenant_order.rank(["carl"])
     urgent = answer("urgent", 5, tenant="alice", priority=-(2**62))
     record = record_of("shared")
     everyone = add(scheduler, *named("bob", 2), fills(record, "filler"), urgent, *named("alice", 1))
@@ -234,15 +242,15 @@ def test_the_tenant_that_has_most_is_preempted():
 
 
 def test_who_is_put_back_keeps_its_place():
-    scheduler = scheduler_of(lanes=2)
+    scheduler = scheduler_of(decode_slots=2)
     a, b, c = add(scheduler, answer("a", 5), answer("b", 5), answer("c", 5))
     scheduler.admit()
     launch(scheduler, a, b)
     assert (b.progress.prefilled, b.progress.scheduled, b.progress.attempt) == (1, 6, 0)
-    scheduler.put_back(b)
-    assert (b.progress.prefilled, b.progress.scheduled, b.progress.attempt, b.progress.lease) == (0, 0, 1, None)
+    scheduler.requeue(b)
+    assert (b.progress.prefilled, b.progress.scheduled, b.progress.attempt, b.progress.block_table) == (0, 0, 1, None)
     assert scheduler.waiting == [b, c]
-    scheduler.put_back(a, failed=True)
+    scheduler.requeue(a, failed=True)
     assert scheduler.waiting == [a, b, c]
     assert scheduler.pages.stats().preemptions == 0  # not for want of pages
     finish(scheduler, a, b, c)
@@ -261,7 +269,7 @@ def test_who_is_put_back_is_scored_from_its_beginning():
     scored.append(np.float32(-1), np.bool_(True), np.zeros(3, np.float32))
     generation.prompt_logprobs.append(Logprob(-1.0, {}, 7, 1))
     for one in (scored, generation):
-        scheduler.put_back(one)
+        scheduler.requeue(one)
     assert [len(one) for one in (scored.logprobs, scored.greedy, scored.logits, generation.prompt_logprobs)] == [0] * 4
     finish(scheduler, scored, generation)
     nothing_is_left(scheduler)
@@ -285,7 +293,7 @@ def test_a_page_is_left_to_each_that_may_grow():
     finish(scheduler, c)
     [d] = add(scheduler, answer("d", 16, 0))
     assert scheduler.admit() == []  # the last but one is for the first
-    assert scheduler.pages.grow([a.progress.lease], [16])
+    assert scheduler.pages.grow([a.progress.block_table], [16])
     finish(scheduler, b)
     assert scheduler.admit() == [d]
     finish(scheduler, a, d)
@@ -295,7 +303,7 @@ def test_a_page_is_left_to_each_that_may_grow():
 def test_what_fits_nowhere_is_said():
     scheduler = scheduler_of(pages=3)
     [a] = add(scheduler, answer("a", 25))
-    with pytest.raises(RuntimeError, match="a prompt of 25 tokens must fit"):
+    with pytest.raises(RuntimeError, match="the KV pool is too small for a prompt of 25 tokens"):
         scheduler.admit()
     assert scheduler.waiting == [a]
     finish(scheduler, a)
@@ -333,17 +341,17 @@ def test_a_filler_that_ended_is_hurried_no_more():
 
 
 def test_lanes_are_distinct_and_come_back():
-    scheduler = scheduler_of(lanes=3)
+    scheduler = scheduler_of(decode_slots=3)
     a, b, c, d, e = add(scheduler, *(answer(name, 5) for name in "abcde"))
-    assert [one.progress.lane for one in scheduler.admit()] == [0, 1, 2]
+    assert [one.progress.decode_slot for one in scheduler.admit()] == [0, 1, 2]
     finish(scheduler, b)
     finish(scheduler, b)  # gives back nothing that it has not
     assert scheduler.admit() == [d]
-    assert d.progress.lane == 1
-    scheduler.put_back(c)
+    assert d.progress.decode_slot == 1
+    scheduler.requeue(c)
     finish(scheduler, a)
     assert scheduler.admit() == [c, e]
-    assert {one.progress.lane for one in scheduler.running} == {0, 1, 2}
+    assert {one.progress.decode_slot for one in scheduler.running} == {0, 1, 2}
     finish(scheduler, c, d, e)
     nothing_is_left(scheduler, 3)
 
@@ -354,20 +362,25 @@ def test_answers_to_one_request_fork_the_first():
     b, c = again(a, "b"), again(a, "c")
     add(scheduler, a, b, other, c)
     assert scheduler.admit() == [a, b, other, c]
-    assert [one.progress.lease.is_fork for one in (a, b, other, c)] == [False, True, False, True]
-    assert [one.progress.lease.sources for one in (a, b, other, c)] == [[], [a.progress.lease], [], [a.progress.lease]]
-    assert [prefill.sequence for prefill in scheduler.next_turn([a, b, other, c])] == [a, other]
+    assert [one.progress.block_table.is_fork for one in (a, b, other, c)] == [False, True, False, True]
+    assert [one.progress.block_table.sources for one in (a, b, other, c)] == [
+        [],
+        [a.progress.block_table],
+        [],
+        [a.progress.block_table],
+    ]
+    assert [prefill.sequence for prefill in scheduler.next_group([a, b, other, c])] == [a, other]
     launch(scheduler, a)
     [fork] = scheduler.prefills(b)
     assert np.flatnonzero(fork.plan.depth).tolist() == [19]
-    assert [prefill.sequence for prefill in scheduler.next_turn([a, b, other, c])] == [b, other, c]
-    scheduler.pages.proven(a.progress.lease)
+    assert [prefill.sequence for prefill in scheduler.next_group([a, b, other, c])] == [b, other, c]
+    scheduler.pages.proven(a.progress.block_table)
     launch(scheduler, b)
     late = again(a, "late")
     finish(scheduler, other)
     add(scheduler, late)
     assert scheduler.admit() == [late]  # of one that runs already
-    assert (late.progress.lease.is_fork, late.progress.lease.sources) == (True, [])
+    assert (late.progress.block_table.is_fork, late.progress.block_table.sources) == (True, [])
     finish(scheduler, a, b, c, late)
     nothing_is_left(scheduler)
 
@@ -377,17 +390,17 @@ def test_a_turn_takes_those_that_are_ready_up_to_the_rows_of_a_step():
     a, b, c, d = add(scheduler, *(answer(name, 9, 0, first=20 * i) for i, name in enumerate("abcd")))
     scheduler.admit()
 
-    def turn(*ready):
-        return [prefill.sequence for prefill in scheduler.next_turn(ready)]
+    def group(*ready):
+        return [prefill.sequence for prefill in scheduler.next_group(ready)]
 
-    assert turn(a, b, c, d) == [a, b, c]
-    assert turn(d, b) == [b, d]  # others go first, in their order
-    assert turn() == []
-    scheduler.launched(scheduler.next_turn([b]))
+    assert group(a, b, c, d) == [a, b, c]
+    assert group(d, b) == [b, d]  # others go first, in their order
+    assert group() == []
+    scheduler.launched(scheduler.next_group([b]))
     assert (scheduler.prefilling, scheduler.decoding) == ([a, c, d], [b])
-    assert b.progress.lease.is_computed
-    assert not b.progress.lease.is_proven
-    assert turn(a, b, c, d) == [a, c, d]
+    assert b.progress.block_table.is_computed
+    assert not b.progress.block_table.is_proven
+    assert group(a, b, c, d) == [a, c, d]
     finish(scheduler, a, b, c, d)
     nothing_is_left(scheduler)
 
@@ -398,15 +411,15 @@ def test_who_counts_on_pages_waits_for_them():
         scheduler, answer("a", 20, owner="me"), answer("b", 25, owner="me"), answer("c", 20, owner="me", first=50)
     )
     scheduler.admit()
-    assert b.progress.lease.sources == [a.progress.lease]
-    assert [prefill.sequence for prefill in scheduler.next_turn([a, b, c])] == [a, c]
+    assert b.progress.block_table.sources == [a.progress.block_table]
+    assert [prefill.sequence for prefill in scheduler.next_group([a, b, c])] == [a, c]
     launch(scheduler, a)
-    assert [prefill.sequence for prefill in scheduler.next_turn([b, c])] == [b, c]
+    assert [prefill.sequence for prefill in scheduler.next_group([b, c])] == [b, c]
     finish(scheduler, a)  # unread
-    assert b.progress.lease.is_lost
-    scheduler.put_back(b, failed=True)
+    assert b.progress.block_table.is_lost
+    scheduler.requeue(b, failed=True)
     assert scheduler.admit() == [b]
-    assert (b.progress.lease.cached, b.progress.lease.sources, b.progress.attempt) == (0, [], 1)
+    assert (b.progress.block_table.cached, b.progress.block_table.sources, b.progress.attempt) == (0, [], 1)
     finish(scheduler, b, c)
     nothing_is_left(scheduler)
 
@@ -420,27 +433,27 @@ def test_who_chooses_rows_has_a_turn_of_its_own():
     a, _, b = add(scheduler, answer("a", 9), chooser, answer("b", 9, first=30))
     scheduler.admit()
 
-    def turn():
-        return [prefill.sequence for prefill in scheduler.next_turn([a, b, chooser])]
+    def group():
+        return [prefill.sequence for prefill in scheduler.next_group([a, b, chooser])]
 
-    assert turn() == [a]
+    assert group() == [a]
     launch(scheduler, a)
-    assert turn() == [chooser]
+    assert group() == [chooser]
     # Put back with an answer, it computes that after its prompt, on its own as before.
-    scheduler.put_back(chooser)
+    scheduler.requeue(chooser)
     chooser.tokens = (1, 2)
     scheduler.admit()
-    assert turn() == [b]
+    assert group() == [b]
     launch(scheduler, b)
-    [first] = scheduler.next_turn([chooser])
+    [first] = scheduler.next_group([chooser])
     scheduler.launched([first])
     assert first.choice is chooser.planned.choice
-    assert (chooser.progress.prefilled, chooser.progress.lease.is_computed) == (1, False)
+    assert (chooser.progress.prefilled, chooser.progress.block_table.is_computed) == (1, False)
     assert chooser in scheduler.prefilling
-    [second] = scheduler.next_turn([chooser])
+    [second] = scheduler.next_group([chooser])
     scheduler.launched([second])
     assert (second.choice, second.links, np.flatnonzero(second.plan.depth).tolist()) == (None, False, [12, 13])
-    assert chooser.progress.lease.is_computed
+    assert chooser.progress.block_table.is_computed
     assert chooser in scheduler.decoding
     finish(scheduler, a, b, chooser)
     nothing_is_left(scheduler)
@@ -454,7 +467,7 @@ def test_an_answer_grows_by_fewer_tokens_where_pages_are_short():
     assert (a.progress.scheduled, b.progress.scheduled) == (7, 8)
     # The last token of a window needs no slot in it.
     assert scheduler.grow([a, b], 2) == 2
-    assert [len(one.progress.lease.table) for one in (a, b)] == [1, 2]
+    assert [len(one.progress.block_table.table) for one in (a, b)] == [1, 2]
     for one in (a, b):
         one.progress.scheduled += 2
     for tokens in (4, 2, 1):
@@ -517,8 +530,8 @@ def test_the_last_in_order_is_preempted():
         assert scheduler.preempt([])
         assert expected in scheduler.waiting
         assert expected not in scheduler.running
-        assert (expected.progress.lease, expected.progress.attempt, expected.progress.scheduled) == (None, 1, 0)
-    with pytest.raises(RuntimeError, match="5 tokens must fit"):
+        assert (expected.progress.block_table, expected.progress.attempt, expected.progress.scheduled) == (None, 1, 0)
+    with pytest.raises(RuntimeError, match="too small for 5 tokens"):
         scheduler.preempt([])
     assert scheduler.running == [b]
     assert scheduler.waiting == [d, a, c]
@@ -553,13 +566,13 @@ def test_what_an_answer_leaves_is_found_if_it_was_proven():
         scheduler.admit()
         launch(scheduler, a)
         if is_proven:
-            scheduler.pages.proven(a.progress.lease)
+            scheduler.pages.proven(a.progress.block_table)
         assert scheduler.grow([a], 4) == 4
         a.tokens = (20, 21, 22, 23)
-        scheduler.put_back(a)
+        scheduler.requeue(a)
         [b] = add(scheduler, answer("b", 26, owner="me"))
         assert scheduler.admit() == [a, b]
-        assert a.progress.lease.cached == (23 if is_proven else 0)  # of the last token there is nothing yet
+        assert a.progress.block_table.cached == (23 if is_proven else 0)  # of the last token there is nothing yet
         finish(scheduler, a, failed=True)
         finish(scheduler, b)
         nothing_is_left(scheduler)
@@ -570,13 +583,13 @@ def test_the_last_token_of_an_answer_is_not_found():
     [a] = add(scheduler, answer("a", 20, 4, owner="me"))
     scheduler.admit()
     launch(scheduler, a)
-    scheduler.pages.proven(a.progress.lease)
+    scheduler.pages.proven(a.progress.block_table)
     assert scheduler.grow([a], 4) == 4
     a.tokens = (20, 21, 22, 23)
     finish(scheduler, a)
     [b] = add(scheduler, answer("b", 30, owner="me"))
     scheduler.admit()
-    assert b.progress.lease.cached == 23  # its K, V were never computed
+    assert b.progress.block_table.cached == 23  # its K, V were never computed
     finish(scheduler, b)
     nothing_is_left(scheduler)
 
@@ -590,15 +603,15 @@ def test_what_a_fork_leaves_is_found_if_it_was_proven(is_proven):
     scheduler.admit()
     for one in (a, b):
         launch(scheduler, one)
-    scheduler.pages.proven(a.progress.lease)
+    scheduler.pages.proven(a.progress.block_table)
     if is_proven:
-        scheduler.pages.proven(b.progress.lease)
+        scheduler.pages.proven(b.progress.block_table)
     assert scheduler.grow([b], 9) == 9
     b.tokens = tuple(range(20, 29))
     finish(scheduler, b)
     [c] = add(scheduler, answer("c", 30, owner="me"))
     scheduler.admit()
-    assert c.progress.lease.cached == (28 if is_proven else 20)
+    assert c.progress.block_table.cached == (28 if is_proven else 20)
     finish(scheduler, a, c)
     nothing_is_left(scheduler)
 
@@ -610,9 +623,9 @@ COMMANDS = ("add", "admit", "launch", "read", "grow", "preempt", "finish", "fail
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_nothing_leaks_whatever_happens(tenants, data):
-    lanes = 3
-    scheduler = scheduler_of(pages=8, lanes=lanes)
-    scheduler.turns.rank(["bob"])
+    decode_slots = 3
+    scheduler = scheduler_of(pages=8, decode_slots=decode_slots)
+    scheduler.tenant_order.rank(["bob"])
     count = 0
     everyone = []
     for command in data.draw(st.lists(st.sampled_from(COMMANDS), min_size=20, max_size=60)):
@@ -633,11 +646,13 @@ def test_nothing_leaks_whatever_happens(tenants, data):
                 own, gone = ([one for one in group if tenant_of(one) == tenant] for group in (before, admitted))
                 assert gone == own[: len(gone)]
         elif command == "launch":
-            launch(scheduler, *(one for one in scheduler.prefilling if not one.progress.lease.is_lost))
+            launch(scheduler, *(one for one in scheduler.prefilling if not one.progress.block_table.is_lost))
         elif command == "read":
             for one in scheduler.decoding:
-                if not one.progress.lease.is_lost and all(source.is_proven for source in one.progress.lease.sources):
-                    scheduler.pages.proven(one.progress.lease)
+                if not one.progress.block_table.is_lost and all(
+                    source.is_proven for source in one.progress.block_table.sources
+                ):
+                    scheduler.pages.proven(one.progress.block_table)
         elif command == "grow" and (active := [one for one in scheduler.decoding if one.progress.scheduled < one.most]):
             before = scheduler.pages.stats()
             tokens = scheduler.grow(active, data.draw(st.integers(1, 20)))
@@ -645,7 +660,7 @@ def test_nothing_leaks_whatever_happens(tenants, data):
                 new = min(tokens, one.most - one.progress.scheduled)
                 one.progress.scheduled += new
                 one.tokens = (*one.tokens, *range(new))
-                assert len(one.progress.lease.table) * SIZE >= min(one.progress.scheduled - 1, one.most - 1)
+                assert len(one.progress.block_table.table) * SIZE >= min(one.progress.scheduled - 1, one.most - 1)
         elif command == "preempt" and len(running) > 1:
             busy = data.draw(st.lists(st.sampled_from(running), unique=True))
             others = [one for one in running if one not in busy]
@@ -657,15 +672,15 @@ def test_nothing_leaks_whatever_happens(tenants, data):
             assert scheduler.preempt(busy) is bool(others)
             gone = [one for one in is_last if one in scheduler.waiting]
             assert len(gone) == bool(others)
-            assert all(one.progress.lease is None for one in gone)
+            assert all(one.progress.block_table is None for one in gone)
         elif command in ("finish", "fail") and (alive := [one for one in everyone if not one.end.is_finished]):
             one = data.draw(st.sampled_from(alive))
             one.end.is_finished = True
             finish(scheduler, one, failed=command == "fail")
         elif command == "sweep":
             for one in running:
-                if one.progress.lease is not None and one.progress.lease.is_lost:
-                    scheduler.put_back(one, failed=True)
+                if one.progress.block_table is not None and one.progress.block_table.is_lost:
+                    scheduler.requeue(one, failed=True)
         running = scheduler.running
         assert scheduler.waiting == sorted(
             scheduler.waiting, key=lambda one: (one.progress.priority, one.progress.arrived)
@@ -673,16 +688,18 @@ def test_nothing_leaks_whatever_happens(tenants, data):
         assert sorted(running + scheduler.waiting, key=id) == sorted(
             (one for one in everyone if not one.end.is_finished), key=id
         )
-        assert sorted([*scheduler._lanes, *(one.progress.lane for one in running)]) == list(range(lanes))
-        assert all(one.progress.lease is not None for one in running)
-        assert all(one.progress.lease is None for one in scheduler.waiting)
+        assert sorted([*scheduler._decode_slots, *(one.progress.decode_slot for one in running)]) == list(
+            range(decode_slots)
+        )
+        assert all(one.progress.block_table is not None for one in running)
+        assert all(one.progress.block_table is None for one in scheduler.waiting)
         # A page to be copied counts, too, until it has been.
-        used = {int(page) for one in running for page in one.progress.lease.table}
+        used = {int(page) for one in running for page in one.progress.block_table.table}
         used |= {
-            one.progress.lease.copy[0]
+            one.progress.block_table.copy[0]
             for one in running
-            if one.progress.lease.copy and not one.progress.lease.is_computed
+            if one.progress.block_table.copy and not one.progress.block_table.is_computed
         }
         assert scheduler.pages.stats().in_use == len(used)
     finish(scheduler, *scheduler.running, *scheduler.waiting)
-    nothing_is_left(scheduler, lanes)
+    nothing_is_left(scheduler, decode_slots)

@@ -5,6 +5,7 @@ import collections
 import itertools
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vlcache_jax import LLM, AsyncLLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.record import Found, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.device.programs.layers import BLOCK
+from vlcache_jax.engine.uploads import Upload, _Batch, _Piece
 from vlcache_jax.testing import make_checkpoint
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -246,7 +248,7 @@ def counted(llm, monkeypatch, *conversation, reuse):
     return score.logits, names
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", ["exact", pytest.param("0.5", marks=pytest.mark.thorough), "shift-0.5"])
 def test_images_are_linked_together_and_layers_launched_together(deep, textured_image, monkeypatch, reuse):
     pictures = [textured_image(60, 60, seed) for seed in range(5)]
@@ -309,7 +311,7 @@ def test_a_slow_image_that_does_not_come_is_computed_beside_one_encoded(llm, pic
 
 
 def test_what_one_encoded_ahead_others_get_though_it_was_aborted(llm, picture, textured_image, monkeypatch):
-    """Nobody waits for encoder rows that no turn would ever copy."""
+    """Nobody waits for encoder rows that no prefill group would ever copy."""
     other = textured_image(90, 60, 2)
     tier, thread = loading(llm, user("See ", picture, " what?"))
     launched, wait_for = spy(llm, monkeypatch)
@@ -347,12 +349,12 @@ def test_first_layers_of_all_come_before_the_last_ones_of_any(checkpoints, textu
         def held(self, meta, parts, place):
             parts = tuple(parts)
             assert queued.wait(WITHIN)
-            for part, planes in read(self, meta, parts, place):
+            for part, buffers in read(self, meta, parts, place):
                 number = meta.parts.index(part)
                 if meta.context is not None and number >= first:
                     assert gate.wait(WITHIN)  # later layers of all, until the first ones have been computed
                 came[number] += meta.context is not None
-                yield part, planes
+                yield part, buffers
 
         monkeypatch.setattr(DiskTier, "read", held)
         _, wait_for = spy(llm, monkeypatch)
@@ -368,3 +370,44 @@ def test_first_layers_of_all_come_before_the_last_ones_of_any(checkpoints, textu
         [output] = outputs
         assert output.outputs[0].token_ids == cold.outputs[0].token_ids
         assert [image.kv for image in output.cache.images] == ["disk"] * 20
+
+
+class Linked:
+    """What a link returns; it is done when a test says so."""
+
+    def __init__(self, number):
+        self.number, self.done = number, False
+
+    def is_ready(self):
+        return self.done
+
+
+def test_what_is_being_linked_takes_room_until_it_is_linked():
+    """A link reads what was transferred, so that only as much is on its way as there is room beside that."""
+    links, buffer = [], np.zeros((1, 20), np.float32)
+
+    def link(layers, images, places, where):
+        links.append(Linked(len(links)))
+        return links[-1]
+
+    shapes = types.SimpleNamespace(link_groups=[], split_links=None)
+    config = types.SimpleNamespace(text=types.SimpleNamespace(num_layers=9))
+    runner = types.SimpleNamespace(reads_in_place=False, transfer_bytes=2 * buffer.nbytes, shapes=shapes, config=config)
+    copies = types.SimpleNamespace(runner=runner, tier=types.SimpleNamespace(num_pages=0), link=link)
+    upload = Upload(copies, types.SimpleNamespace(start=lambda records, layers: [[buffer]]), [])
+    batch = _Batch((types.SimpleNamespace(buffers=[buffer]),), lambda: "places", None)
+    upload._waiting.extend(_Piece(batch, slice(0, 1)) for _ in range(6))
+
+    def launched():
+        before = len(links)
+        _, done = upload.advance()
+        assert done == links[before:]
+        return [one.number for one in done]
+
+    assert [launched(), launched()] == [[0, 1], []]
+    links[0].done = True
+    assert [launched(), launched()] == [[2], []]
+    links[1].done = links[2].done = True
+    assert [launched(), launched()] == [[3, 4], []]
+    links[3].done = links[4].done = True
+    assert (launched(), upload.layers) == ([5], 9)

@@ -15,9 +15,11 @@ import pytest
 from tests.helper import ALONE, SIZES, WITHIN, planned, user
 from vlcache_jax import LLM, AsyncLLM, SamplingParams
 from vlcache_jax.cache.record import Meta, Record
-from vlcache_jax.device.programs.memory import HoldLanes
+from vlcache_jax.device.programs.memory import HoldDecodeSlots
+from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.prefilling import Prefiller, usable_ladder
+from vlcache_jax.engine.prefilling import Prefiller, usable_buckets
+from vlcache_jax.engine.readiness import PATIENCE
 from vlcache_jax.engine.request import Generation, ImageUse
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
@@ -31,7 +33,7 @@ CHOICE = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"choice
 @pytest.fixture(scope="module")
 def engine(checkpoints):
     """Answers have a window of one row, and of eight."""
-    with LLM(checkpoints("qwen3_vl"), use_tqdm=False, reuse="off", **SIZES | {"ladder": ALONE}) as llm:
+    with LLM(checkpoints("qwen3_vl"), use_tqdm=False, reuse="off", **SIZES | {"buckets": ALONE}) as llm:
         yield AsyncLLM(llm.service)
 
 
@@ -140,7 +142,7 @@ def test_while_a_program_is_compiled_others_serve(engine, prompts, name, names, 
     run(engine.warmup(verbose=False))
     expected = run(ask())
     # A program for answers that begin together also serves one.
-    engine.service.device.runner.programs.program(HoldLanes(8))
+    engine.service.device.runner.programs.program(HoldDecodeSlots(8))
     held = Held(engine, names, monkeypatch)
 
     async def ask_meanwhile():
@@ -181,10 +183,10 @@ def linking(layers):
     scheduler.add(answer)
     answer.progress.images = [ImageUse(layout.images[0], linked=record)]
     scheduler.admit()
-    return scheduler.next_turn([answer])
+    return scheduler.next_group([answer])
 
 
-@pytest.mark.parametrize("name", ["link", "open_lane", "embed", "head", "sample"])
+@pytest.mark.parametrize("name", ["link", "open_decode_slot", "embed", "head", "sample"])
 def test_a_prefill_waits_for_each_program_that_it_needs(engine, monkeypatch, name):
     runner, coming = engine.service.device.runner, set()
 
@@ -196,24 +198,24 @@ def test_a_prefill_waits_for_each_program_that_it_needs(engine, monkeypatch, nam
     monkeypatch.setattr(runner.programs, "_hastened", {})
     monkeypatch.setattr(runner.programs, "_hastening", Busy())
     prefills = linking(runner.shapes.kv.layers)
-    assert usable_ladder(runner, prefills, runner.ladder.patches, ()) is runner.ladder
+    assert usable_buckets(runner, prefills, runner.buckets.patches, ()) is runner.buckets
     coming.add(name)
-    assert usable_ladder(runner, prefills, runner.ladder.patches, ()) is None
+    assert usable_buckets(runner, prefills, runner.buckets.patches, ()) is None
 
 
 def test_prefills_whose_programs_are_there_overtake_the_others():
-    """Each of several prefills gets a turn of its own if the programs of their common turn are being compiled."""
+    """Each of several prefills forms a group of its own if the programs of their common group are being compiled."""
     asked, there = [], {"b"}
 
-    def usable(turn):
-        asked.append(turn)
-        return "sizes" if there.issuperset(turn) else None
+    def usable(group):
+        asked.append(group)
+        return "sizes" if there.issuperset(group) else None
 
-    prefiller, scheduler = types.SimpleNamespace(_usable_ladder=usable), types.SimpleNamespace(next_turn=list)
-    assert Prefiller.next_turn(prefiller, scheduler, ["a", "b"]) == (["b"], "sizes")
+    prefiller, scheduler = types.SimpleNamespace(_usable_buckets=usable), types.SimpleNamespace(next_group=list)
+    assert Prefiller.next_group(prefiller, scheduler, ["a", "b"]) == (["b"], "sizes")
     assert asked == [["a", "b"], ["a"], ["b"]]
     asked.clear()
-    assert Prefiller.next_turn(prefiller, scheduler, ["a"]) is None
+    assert Prefiller.next_group(prefiller, scheduler, ["a"]) is None
     assert asked == [["a"]]
 
 
@@ -282,9 +284,22 @@ def test_a_warm_up_shows_how_far_it_is(engine, capsys):
     shown = []
     count, _ = programs.compile(programs.family_of(engine.service.policy), lambda *far: shown.append(far))
     assert [done for done, _ in shown] == sorted(done for done, _ in shown)
-    assert (shown[-1][0], programs.under_way) == (count, [])
+    assert (shown[-1][0], programs.in_flight) == (count, [])
     programs._compiled.clear()
     run(engine.warmup())
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "compiling"
     assert any(line.startswith(f"compiled {count} programs in ") for line in lines)
+
+
+def test_a_pass_that_only_passes_over_waits_for_programs():
+    """It would look again and again otherwise, beside what compiles."""
+    engine, waited = object.__new__(Engine), []
+    programs = types.SimpleNamespace(first_launched=None, wait_for_some=waited.append)
+    engine.runner, engine._group, engine._is_held_up = types.SimpleNamespace(programs=programs), None, False
+    engine.scheduler = types.SimpleNamespace(prefilling=["a prompt"])
+    engine._is_ready = lambda sequence: True
+    engine._prefiller = types.SimpleNamespace(next_group=lambda scheduler, ready: None)
+    assert engine._prefill() is False
+    engine._wait()
+    assert waited == [PATIENCE]

@@ -168,7 +168,7 @@ def test_linking_what_is_coded(codec: str, constant: str) -> None:
     )
     assert compiled.spills == 0
     assert compiled.alias == POOL_BYTES
-    assert compiled.temp == 2 * shape.T * CODECS[codec].planes(8, 128)[1]
+    assert compiled.temp == 2 * shape.T * CODECS[codec].buffers(8, 128)[1]
     assert compiled.operations == 2
 
 
@@ -291,10 +291,10 @@ def test_one_row_passes_matrix_products(name: str) -> None:
 
 @pytest.mark.parametrize(("size", "operations"), [pytest.param(1, 13, marks=pytest.mark.thorough), (64, 13)])
 def test_a_window_updates_the_pool_in_place(runner, size, operations) -> None:
-    compiled = compile_for(runner, Window(size, "greedy", runner.ladder.window))
-    lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
+    compiled = compile_for(runner, Window(size, "greedy", runner.buckets.window))
+    decode_slots = sum(x.size * x.dtype.itemsize for x in runner.shapes.decode_slots)
     assert compiled.spills == 0
-    assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES + lanes
+    assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES + decode_slots
     # Logits in float32, and nothing that grows with the pool.
     assert compiled.temp < 16 * 2**20 + size * 4 * CONFIG.text.vocab_size * 4
     assert compiled.operations + compiled.looped < operations * CONFIG.text.num_layers
@@ -306,9 +306,9 @@ def test_a_window_that_draws_asks_the_host_nothing(choice: Choice, steps: int) -
     """It compiles in less than a minute where nothing else runs, without a sort of the vocabulary."""
     runner, size = first_layers("Qwen3-VL-8B", 1), 64
     compiled = compile_for(runner, Window(size, choice, steps))
-    lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
+    decode_slots = sum(x.size * x.dtype.itemsize for x in runner.shapes.decode_slots)
     assert compiled.spills == 0
-    assert compiled.alias == POOL_BYTES + lanes
+    assert compiled.alias == POOL_BYTES + decode_slots
     assert compiled.temp < 16 * 2**20 + size * 8 * CONFIG.text.vocab_size * 4
     assert compiled.predicates == 0
 
@@ -320,11 +320,11 @@ def test_compressing_a_prompt_and_decoding_behind_it() -> None:
     runner = abstract_runner(CONFIG, compressed_slots=slots)
     pool = 2 * slots * text.num_kv_heads * text.head_dim * 2
     sums = 4 * text.num_layers * (text.num_kv_heads * PAGE * pages + text.num_heads)
-    lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
+    decode_slots = sum(x.size * x.dtype.itemsize for x in runner.shapes.decode_slots)
 
-    window = compile_for(runner, CompressedWindow(16, pages, "greedy", runner.ladder.window))
+    window = compile_for(runner, CompressedWindow(16, pages, "greedy", runner.buckets.window))
     assert window.spills == 0
-    assert window.alias == pool + lanes
+    assert window.alias == pool + decode_slots
     assert window.temp < 16 * 2**20 + 16 * 8 * text.vocab_size * 4
     assert window.operations + window.looped < 30 * text.num_layers
     assert window.predicates == 0
@@ -372,7 +372,7 @@ def test_linking_from_the_device_and_into_it(codec: str | None) -> None:
     runner = abstract_runner(CONFIG, codec=CODECS.get(codec or ""), kept_tokens=tokens)
     layers = runner.shapes.link_groups[0].stop
     kept = runner.shapes.kept, runner.shapes.kept_rows
-    of_layer = sum(plane.size * plane.dtype.itemsize for plane in kept[0][0])
+    of_layer = sum(buffer.size * buffer.dtype.itemsize for buffer in kept[0][0])
     angles = 8 * 2**20
 
     recalled = compile_for(runner, Recall(size, layers))

@@ -86,7 +86,7 @@ def test_a_window_holds_a_tile_at_most(implementation: str) -> None:
     """Nothing of the layers is dequantised before its loop over tokens."""
     config = model("Qwen3-VL-8B-FP8")
     runner = abstract_runner(config, implementation)
-    compiled = compile_for(runner, Window(16, "greedy", runner.ladder.window))
+    compiled = compile_for(runner, Window(16, "greedy", runner.buckets.window))
     made = dequantized_bytes(config, False) if implementation == "xla" else 0
     assert compiled.temp < 16 * 2**20 + made + 16 * 4 * config.text.vocab_size * 4
 

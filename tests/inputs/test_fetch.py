@@ -173,14 +173,14 @@ PRIVATE = [
 @pytest.mark.parametrize("also", [[], [PUBLIC]])
 def test_a_name_of_a_private_address_is_not_dialled(names, dialled, address, also):
     names.addresses = [*also, address]
-    assert refused("http://pictures.example/a", None) == "its host has an address that is not public"
+    assert refused("http://pictures.example/a", None) == "its host has a non-public address"
     assert not dialled
 
 
 @pytest.mark.parametrize("address", PRIVATE)
 def test_a_private_address_is_not_dialled(names, dialled, address):
     url = f"http://[{address}]/a" if ":" in address else f"http://{address}/a"
-    assert refused(url, None) == "its host has an address that is not public"
+    assert refused(url, None) == "its host has a non-public address"
     assert not names.asked
     assert not dialled
 
@@ -194,21 +194,21 @@ def test_a_public_address_is_dialled(dialled, host):
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        *((f"http://{host}/a", "no valid host and port")
+        *((f"http://{host}/a", "its host or port is invalid")
           for host in ("2130706433", "0x7f.1", "0x7f000001", "0177.0.0.1", "127.1", "127.0.0.0x1", "1.2.3.4.5", "a.08",
                        "[fe80::1%25eth0]", "[v1.x]", "[a]", "[::1", "::1", "a..b", ".a", "a\\b", "a%2eb", "a" * 64,
                        "a." * 127 + "a", "ä" * 300, "host:port", "host:65536", "host:-1", ":80", "", "a'b", "*.a",
                        "a\u2100b")),
-        ("http://127.0.0.1./a", "its host has an address that is not public"),
-        ("http://\uff11\uff12\uff17.0.0.1/a", "its host has an address that is not public"),
-        ("http://[::ffff:7f00:1]:80/a", "its host has an address that is not public"),
-        ("http://user:secret@pictures.example/a", "a user name or password in it"),
-        ("http://@pictures.example/a", "a user name or password in it"),
-        ("http://pictures.example\\@other.example/a", "a user name or password in it"),
-        *((f"http://pictures.example/a{character}b", "blanks or control characters in it")
+        ("http://127.0.0.1./a", "its host has a non-public address"),
+        ("http://\uff11\uff12\uff17.0.0.1/a", "its host has a non-public address"),
+        ("http://[::ffff:7f00:1]:80/a", "its host has a non-public address"),
+        ("http://user:secret@pictures.example/a", "it contains a user name or password"),
+        ("http://@pictures.example/a", "it contains a user name or password"),
+        ("http://pictures.example\\@other.example/a", "it contains a user name or password"),
+        *((f"http://pictures.example/a{character}b", "it contains blanks or control characters")
           for character in " \r\n\t\0\x7f\x85\xa0\u2028\u200b\ud800"),
-        ("http://pictures.example\r\n/", "blanks or control characters in it"),
-        ("http://pictures.example/" + "a" * 9000, "longer than 8192 characters"),
+        ("http://pictures.example\r\n/", "it contains blanks or control characters"),
+        ("http://pictures.example/" + "a" * 9000, "it has more than 8192 characters"),
     ],
     ids=lambda value: ascii(value)[:50],
 )  # fmt: skip
@@ -283,7 +283,7 @@ def test_all_addresses_are_tried(names, dialled):
 
 def test_a_name_without_addresses(names):
     names.addresses = []
-    assert refused("http://pictures.example/a", None) == "no connection"
+    assert refused("http://pictures.example/a", None) == "the connection failed"
 
 
 def test_names_that_are_not_found(monkeypatch):
@@ -300,22 +300,22 @@ def test_names_that_are_not_found(monkeypatch):
 @pytest.mark.parametrize(
     ("location", "reason"),
     [
-        ("http://127.0.0.1/a", "its host has an address that is not public"),
-        ("//[::1]/a", "its host has an address that is not public"),
-        ("http://169.254.169.254/latest/meta-data/", "its host has an address that is not public"),
-        ("http://2130706433/a", "no valid host and port"),
-        ("file:///etc/passwd", "neither http nor https"),
-        ("file://pictures.example/etc/passwd", "neither http nor https"),
-        ("ftp://pictures.example/a", "neither http nor https"),
-        ("gopher://pictures.example/a", "neither http nor https"),
-        ("data:image/png;base64,AAAA", "neither http nor https"),
-        ("http://user@pictures.example/a", "a user name or password in it"),
-        ("http://pictures.example/a b", "blanks or control characters in it"),
-        ("http://pictures.example/\0", "blanks or control characters in it"),
-        ("/a\tb", "blanks or control characters in it"),
-        ("\xff", "a redirect to no valid URL"),
-        ("http://[", "a redirect to no valid URL"),
-        ("/" + "a" * 9000, "longer than 8192 characters"),
+        ("http://127.0.0.1/a", "its host has a non-public address"),
+        ("//[::1]/a", "its host has a non-public address"),
+        ("http://169.254.169.254/latest/meta-data/", "its host has a non-public address"),
+        ("http://2130706433/a", "its host or port is invalid"),
+        ("file:///etc/passwd", "its scheme is neither http nor https"),
+        ("file://pictures.example/etc/passwd", "its scheme is neither http nor https"),
+        ("ftp://pictures.example/a", "its scheme is neither http nor https"),
+        ("gopher://pictures.example/a", "its scheme is neither http nor https"),
+        ("data:image/png;base64,AAAA", "its scheme is neither http nor https"),
+        ("http://user@pictures.example/a", "it contains a user name or password"),
+        ("http://pictures.example/a b", "it contains blanks or control characters"),
+        ("http://pictures.example/\0", "it contains blanks or control characters"),
+        ("/a\tb", "it contains blanks or control characters"),
+        ("\xff", "it redirects to an invalid URL"),
+        ("http://[", "it redirects to an invalid URL"),
+        ("/" + "a" * 9000, "it has more than 8192 characters"),
     ],
 )
 def test_a_redirect_is_checked_as_the_url_was(dialled, location, reason):
@@ -337,7 +337,7 @@ def test_a_name_is_looked_up_again_at_a_redirect(names, dialled):
         return [moved("/b")]
 
     with serving(answer) as dialled.server:
-        assert refused("http://pictures.example/a", None).startswith("its host has an address that is not public")
+        assert refused("http://pictures.example/a", None).startswith("its host has a non-public address")
     assert dialled == [PUBLIC]
 
 
@@ -376,7 +376,7 @@ DRIPS = {
 def test_a_slow_answer_ends_at_the_deadline(monkeypatch, part):
     monkeypatch.setattr(access, "FETCH_SECONDS", 0.3)
     with serving(lambda path: drip(*DRIPS[part])) as server:
-        assert refused(f"{server.url}/a") == "not complete after 0.3 s"
+        assert refused(f"{server.url}/a") == "the download took more than 0.3 s"
     assert len(server.requests) == 1
     assert server.sent < sum(map(len, DRIPS[part]))
 
@@ -394,7 +394,7 @@ def test_slow_tls_ends_at_the_deadline(monkeypatch):
     slow = []
     monkeypatch.setattr(access, "FETCH_SECONDS", 0.3)
     with serving(None, Slow()) as server:
-        assert refused(server.url.replace("http", "https") + "/a") == "not complete after 0.3 s"
+        assert refused(server.url.replace("http", "https") + "/a") == "the download took more than 0.3 s"
     assert len(slow) < 100
 
 
@@ -405,7 +405,7 @@ def test_redirects_share_the_deadline(monkeypatch):
 
     monkeypatch.setattr(access, "FETCH_SECONDS", 0.3)
     with serving(answer) as server:
-        assert refused(f"{server.url}/a").startswith("not complete after 0.3 s (redirect ")
+        assert refused(f"{server.url}/a").startswith("the download took more than 0.3 s (redirect ")
     assert len(server.requests) < 4
 
 
@@ -413,7 +413,7 @@ def test_a_slow_resolver_ends_at_the_deadline(monkeypatch, dialled):
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(10) and [])
     monkeypatch.setattr(access, "FETCH_SECONDS", 0.1)
-    assert refused("http://pictures.example/a", None) == "not complete after 0.1 s"
+    assert refused("http://pictures.example/a", None) == "the download took more than 0.1 s"
     assert not released.is_set()
     released.set()
     assert not dialled
@@ -428,7 +428,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(names, monkeyp
 
     monkeypatch.setattr(access, "_connect", dial)
     names.addresses = [f"8.8.8.{i}" for i in range(4)]
-    assert refused("http://pictures.example/a", None) == "not complete after 20.0 s"
+    assert refused("http://pictures.example/a", None) == "the download took more than 20.0 s"
     assert all(seconds <= share for seconds, share in zip(given, (5, 20 / 3, 10, 20), strict=True))
 
 
@@ -438,32 +438,38 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(names, monkeyp
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"SSH-2.0-OpenSSH_9.0 secret\r\n", "no complete and valid answer"),
-        (b"secret", "no complete and valid answer"),
-        (b"", "no complete and valid answer"),
-        (b"HTTP/1.1 2000 secret\r\n\r\n", "no complete and valid answer"),
-        (b"HTTP/7 200 secret\r\n\r\n", "no complete and valid answer"),
-        (b"HTTP/1.1 404 secret\r\nA: secret\r\n\r\nsecret", "status 404"),
-        (b"HTTP/1.1 204 secret\r\n\r\n", "status 204"),
-        (b"HTTP/1.1 206 secret\r\nContent-Length: 6\r\n\r\nsecret", "status 206"),
-        (b"HTTP/1.1 302 secret\r\n\r\n", "status 302"),
-        (b"HTTP/1.1 300 secret\r\nLocation: /secret\r\n\r\n", "status 300"),
-        (OK + b"Content-Encoding: gzip\r\nContent-Length: 6\r\n\r\nsecret", "an encoding that was not asked for"),
-        (OK + b"Transfer-Encoding: secret, chunked\r\n\r\n0\r\n\r\n", "an encoding that was not asked for"),
-        (OK + b"Content-Length: 7\r\n\r\nsecret", "an incomplete answer"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n7\r\nsecret", "no complete and valid answer"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\nsecret\r\n", "no complete and valid answer"),
-        (OK + b"secret: " + b"s" * 70_000, "more than 65536 bytes of headers"),
-        (OK + b"secret: secret\r\n" * 101, "no complete and valid answer"),
-        (OK + (b"secret: " + b"s" * 1000 + b"\r\n") * 99, "more than 65536 bytes of headers"),
-        (b"HTTP/1.1 100 secret\r\n\r\n" * 4000, "more than 65536 bytes of headers"),
-        (OK + b"Content-Length: 101\r\n\r\n", "more than 100 bytes"),
-        (OK + b"Content-Length: -1\r\n\r\nsecret", "no complete and valid answer"),
-        (OK + b"Content-Length: secret\r\n\r\nsecret", "no complete and valid answer"),
-        (OK + b"\r\n" + b"s" * 101, "more than 100 bytes"),
-        (CHUNKED + b"65\r\n" + b"s" * 101 + b"\r\n0\r\n\r\n", "more than 100 bytes"),
-        (CHUNKED + b"1\r\ns\r\n" * 101 + b"0\r\n\r\n", "more than 100 bytes"),
-        (CHUNKED + b"0\r\n" + b"A: secret\r\n" * 10_000, "more than 100 bytes"),
+        (b"SSH-2.0-OpenSSH_9.0 secret\r\n", "the HTTP response is incomplete or invalid"),
+        (b"secret", "the HTTP response is incomplete or invalid"),
+        (b"", "the HTTP response is incomplete or invalid"),
+        (b"HTTP/1.1 2000 secret\r\n\r\n", "the HTTP response is incomplete or invalid"),
+        (b"HTTP/7 200 secret\r\n\r\n", "the HTTP response is incomplete or invalid"),
+        (b"HTTP/1.1 404 secret\r\nA: secret\r\n\r\nsecret", "the server returned status 404"),
+        (b"HTTP/1.1 204 secret\r\n\r\n", "the server returned status 204"),
+        (b"HTTP/1.1 206 secret\r\nContent-Length: 6\r\n\r\nsecret", "the server returned status 206"),
+        (b"HTTP/1.1 302 secret\r\n\r\n", "the server returned status 302"),
+        (b"HTTP/1.1 300 secret\r\nLocation: /secret\r\n\r\n", "the server returned status 300"),
+        (
+            OK + b"Content-Encoding: gzip\r\nContent-Length: 6\r\n\r\nsecret",
+            "its response has an encoding that was not requested",
+        ),
+        (
+            OK + b"Transfer-Encoding: secret, chunked\r\n\r\n0\r\n\r\n",
+            "its response has an encoding that was not requested",
+        ),
+        (OK + b"Content-Length: 7\r\n\r\nsecret", "its response is incomplete"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n7\r\nsecret", "the HTTP response is incomplete or invalid"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nsecret\r\n", "the HTTP response is incomplete or invalid"),
+        (OK + b"secret: " + b"s" * 70_000, "its response has more than 65536 bytes of headers"),
+        (OK + b"secret: secret\r\n" * 101, "the HTTP response is incomplete or invalid"),
+        (OK + (b"secret: " + b"s" * 1000 + b"\r\n") * 99, "its response has more than 65536 bytes of headers"),
+        (b"HTTP/1.1 100 secret\r\n\r\n" * 4000, "its response has more than 65536 bytes of headers"),
+        (OK + b"Content-Length: 101\r\n\r\n", "its response has more than 100 bytes"),
+        (OK + b"Content-Length: -1\r\n\r\nsecret", "the HTTP response is incomplete or invalid"),
+        (OK + b"Content-Length: secret\r\n\r\nsecret", "the HTTP response is incomplete or invalid"),
+        (OK + b"\r\n" + b"s" * 101, "its response has more than 100 bytes"),
+        (CHUNKED + b"65\r\n" + b"s" * 101 + b"\r\n0\r\n\r\n", "its response has more than 100 bytes"),
+        (CHUNKED + b"1\r\ns\r\n" * 101 + b"0\r\n\r\n", "its response has more than 100 bytes"),
+        (CHUNKED + b"0\r\n" + b"A: secret\r\n" * 10_000, "its response has more than 100 bytes"),
     ],
     ids=itertools.count(),
 )
@@ -479,7 +485,7 @@ def test_bad_answers_are_refused_without_a_word_of_theirs(answer, reason):
 
 def test_an_endless_body_ends_at_the_limit():
     with serving(lambda path: itertools.chain([OK, b"\r\n"], itertools.repeat(b"x" * 100_000))) as server:
-        assert refused(f"{server.url}/a", max_image_bytes="1MB") == "more than 1000000 bytes"
+        assert refused(f"{server.url}/a", max_image_bytes="1MB") == "its response has more than 1000000 bytes"
 
 
 def test_a_body_of_exactly_the_limit_is_taken():
@@ -506,13 +512,13 @@ def test_tls_asks_for_the_name_of_the_url(secure, monkeypatch):
     monkeypatch.setattr(access, "_tls_context", lambda: trusting)
     assert get("https://pictures.example/a", ["pictures.example"]) == b"x"
     assert secure.names == ["pictures.example"]
-    assert refused("https://other.example/a", None) == "its certificate is not valid"
-    assert refused("https://8.8.8.8/a", None) == "its certificate is not valid"
+    assert refused("https://other.example/a", None) == "its TLS certificate is invalid"
+    assert refused("https://8.8.8.8/a", None) == "its TLS certificate is invalid"
     assert len(secure.requests) == 1
 
 
 def test_tls_needs_a_certificate_that_is_trusted(secure):
-    assert refused("https://pictures.example/a", None) == "its certificate is not valid"
+    assert refused("https://pictures.example/a", None) == "its TLS certificate is invalid"
     assert not secure.requests
 
 
@@ -524,4 +530,4 @@ def test_tls_with_a_server_that_has_none():
             return connection
 
     with serving(lambda path: [], Plain()) as server:
-        assert refused(server.url.replace("http", "https")) in ("no TLS connection", "Connection reset by peer")
+        assert refused(server.url.replace("http", "https")) in ("the TLS handshake failed", "Connection reset by peer")

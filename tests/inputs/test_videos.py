@@ -26,7 +26,7 @@ from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer
 from vlcache_jax.inputs.video_processor import KINDS, VideoProcessor
-from vlcache_jax.inputs.videos import NO_OPTIONS, FilmFile, VideoHeader, VideoOptions, read_video
+from vlcache_jax.inputs.videos import NO_OPTIONS, VideoFile, VideoHeader, VideoOptions, read_video
 from vlcache_jax.models import load_config
 
 FPS = {"fps": 2.0}
@@ -139,7 +139,7 @@ def test_settings_are_where_the_library_looks(tmp_path, checkpoints):
     assert (read().max_pixels, read().min_frames, read().fps) == (2, 3, 2)
     for wrong, message in (
         ({"video_processor_type": "Other"}, "video_processor_type of .* must be Qwen2VLVideoProcessor or"),
-        ({"image_mean": [0.1, 0.5, 0.5]}, r"image_mean of .* must be that of images, \(0.5, 0.5, 0.5\), got"),
+        ({"image_mean": [0.1, 0.5, 0.5]}, r"image_mean of .* must match the image processor's \(0.5, 0.5, 0.5\), got"),
         ({"fps": "fast"}, "fps of .* must be a finite number"),
         ({"size": {"shortest_edge": 9, "longest_edge": 2}}, "min_pixels must be at most max_pixels 2, got 9"),
     ):
@@ -359,14 +359,17 @@ def test_size_is_another_spelling_of_the_limits():
     for given, message in (
         ({"size": {"height": 3}}, "size must be a dict with shortest_edge and longest_edge, in pixels of area, got"),
         ({"size": 3}, "size must be a dict with shortest_edge and longest_edge"),
-        ({"size": size, "max_pixels": 5}, "must hold size or min_pixels and max_pixels, got both"),
+        ({"size": size, "max_pixels": 5}, "size and min_pixels or max_pixels are mutually exclusive, got both"),
         ({"size": {"shortest_edge": 9, "longest_edge": 5}}, "min_pixels must be at most max_pixels 5, got 9"),
         ({"fps": "fast"}, "fps must be a finite number"),
-        ({"fps": 1, "num_frames": 2}, "must hold fps or num_frames, got both"),
-        ({"total_pixels": 1}, "must hold only min_pixels, max_pixels, size, fps, num_frames, min_frames, max_frames"),
+        ({"fps": 1, "num_frames": 2}, "fps and num_frames are mutually exclusive, got both"),
+        (
+            {"total_pixels": 1},
+            "unknown field 'total_pixels'; expected one of min_pixels, max_pixels, size, fps, num_frames, ",
+        ),
         (3, "must be a dict with min_pixels, max_pixels, size, fps"),
     ):
-        with pytest.raises(ValueError, match=f"^mm_processor_kwargs {re.escape(message)}"):
+        with pytest.raises(ValueError, match=f"^mm_processor_kwargs:? {re.escape(message)}"):
             read_settings(given)
 
 
@@ -393,7 +396,7 @@ def test_files(container, tmp_path):
     np.testing.assert_array_equal(some, [every[0], every[7], every[7]])
     assert film.names([(0, 7)]) == [(film.digest, 0, 7)] == read_video(data).film.names([(0, 7)])
     with pytest.raises(
-        ValueError, match="video must have as many frames as its head says, got none with the number 10"
+        ValueError, match="video must have as many frames as its header declares, but frame 10 is missing"
     ):
         list(film.decode([10]))
 
@@ -458,7 +461,7 @@ def test_frames_of_one_url_are_the_list_of_them(checkpoints):
             np.testing.assert_array_equal(
                 list(found.film.decode(range(count))), list(expected.film.decode(range(count)))
             )
-    with pytest.warns(UserWarning, match="the frames are taken for 2 a second"):
+    with pytest.warns(UserWarning, match="2 frames per second are assumed"):
         assert renderer.video({"video_url": url}).film.fps is None
 
 
@@ -499,19 +502,27 @@ BAD = {
     "long and thin": (noise(2, 1, 300), {}, "must have an aspect ratio of at most 200, got 1x300"),
     "order": (noise(4), {"min_frames": 9, "max_frames": 3}, "min_frames must be at most max_frames 3, got 9"),
     "order with the checkpoint": (noise(4), {"fps": 1, "min_frames": 800}, "min_frames must be at most max_frames 768"),
-    "both": (noise(4), {"fps": 2, "num_frames": 2}, "must hold fps or num_frames, got both"),
+    "both": (noise(4), {"fps": 2, "num_frames": 2}, "fps and num_frames are mutually exclusive, got both"),
     "more than there are": (noise(4), {"num_frames": 6}, "num_frames must be at most its 4 frames, got 6"),
     "rate": (noise(4), {"fps": 0}, "fps must be a finite number from 1e-06 to 1e+06 or null, got 0"),
-    "key": (noise(4), {"speed": 2}, "must hold only"),
-    "metadata": (noise(4), {"video_metadata": {"speed": 2}}, "video_metadata must hold only fps, frames_indices"),
+    "key": (noise(4), {"speed": 2}, "unknown field 'speed'"),
+    "metadata": (
+        noise(4),
+        {"video_metadata": {"speed": 2}},
+        "video_metadata: unknown field 'speed'; expected one of fps, ",
+    ),
     "numbers": (
         noise(2),
         {"video_metadata": {"fps": 1, "frames_indices": [3, 1]}},
         "must be 2 ascending numbers within",
     ),
-    "one side": (noise(4), {"resized_height": 56}, "must hold resized_height and resized_width, got one of them"),
-    "two names": (noise(4), {"nframes": 2, "num_frames": 2}, "must hold num_frames or nframes, got both"),
-    "start of frames": (noise(4), {"video_start": 1}, "must be a file where video_start or video_end is given"),
+    "one side": (
+        noise(4),
+        {"resized_height": 56},
+        "resized_height and resized_width must be set together, got one of them",
+    ),
+    "two names": (noise(4), {"nframes": 2, "num_frames": 2}, "num_frames and nframes are mutually exclusive, got both"),
+    "start of frames": (noise(4), {"video_start": 1}, "video_start and video_end require a video file"),
     "order of seconds": (
         noise(4),
         {"video_start": 3, "video_end": 1},
@@ -527,8 +538,16 @@ BAD = {
         {"resized_height": 9, "resized_width": 2000},
         "must have an aspect ratio of at most 200, got 9x",
     ),
-    "rate of a file": (b"abc", {"sample_fps": 2}, "must have no sample_fps, as a file has its own rate: write fps"),
-    "metadata of a file": (b"abc", {"video_metadata": FPS}, "must have no video_metadata, as a file has its own"),
+    "rate of a file": (
+        b"abc",
+        {"sample_fps": 2},
+        "sample_fps applies to frames only, a file has its own rate: set fps",
+    ),
+    "metadata of a file": (
+        b"abc",
+        {"video_metadata": FPS},
+        "video_metadata applies to frames only, a file has its own",
+    ),
 }
 
 
@@ -557,9 +576,9 @@ def test_files_need_pyav(monkeypatch):
     real = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", blocked)
     with pytest.raises(
-        ValueError, match=re.escape('PyAV is missing, which decodes files: install "vlcache-jax[video]"')
+        ValueError, match=re.escape('requires PyAV to decode video files: install "vlcache-jax[video]"')
     ):
-        FilmFile("video", b"abc").head()
+        VideoFile("video", b"abc").head()
 
 
 def test_access_holds_for_videos(tmp_path):

@@ -96,9 +96,9 @@ def test_no_driver_and_no_gpu_are_no_error_and_a_broken_driver_is():
     assert find_chip(loader()) is None
     assert find_chip(loader(Cuda(cuInit=100))) is None  # such as CUDA_VISIBLE_DEVICES=""
     assert find_chip(loader(Cuda(count=0))) is None
-    with pytest.raises(OSError, match="the CUDA driver answers cuInit with error 803"):
+    with pytest.raises(OSError, match="the CUDA driver returned error 803 from cuInit"):
         find_chip(loader(Cuda(cuInit=803)))
-    with pytest.raises(OSError, match="answers cuDeviceGetName with error 1"):
+    with pytest.raises(OSError, match="returned error 1 from cuDeviceGetName"):
         find_chip(loader(Cuda(cuDeviceGetName=1)))
 
 

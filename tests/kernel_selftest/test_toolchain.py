@@ -73,11 +73,11 @@ def test_without_cuda_nothing_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("driver", "packages", "told"),
     [
-        ("570.86.15", ["jax", "jax-cuda13-plugin"], "CUDA 13 needs driver 580 or later, and 570.86.15 is installed"),
+        ("570.86.15", ["jax", "jax-cuda13-plugin"], "CUDA 13 needs driver 580 or later, but 570.86.15 is installed"),
         (
             "520.61.05",
             ["jax-cuda12-plugin"],
-            "CUDA 12 needs driver 525 or later, and 520.61.05 is installed: update it",
+            "CUDA 12 needs driver 525 or later, but 520.61.05 is installed: update it",
         ),
         ("580.65.06", ["jax-cuda13-plugin"], None),
         ("570.86.15", ["jax-cuda12-plugin"], None),

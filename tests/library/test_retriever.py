@@ -10,7 +10,7 @@ import pytest
 from tests.helper import SIZES
 from vlcache_jax import LLM, CacheConfig
 from vlcache_jax.library import Hit, Library, Retriever
-from vlcache_jax.library.retriever import _Index, _nearest, _neighbours
+from vlcache_jax.library.retriever import _Index, _nearest, _neighbor_index
 from vlcache_jax.testing import make_checkpoint
 
 
@@ -139,7 +139,7 @@ def test_what_was_there_before(llm, library):
     assert retriever.prepare() == 1
     assert [hit.id for hit in retriever.search("dark")] == ["kept"]
     assert retriever.missing.keys() == {"not kept"}
-    assert "bytes were not kept" in retriever.missing["not kept"]
+    assert "bytes are not stored" in retriever.missing["not kept"]
     # The library's own model sees them by their names.
     own = Retriever(library, llm)
     assert own.prepare() == 2
@@ -152,14 +152,14 @@ def test_one_item_that_cannot_be_seen_leaves_the_others(llm, library):
     llm.cache.delete(library.get("a").entry, shared=True)
     retriever = Retriever(library, llm)
     assert [hit.id for hit in retriever.search(shown(plain(255)))] == ["b"]
-    assert "records are gone" in retriever.missing["a"]
+    assert "cache entries cannot be used" in retriever.missing["a"]
     library.update(plain(9), "a")
     assert [hit.id for hit in retriever.search(shown(plain(9)), k=1)] == ["a"]
     assert not retriever.missing
 
 
 @pytest.mark.thorough
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_planted_item_among_a_thousand(directory):
     with LLM(directory, use_tqdm=False, **SIZES) as llm:
         _find_planted(llm, Library(llm, "many"))
@@ -231,7 +231,7 @@ def test_what_is_wrong_is_said(llm, library):
         def rerank(self, query, documents, **options):
             pytest.fail("it is asked for pictures that it cannot see")
 
-    nameless = r"^name must be given with an embedder that has none of its own, got "
+    nameless = r"^name is required for an embedder without a fingerprint or qualified name, got "
     for work, message in (
         (lambda: Retriever(library, lambda inputs: means(inputs)), nameless),
         (lambda: Retriever(library, broken), nameless),  # so is every other function that this one makes
@@ -241,24 +241,24 @@ def test_what_is_wrong_is_said(llm, library):
         (lambda: Retriever(library, 3), "^embedder must be an LLM or a function of inputs, got int$"),
         (lambda: Retriever(library, means, reranker=3), "^reranker must be an LLM or None, got int$"),
         (lambda: Retriever(library, means, exact=-1), "^exact must be"),
-        (lambda: Retriever(library, llm, reranker=Other()).search("dark"), "^reranker must be the library's own"),
+        (lambda: Retriever(library, llm, reranker=Other()).search("dark"), "^reranker must be the library's model"),
         (lambda: retriever.search("dark", k=0), "^k must be a positive integer, got 0$"),
         (lambda: retriever.search("dark", filter=3), "^filter must be a function, a dict or None, got 3$"),
         (lambda: Retriever(library, llm).search("dark", instruction=3), "^instruction must be"),
-        (lambda: Retriever(library, broken, name="x").vectors([plain(1)]), "^embedder must make a finite vector"),
+        (lambda: Retriever(library, broken, name="x").vectors([plain(1)]), "^embedder must return a finite vector"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             work()
     two = Retriever(library, means, name="two")
     library.update(plain(2), "one")
     two._embedder = lambda inputs: np.ones((len(inputs), 3))
-    with pytest.raises(ValueError, match=r"^embedder must make vectors of one length, got 3 of a query beside 2"):
+    with pytest.raises(ValueError, match=r"^embedder must return vectors of the same length, got 3 for a query and 2"):
         two.search("dark")
-    with pytest.raises(ValueError, match=r"^instruction must be None where embedder is a function, got 'x'$"):
+    with pytest.raises(ValueError, match=r"^instruction must be None if embedder is a function, got 'x'$"):
         retriever.search("dark", instruction="x")
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 def test_neighbours_of_many(count):
     """Of the ten nearest of so many vectors in clusters usearch finds more than 99 of 100, and filters pass."""
@@ -271,7 +271,7 @@ def test_neighbours_of_many(count):
         metadata = property(lambda self: {"n": int(self)})
 
     items = [Numbered(i) for i in range(len(vectors))]
-    exact, near = _Index(0, items, items, vectors), _Index(0, items, items, vectors, _neighbours(vectors))
+    exact, near = _Index(0, items, items, vectors), _Index(0, items, items, vectors, _neighbor_index(vectors))
     queries = vectors[rng.integers(0, len(vectors), 200)] + 0.05 * rng.normal(size=(200, 64)).astype(np.float32)
     queries /= np.linalg.norm(queries, axis=1, keepdims=True)
     seconds, found = {}, {}
@@ -291,7 +291,9 @@ def test_beyond_the_limit_neighbours_are_asked(library, monkeypatch):
     import vlcache_jax.library.retriever as module
 
     made = []
-    monkeypatch.setattr(module, "_neighbours", lambda vectors: made.append(len(vectors)) or _neighbours(vectors))
+    monkeypatch.setattr(
+        module, "_neighbor_index", lambda vectors: made.append(len(vectors)) or _neighbor_index(vectors)
+    )
     retriever = Retriever(library, means, exact=20)
     library.add_many({f"{v}": plain(v) for v in range(0, 250, 10)}, use_tqdm=False)
     assert [hit.id for hit in retriever.search("bright", k=2)] == ["240", "230"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helper import SIZES, WITHIN
 from vlcache_jax import LLM, RequestError, SamplingParams
-from vlcache_jax.library import Library, Retriever, Searches
+from vlcache_jax.library import Library, Retriever, SearchOptions
 from vlcache_jax.library.searches import _call
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.protocol.tools import SEARCH
@@ -56,7 +56,7 @@ def told(llm, monkeypatch):
 
 def test_an_answer_goes_on_with_what_was_found(llm, retriever, told, textured_image):
     llm.reset_prefix_cache()
-    searches = Searches(retriever, k=2, rounds=1, required=True)
+    searches = SearchOptions(retriever, top_k=2, max_rounds=1, required=True)
     [output] = llm.chat([QUESTION], GREEDY, use_tqdm=False, retrieve=searches)
     (_, _, [call]), (conversations, _, [last]) = told
     assert _call(call.outputs[0].text) is not None
@@ -85,15 +85,15 @@ def test_an_answer_goes_on_with_what_was_found(llm, retriever, told, textured_im
 
 
 @pytest.mark.thorough
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_bounds(llm, library, retriever, told):
     for bound, hits in (({"k": 1}, 1), ({"tokens": 4}, 1), ({"tokens": 1}, 0)):
-        searches = Searches(retriever, required=True, **bound)
+        searches = SearchOptions(retriever, required=True, **bound)
         [output] = llm.chat([QUESTION], GREEDY, use_tqdm=False, retrieve=searches)
         assert len(output.searches[0].hits) == hits
     del told[:]
     short = SamplingParams(temperature=0, max_tokens=5)
-    [output] = llm.chat([QUESTION], short, use_tqdm=False, retrieve=Searches(retriever, required=True))
+    [output] = llm.chat([QUESTION], short, use_tqdm=False, retrieve=SearchOptions(retriever, required=True))
     assert output.searches == ()  # its tokens are used up before its call is whole
     assert len(told) == 1
     [output] = llm.chat([QUESTION], short, use_tqdm=False, retrieve=retriever)
@@ -101,7 +101,7 @@ def test_bounds(llm, library, retriever, told):
 
 
 @pytest.mark.parametrize("how", ["fails", "is slow", "wrong vectors"])
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_search_that_finds_nothing_is_told_as_such(llm, library, how, told):
     def embed(inputs):
         if how == "fails":
@@ -113,11 +113,11 @@ def test_a_search_that_finds_nothing_is_told_as_such(llm, library, how, told):
     retriever = Retriever(library, lambda inputs: np.ones((len(inputs), 2)), name="alike")
     retriever.prepare()
     retriever._embedder = embed
-    searches = Searches(retriever, timeout=0.1, rounds=1, required=True)
+    searches = SearchOptions(retriever, timeout=0.1, max_rounds=1, required=True)
     [output] = llm.chat([QUESTION], GREEDY, use_tqdm=False, retrieve=searches)
     [search] = output.searches
     assert search.hits == ()
-    said = {"fails": "OSError: no network", "is slow": "more than 0.1 s", "wrong vectors": "one length"}[how]
+    said = {"fails": "OSError: no network", "is slow": "more than 0.1 s", "wrong vectors": "same length"}[how]
     assert said in search.error
     assert told[1][0][0][-1] == {"role": "tool", "content": [{"type": "text", "text": "[]"}]}
     assert output.error is None
@@ -129,7 +129,7 @@ def test_a_search_that_hangs_is_not_waited_for(llm, library):
     retriever.prepare()
     retriever._embedder = lambda inputs: ends.wait(WITHIN) and np.ones((len(inputs), 2))
     try:
-        searches = Searches(retriever, timeout=0.1, rounds=1, required=True)
+        searches = SearchOptions(retriever, timeout=0.1, max_rounds=1, required=True)
         outputs = llm.chat([QUESTION] * 2, GREEDY, use_tqdm=False, retrieve=searches)
         assert not ends.is_set()
         assert ["more than 0.1 s" in output.searches[0].error for output in outputs] == [True, True]
@@ -137,10 +137,10 @@ def test_a_search_that_hangs_is_not_waited_for(llm, library):
         ends.set()
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_rows_go_on_each_for_itself(llm, retriever):
     rows = [QUESTION, [{"role": "user", "content": 3}], {"messages": [{"role": "user", "content": "Another one?"}]}]
-    searches = Searches(retriever, k=1, rounds=1, required=True)
+    searches = SearchOptions(retriever, top_k=1, max_rounds=1, required=True)
     outputs = llm.chat(rows, GREEDY, use_tqdm=False, retrieve=searches, on_error="return")
     assert [output.error is None for output in outputs] == [True, False, True]
     assert outputs[1].error.startswith("conversations[1] ")
@@ -158,15 +158,15 @@ def test_what_is_wrong_is_said(llm, library, retriever, checkpoints):
         return llm.chat([QUESTION], params, use_tqdm=False, retrieve=searches)
 
     for work, message in (
-        (lambda: Searches(3), "^retriever must be a Retriever, got int$"),
-        (lambda: Searches(retriever, k=0), "^k must be"),
-        (lambda: Searches(retriever, rounds=0), "^rounds must be"),
-        (lambda: Searches(retriever, tokens="x"), "^tokens must be"),
-        (lambda: Searches(retriever, timeout=0), "^timeout must be a positive number"),
-        (lambda: Searches(retriever, required=1), "^required must be"),
+        (lambda: SearchOptions(3), "^retriever must be a Retriever, got int$"),
+        (lambda: SearchOptions(retriever, top_k=0), "^top_k must be"),
+        (lambda: SearchOptions(retriever, max_rounds=0), "^max_rounds must be"),
+        (lambda: SearchOptions(retriever, max_tokens="x"), "^max_tokens must be"),
+        (lambda: SearchOptions(retriever, timeout=0), "^timeout must be a positive number"),
+        (lambda: SearchOptions(retriever, required=1), "^required must be"),
         (lambda: ask(SamplingParams(n=2, temperature=1)), "^sampling_params n must be 1"),
         (lambda: ask([GREEDY] * 2), "^sampling_params must be one, or one for each"),
-        (lambda: ask(None, Retriever(Library(llm, "x", "owner"), llm)), "^cache_salt must be the owner's"),
+        (lambda: ask(None, Retriever(Library(llm, "x", "owner"), llm)), "^cache_salt must match the owner"),
     ):
         with pytest.raises(ValueError, match=message):
             work()

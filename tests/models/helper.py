@@ -57,7 +57,7 @@ def from_tensors(parameter: Parameter, *tensors: np.ndarray) -> np.ndarray:
 
 def from_tensor(part: Part, tensor: np.ndarray) -> np.ndarray:
     """A part of a parameter, of its stored tensor."""
-    if part.is_turned:
+    if part.is_transposed:
         return tensor.swapaxes(1, 2)
     return tensor.reshape(len(tensor), -1).T if part.is_kernel else tensor
 
@@ -76,7 +76,7 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
             node = node.setdefault(key, {})
         found = [tensors.pop(part.tensor) for part in parameter.parts]
         if [tensor.shape for tensor in found] != [part.tensor_shape for part in parameter.parts]:
-            parameter = parameter.turned()
+            parameter = parameter.transposed()
         value = from_tensors(parameter, *found)
         assert value.shape == parameter.shape
         node[parameter.path[-1]] = jax.device_put(value.astype(jnp.dtype(dtype)))

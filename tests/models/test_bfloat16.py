@@ -27,7 +27,7 @@ def assert_no_worse(ours, theirs, exact):
 
 
 @pytest.mark.thorough_for("qwen2_vl-flat-tied")
-@pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
+@pytest.mark.slow_for("qwen2_5_vl-flat-tied")
 @each_family
 def test_bfloat16(family_checkpoint, references):
     exact, theirs = references

@@ -282,7 +282,7 @@ def test_missing_and_broken_files(tmp_path):
         load_config(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ValueError, match="must be a JSON file: no regular file"):
+    with pytest.raises(ValueError, match="must be a JSON file: not a regular file"):
         load_config(tmp_path)
 
 
@@ -395,14 +395,14 @@ def test_hostile_numbers_of_the_flat_layout(tmp_path):
     [
         ({"text": {"hidden_size": 66}}, "hidden_size must be a multiple of num_attention_heads = 4, got 66"),
         ({"text": {"num_attention_heads": 128}}, "hidden_size must be a multiple of num_attention_heads = 128"),
-        ({"text": {"hidden_size": 60, "num_attention_heads": 4}}, "width of a text head must be even, got 15"),
+        ({"text": {"hidden_size": 60, "num_attention_heads": 4}}, "head_dim of the text model must be even, got 15"),
         ({"vision": {"window_size": 27}}, "window_size must be at least the 28 pixels of an image token, got 27"),
         ({"vision": {"num_heads": 64}}, "vision head width must be a multiple of 4"),
     ],
 )
 def test_fields_that_contradict_each_other_name_the_file(make, changes, message):
     directory = edit(make("qwen2_5_vl"), **changes)
-    with pytest.raises(ValueError, match=rf"(?s){directory}/config.json must describe a model .*{message}"):
+    with pytest.raises(ValueError, match=rf"(?s){directory}/config.json must describe a supported model: .*{message}"):
         load_config(directory)
 
 
@@ -418,7 +418,7 @@ def test_parameters_are_the_librarys(checkpoint, load_oracle):
         del expected["lm_head.weight"]
     ours = [part for parameter in parameters(config) for part in parameter.parts]
     # Published experts are turned against the library's.
-    shapes = {one.tensor: (one.turned() if one.is_stack else one).tensor_shape for one in ours}
+    shapes = {one.tensor: (one.transposed() if one.is_stack else one).tensor_shape for one in ours}
     assert shapes == expected
     assert len(ours) == len(expected)
 

@@ -23,9 +23,9 @@ ROWS = 72
 @pytest.fixture(
     scope="session",
     params=[
-        pytest.param("qwen2_5_vl-flat-tied", marks=pytest.mark.ladder),
+        pytest.param("qwen2_5_vl-flat-tied", marks=pytest.mark.slow),
         "qwen3_vl-tied",
-        pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder),
+        pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.slow),
     ],
 )
 def family_checkpoint(request, checkpoints):
@@ -43,7 +43,7 @@ def padded(rows):
     return join(rows, padding_rows(ROWS - len(rows.slot), SLOTS))
 
 
-@pytest.mark.ladder_for("qwen3_vl-tied", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded", "qwen2_5_vl-flat-tied")
+@pytest.mark.slow_for("qwen3_vl-tied", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded", "qwen2_5_vl-flat-tied")
 @pytest.mark.thorough_for("qwen3_vl-sharded", "qwen2_5_vl-library-names", "qwen2_vl-", "qwen3_vl_moe-every")
 @pytest.mark.thorough_for("qwen3_vl_moe-sharded")
 def test_prefill_of_images_and_text(checkpoint, reference):

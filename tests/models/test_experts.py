@@ -41,7 +41,7 @@ def uncached_layer(model, params):
     return lambda *args, keep: jax.jit(functools.partial(nnx.merge(graph, params), keep=keep, capture=True))(*args)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.thorough_for("qwen3_vl_moe-sharded")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_pass_the_librarys_experts(name, checkpoints, load_oracle, textured_image, monkeypatch):
@@ -59,7 +59,7 @@ def test_rows_pass_the_librarys_experts(name, checkpoints, load_oracle, textured
     assert min(count.min() / count.mean() for count in counts) < 0.3
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.thorough_for("qwen3_vl_moe-sharded")
 @pytest.mark.parametrize("name", NAMES)
 def test_few_rows_change_their_experts_in_bfloat16(name, checkpoints, load_oracle, textured_image, monkeypatch, capsys):
@@ -126,7 +126,7 @@ def test_a_row_is_the_weighted_sum_of_its_experts(mlp):
     np.testing.assert_allclose(jax.jit(mlp)(x, np.ones(21, bool)), expected, atol=2e-5)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_what_nobody_needs_is_not_touched(mlp):
     """Neither experts that no row passes, nor rows that are not needed: all of these are NaN."""
     x, is_needed = rows(21), np.arange(21) % 3 > 0

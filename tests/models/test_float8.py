@@ -27,7 +27,7 @@ def load(directory, dtype="float32"):
     )
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "quantization", "left_out"),
     [

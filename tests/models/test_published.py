@@ -83,8 +83,8 @@ def test_what_families_differ_in():
     assert (qwen3.vision.deepstack_blocks, small.vision.deepstack_blocks) == ((8, 16, 24), (5, 11, 17))
 
 
-@pytest.mark.ladder_for("Qwen2-VL-2B", "Qwen2.5-VL-7B")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ladder] * (n not in COUNTED)) for n in SIZES])
+@pytest.mark.slow_for("Qwen2-VL-2B", "Qwen2.5-VL-7B")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in COUNTED)) for n in SIZES])
 @pytest.mark.thorough_for("Qwen2-VL-72B", "Qwen2.5-VL-32B", "Qwen2.5-VL-72B", "Qwen3-VL-235B")
 def test_parameters(name):
     assert sum(math.prod(parameter.shape) for parameter in parameters(published_config(name))) == FIGURES[name][-1]

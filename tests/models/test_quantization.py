@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import pytest
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from vlcache_jax.models.config import PRODUCTS, Quantization, read_quantization
 
@@ -73,6 +72,8 @@ LAYER = "model.language_model.layers"
 )
 def test_the_list_of_fp8_leaves_out_what_the_library_does(patterns):
     """A name from its beginning to the end of a module's name, also as a pattern, or the end of one."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
     expected = {
         (layer, product)
         for layer in range(12)
@@ -159,8 +160,8 @@ def test_a_model_may_have_none():
     ],
 )
 def test_other_formats_are_refused_with_a_sentence(config, what):
-    message = rf"^quantization_config of config.json must be of weights in FP8, as Qwen .* got {re.escape(what)}"
-    with pytest.raises(ValueError, match=message + ".*: take the model as it was published in bfloat16, or its FP8$"):
+    message = rf"^quantization_config of config.json must be FP8 in Qwen's format, .* got {re.escape(what)}"
+    with pytest.raises(ValueError, match=message + ".*: use the published bfloat16 or FP8 checkpoint of this model$"):
         read_quantization({"quantization_config": config}, "config.json")
 
 
@@ -185,7 +186,7 @@ def test_other_formats_are_refused_with_a_sentence(config, what):
         ),
         ({**QWEN, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert of .* must be a list"),
         ({**QWEN, "modules_to_not_convert": ["a("]}, r"modules_to_not_convert of .* or patterns, got 'a\(': missing"),
-        ({**COMPRESSED, "ignore": ["re:*"]}, r"ignore of .* must hold names or patterns, got 're:\*': nothing to"),
+        ({**COMPRESSED, "ignore": ["re:*"]}, r"ignore of .* must be names or patterns, got 're:\*': nothing to"),
         (
             {**COMPRESSED, "config_groups": {"a": {"weights": WEIGHTS, "targets": [5]}}},
             "quantization_config.config_groups.targets of .* must be a list",

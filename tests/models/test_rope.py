@@ -94,7 +94,7 @@ def test_inverse_frequencies(model_type, head_dim, theta, section):
     np.testing.assert_array_equal(ours, np.float32(1) / np.array(power))
 
 
-@pytest.mark.ladder_for("float32")
+@pytest.mark.slow_for("float32")
 @pytest.mark.parametrize(("model_type", "head_dim", "theta", "section"), ROTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_text_rotation_is_the_librarys(model_type, head_dim, theta, section, dtype):

@@ -23,7 +23,7 @@ def reference(checkpoint, load_oracle, textured_image):
     return parity.reference(load_oracle(checkpoint), checkpoint, textured_image)
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe", "qwen3_vl-", "qwen2_5_vl-", "qwen2_vl-")
+@pytest.mark.slow_for("qwen3_vl_moe", "qwen3_vl-", "qwen2_5_vl-", "qwen2_vl-")
 def test_packed_and_padded_images(checkpoint, reference):
     """Image tokens and DeepStack features of three images in one call."""
     model = helper.load(checkpoint)
@@ -32,7 +32,7 @@ def test_packed_and_padded_images(checkpoint, reference):
     assert parity.difference(rows, reference.encoder_rows) <= TOLERANCE
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @each_family
 def test_neither_padding_nor_neighbours_are_seen(family_checkpoint, textured_image):
     model = helper.load(family_checkpoint)
@@ -108,7 +108,7 @@ def test_tables_are_padded_and_in_range(checkpoints, name, grids):
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 6), (8, 8), (14, 4), (50, 6)])
 def test_learned_positions(height, width):
-    """Bilinear taps, corner to corner: equal to interpolating a plane exactly, and inside the table at the edges."""
+    """Bilinear taps, corner to corner: equal to interpolating a buffer exactly, and inside the table at the edges."""
     from vlcache_jax.models.qwen3_vl import _position_taps
 
     side = 8
@@ -117,7 +117,7 @@ def test_learned_positions(height, width):
     assert tap.min() == 0
     assert tap.max() == side * side - 1
     np.testing.assert_allclose(weight.sum(axis=1), 1, atol=1e-6)
-    # The grid's own coordinates are planes, which bilinear interpolation reproduces.
+    # The grid's own coordinates are buffers, which bilinear interpolation reproduces.
     for value, at, n in ((tap // side, y, 2 * height), (tap % side, x, 2 * width)):
         np.testing.assert_allclose((value * weight).sum(axis=1), at * (side - 1) / (n - 1), atol=1e-5)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helper import ATOL
-from vlcache_jax.pallas_kernels import attention, carry_flaws
+from vlcache_jax.pallas_kernels import attention, propagate_nonfinite
 from vlcache_jax.pallas_kernels.cases import CASES, KernelCase, causal, reference, scattered, whole
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -19,7 +19,7 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
-@pytest.mark.ladder_for("bfloat16", "causal, many rows", "one row", "scale", "one image", "one slot", "windows")
+@pytest.mark.slow_for("bfloat16", "causal, many rows", "one row", "scale", "one image", "one slot", "windows")
 @each_case
 @pytest.mark.parametrize("dtype", ATOL)
 def test_agrees_with_the_reference(case: KernelCase, dtype: str) -> None:
@@ -30,7 +30,7 @@ def test_agrees_with_the_reference(case: KernelCase, dtype: str) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float64), reference(*args, case.scale), atol=ATOL[dtype], rtol=0)
 
 
-@pytest.mark.ladder_for("causal, many rows", "one row", "scale", "one image", "one slot", "windows")
+@pytest.mark.slow_for("causal, many rows", "one row", "scale", "one image", "one slot", "windows")
 @each_case
 def test_the_rest_of_the_pool_may_hold_anything(case: KernelCase) -> None:
     clean, poisoned = (jitted(*case.inputs(poison=poison), scale=case.scale) for poison in (False, True))
@@ -42,7 +42,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
     want = np.asarray(jitted(q, k, v, start, end))
     of_k, of_v, of_one = k.copy(), v.copy(), v.copy()
     of_k[50], of_v[50], of_one[50, 0, 3] = np.nan, np.nan, np.inf
-    carry = jax.jit(carry_flaws)
+    carry = jax.jit(propagate_nonfinite)
     for broken in ((of_k, v), carry(k, of_v), carry(k, of_one)):
         out = np.asarray(jitted(q, *broken, start, end))
         np.testing.assert_array_equal(out[:50], want[:50])
@@ -52,7 +52,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
 def test_empty_rows_are_zero_beside_nan() -> None:
     q, k, v, start, end = map(np.array, KernelCase("", 90, 90, 8, 1, 24, whole).inputs())
     end[::3] = 0
-    out = np.asarray(jitted(q, *jax.jit(carry_flaws)(k, np.full_like(v, np.inf)), start, end))
+    out = np.asarray(jitted(q, *jax.jit(propagate_nonfinite)(k, np.full_like(v, np.inf)), start, end))
     assert (out[::3] == 0).all()
     assert np.isnan(out[1::3]).all()
 

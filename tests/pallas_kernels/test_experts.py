@@ -32,7 +32,7 @@ def first_quick(cases: Sequence[Any], mark: pytest.MarkDecorator) -> list[Any]:
     return [cases[0], *(pytest.param(case, marks=[mark, *slow * (case.name == SLOW)]) for case in cases[1:])]
 
 
-@pytest.mark.parametrize("case", first_quick(CASES, pytest.mark.ladder), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", first_quick(CASES, pytest.mark.slow), ids=lambda case: case.name)
 def test_the_contract(case: ExpertsCase) -> None:
     """Experts that nobody has chosen, and rows and weights that are nobody's, are NaN."""
     args = case.inputs()
@@ -117,14 +117,14 @@ print("equal")
 """
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_experts_spread_over_devices() -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}\n{SHARDED}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "equal\n", done.stderr
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @not_a_number
 @pytest.mark.parametrize("check", first_quick(in_small, pytest.mark.interpreted), ids=lambda check: check.name)
 def test_the_kernels(check) -> None:

@@ -23,7 +23,7 @@ SIZES = [
 jitted = jax.jit(grouped_matmul)
 
 
-@pytest.mark.ladder_for("float32")
+@pytest.mark.slow_for("float32")
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_row_meets_the_matrix_of_its_group(sizes, dtype):

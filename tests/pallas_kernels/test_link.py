@@ -31,7 +31,7 @@ def arrays(tokens, dtype=np.float32, seed=0):
     return *pool, [[stored]], array(np.cos(angle), dtype), array(np.sin(angle), dtype)
 
 
-@pytest.mark.ladder_for("256")
+@pytest.mark.slow_for("256")
 @pytest.mark.parametrize("size", [xla.LARGE // 2, xla.LARGE])
 def test_images_together_are_those_one_by_one(size):
     """Small ones are concatenated, large ones written alone."""
@@ -68,15 +68,15 @@ def test_the_worked_example():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": [[zeros(1, 2, 5, K, D)]]}, "planes must have room for 6 tokens, got 5"),
-        ({"images": [[zeros(6, K, D)]]}, "planes must be"),
-        ({"images": [[zeros(1, 2, 6, K, D, dtype=jnp.bfloat16)]]}, "planes must be"),
+        ({"images": [[zeros(1, 2, 5, K, D)]]}, "buffers of images must hold at least 6 tokens, got 5"),
+        ({"images": [[zeros(6, K, D)]]}, "buffers of images must be"),
+        ({"images": [[zeros(1, 2, 6, K, D, dtype=jnp.bfloat16)]]}, "buffers of images must be"),
         ({"layer": 1}, "layer must be .* below 1, got 1"),
         ({"layer": -1}, "layer must be .* below 1, got -1"),
-        ({"bias": zeros(K, D)}, "bias and weight go with a codec"),
+        ({"bias": zeros(K, D)}, "bias and weight must be None without a codec"),
         ({"slot": zeros(6)}, "slot must be int32"),
         ({"cos": zeros(6, 1, D)}, "cos must be"),
-        ({"v_pool": zeros(S + 1, K, D)}, "k_pool, v_pool must have one shape"),
+        ({"v_pool": zeros(S + 1, K, D)}, "k_pool and v_pool must have the same shape"),
     ],
 )
 def test_bad_arguments(change, message):
@@ -113,8 +113,8 @@ def places(rng, tokens, width, dtype):
 
 @functools.partial(jax.jit, static_argnums=0)
 def data_of(codec, stored, bias=None, weight=None):
-    planes = map(jnp.stack, zip(codec.encode(stored[0], bias, weight), codec.encode(stored[1]), strict=True))
-    return [[jnp.stack([jnp.zeros_like(plane), plane]) for plane in planes]]
+    buffers = map(jnp.stack, zip(codec.encode(stored[0], bias, weight), codec.encode(stored[1]), strict=True))
+    return [[jnp.stack([jnp.zeros_like(buffer), buffer]) for buffer in buffers]]
 
 
 def constant(kind, heads, width, seed=1):
@@ -126,14 +126,14 @@ def constant(kind, heads, width, seed=1):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def decode(codec, planes, bias=None, weight=None):
-    return codec.decode(*planes, bias, weight)
+def decode(codec, buffers, bias=None, weight=None):
+    return codec.decode(*buffers, bias, weight)
 
 
 def wanted(codec, pool, data, slot, cos, sin, bias=None, weight=None):
     """In float64, from decoded keys and values rounded to the pool's dtype."""
     k, v = (
-        np.asarray(decode(codec, [np.asarray(plane)[1, half] for plane in data[0]], *c))
+        np.asarray(decode(codec, [np.asarray(buffer)[1, half] for buffer in data[0]], *c))
         .astype(pool[0].dtype)
         .astype(np.float64)
         for half, c in enumerate(((bias, weight), ()))
@@ -159,7 +159,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.ladder_for("float16", "bfloat16", "int8", "None", "weight")
+@pytest.mark.slow_for("float16", "bfloat16", "int8", "None", "weight")
 @pytest.mark.parametrize(("implementation", "dtype"), KERNELS)
 @pytest.mark.parametrize("kind", [None, "bias", "weight"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -176,7 +176,7 @@ def test_what_is_coded_is_linked_as_its_decoded_values(codec, kind, implementati
     np.testing.assert_allclose(np.asarray(k, np.float64), want_k, atol=atol, rtol=0)
 
 
-@pytest.mark.ladder_for("int4", "mosaic_gpu")
+@pytest.mark.slow_for("int4", "mosaic_gpu")
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu_interpreted"])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -206,7 +206,7 @@ def test_flaws_of_what_is_coded(codec, implementation):
     np.testing.assert_array_equal(v, clean[1])
 
 
-@pytest.mark.ladder_for("int8", "16", "32", "128")
+@pytest.mark.slow_for("int8", "16", "32", "128")
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_the_error_of_a_code_is_half_a_step(codec, width):
@@ -215,7 +215,7 @@ def test_the_error_of_a_code_is_half_a_step(codec, width):
     x[:4] = np.array([600.3, 600, 0, -1e-9], np.float32)[:, None, None]  # constant, far from 0
     x[4] = 600 + rng.uniform(0, 0.1, (3, width))
     coded = encode(codec, x)
-    assert [3 * plane.shape[2] for plane in coded] == [*codec.planes(3, width)]
+    assert [3 * buffer.shape[2] for buffer in coded] == [*codec.buffers(3, width)]
     decoded = np.asarray(decode(codec, coded), np.float64)
     group = min(width, codec.shares or width)
     grouped, error = (y.reshape(60, 3, -1, group) for y in (x.astype(np.float64), np.abs(decoded - x)))
@@ -228,21 +228,21 @@ def test_the_error_of_a_code_is_half_a_step(codec, width):
 
 
 def test_what_a_code_takes():
-    assert CODECS["int8"].planes(8, 128) == (1024, 32)
-    assert CODECS["int4"].planes(8, 128) == (512, 128)
-    assert {name: sum(codec.planes(8, 128)) * 8 / 1024 for name, codec in CODECS.items()} == {"int8": 8.25, "int4": 5}
+    assert CODECS["int8"].buffers(8, 128) == (1024, 32)
+    assert CODECS["int4"].buffers(8, 128) == (512, 128)
+    assert {name: sum(codec.buffers(8, 128)) * 8 / 1024 for name, codec in CODECS.items()} == {"int8": 8.25, "int4": 5}
     low, high = np.zeros((1, 1, 64), np.float32), np.zeros((1, 1, 64), np.float32)
     low[0, 0, 3], high[0, 0, 3 + 32] = 15, 15  # paired by rotation: one byte
     assert np.asarray(encode(CODECS["int4"], low)[0])[0, 0, 3] == 15
     assert np.asarray(encode(CODECS["int4"], high)[0])[0, 0, 3] == 15 << 4
     for name, width in (("int4", 48), ("int4", 15), ("int8", 7)):
-        with pytest.raises(ValueError, match=f"head width must be even for codec '{name}'.*, got {width}"):
-            CODECS[name].planes(1, width)
+        with pytest.raises(ValueError, match=f"head width must be even.* for codec '{name}', got {width}"):
+            CODECS[name].buffers(1, width)
     with pytest.raises(ValueError, match=r"codec must be one of \('int8', 'int4'\), got 'fp8'"):
         find("fp8")
 
 
-@pytest.mark.ladder_for("int8")
+@pytest.mark.slow_for("int8")
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, -7e4])
 def test_what_a_code_does_not_hold_decodes_to_what_is_not_finite(codec, value):
@@ -258,7 +258,7 @@ def test_what_a_code_does_not_hold_decodes_to_what_is_not_finite(codec, value):
             assert np.isfinite(decoded[1, 0]).all()
 
 
-@pytest.mark.ladder_for("int4")
+@pytest.mark.slow_for("int4")
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_the_model_s_own_constants_cost_nothing_where_they_are_taken_out(codec):
     rng = np.random.default_rng(0)
@@ -281,10 +281,16 @@ def test_the_model_s_own_constants_cost_nothing_where_they_are_taken_out(codec):
     ("change", "message"),
     [
         ({"codec": "fp8"}, "codec must be one of"),
-        ({"images": [[zeros(1, 2, 6, 3, size, dtype=np.uint8) for size in (8, 5)]]}, "planes must be uint8 of shape"),
-        ({"images": [[zeros(1, 2, 6, 3, size, dtype=np.int8) for size in (8, 4)]]}, "planes must be uint8 of shape"),
-        ({"bias": zeros(D)}, "bias must be of floats, of shape"),
-        ({"weight": zeros(D, dtype=np.int32)}, "weight must be of floats, of shape"),
+        (
+            {"images": [[zeros(1, 2, 6, 3, size, dtype=np.uint8) for size in (8, 5)]]},
+            "buffers of images must be uint8 of shape",
+        ),
+        (
+            {"images": [[zeros(1, 2, 6, 3, size, dtype=np.int8) for size in (8, 4)]]},
+            "buffers of images must be uint8 of shape",
+        ),
+        ({"bias": zeros(D)}, "bias must be floats of shape"),
+        ({"weight": zeros(D, dtype=np.int32)}, "weight must be floats of shape"),
     ],
 )
 def test_bad_arguments_of_what_is_coded(change, message):
@@ -300,7 +306,7 @@ def test_bad_arguments_of_what_is_coded(change, message):
 # What is kept on the device.
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in (*LINK_CASES, *CODED_LINK_CASES) if case.kept], ids=lambda c: c.name)
 def test_what_is_kept_on_the_device_is_linked_like_what_comes(case):
     args = case.inputs()
@@ -312,15 +318,18 @@ def test_what_is_kept_on_the_device_is_linked_like_what_comes(case):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": [[]]}, "planes must be float32 of shape .*got none"),
-        ({"images": [[zeros(1, 2, 16, K, D, dtype=jnp.bfloat16)]]}, "planes must be float32 of shape .*got bfloat16"),
-        ({"images": [[zeros(16, K, D)]]}, "planes must be"),
-        ({"images": [[zeros(1, 2, 16, K, D)]] * 2}, "source must be .* of one image, got int32 .* of 2"),
-        ({"codec": "int8"}, r"planes must be uint8 of shape \[G, 2, C, 3, 8\] and \[G, 2, C, 3, 4\]"),
+        ({"images": [[]]}, "buffers of images must be float32 of shape .*got none"),
+        (
+            {"images": [[zeros(1, 2, 16, K, D, dtype=jnp.bfloat16)]]},
+            "buffers of images must be float32 of shape .*got bfloat16",
+        ),
+        ({"images": [[zeros(16, K, D)]]}, "buffers of images must be"),
+        ({"images": [[zeros(1, 2, 16, K, D)]] * 2}, "source must be .* for exactly one image, got int32 .* for 2"),
+        ({"codec": "int8"}, r"buffers of images must be uint8 of shape \[G, 2, C, 3, 8\] and \[G, 2, C, 3, 4\]"),
         ({"source": zeros(7, dtype=np.int32)}, r"source must be int32 of shape \[6\]"),
         ({"source": zeros(6)}, "source must be int32"),
         ({"cos": zeros(6, 1, D)}, "cos must be"),
-        ({"bias": zeros(K, D)}, "bias and weight go with a codec"),
+        ({"bias": zeros(K, D)}, "bias and weight must be None without a codec"),
     ],
 )
 def test_bad_arguments_of_what_is_kept(change, message):

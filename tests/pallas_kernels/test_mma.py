@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests import emulation
 from tests.helper import ATOL
-from vlcache_jax.kernel_selftest import Verdict
+from vlcache_jax.kernel_selftest import SelfTestResult
 from vlcache_jax.kernel_selftest.gpu import SINCE_AMPERE
 from vlcache_jax.pallas_kernels import (
     PAGE,
@@ -77,14 +77,14 @@ def portable_checks() -> list[Any]:
     return found
 
 
-@pytest.mark.ladder_for("paged_attention: requests", "attention: packed", "experts: one row")
+@pytest.mark.slow_for("paged_attention: requests", "attention: packed", "experts: one row")
 @not_a_number
 @pytest.mark.parametrize("check", portable_checks())
 def test_interpreted(check: Check) -> None:
     check.error(INTERPRETED)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize(("places", "width"), [(2, 128), (3, 80)])
 def test_rings_of_any_size(places: int, width: int) -> None:
     """Two places, where shared memory has no more, to four; windows, as towers see them."""
@@ -105,7 +105,7 @@ def emulated():
         yield
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("case", paged_cases.CASES, ids=lambda case: case.__name__)
 def test_emulated_in_float32(emulated, case: Any) -> None:
     """The kernel's own code, compiled for a CPU, to the rounding of float32."""
@@ -118,7 +118,7 @@ def test_emulated_in_float32(emulated, case: Any) -> None:
     np.testing.assert_allclose(out, paged_cases.reference(rows, q, k, v), atol=2 * ATOL["float32"], rtol=0)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("intervals", [causal, scattered, packed, windows, some_empty, all_empty, beyond])
 def test_emulated_intervals_in_float32(emulated, intervals: Any) -> None:
     args = KernelCase("", 90, 300, 6, 2, 24, intervals).inputs(poison=True)
@@ -274,15 +274,15 @@ class Counted:
         PROMISE_IN_BOUNDS = "in bounds"
 
     def __init__(self) -> None:
-        self.under_way: list[Any] = []
+        self.in_flight: list[Any] = []
         self.places: dict[int, Any] = {}
 
     def copy_gmem_to_smem(self, source: Any, target: int, oob_mode: Any) -> None:
-        self.under_way.append((target, source))
+        self.in_flight.append((target, source))
 
     def wait_gmem_to_smem(self, n: int) -> None:
-        while len(self.under_way) > n:
-            target, source = self.under_way.pop(0)
+        while len(self.in_flight) > n:
+            target, source = self.in_flight.pop(0)
             self.places.setdefault(target, []).append(source)
 
     def when(self, condition: Any) -> Any:
@@ -312,7 +312,7 @@ def test_blocks_have_come_when_they_are_used(monkeypatch: Any, places: int, copi
         for number in range(count):
             place = int(blocks.step(number, count, fetch(number + places - 1)))
             assert counted.places[place] == [(number, i) for i in range(copies)]
-        assert not counted.under_way
+        assert not counted.in_flight
 
 
 # Who runs where.
@@ -355,13 +355,15 @@ def test_every_architecture_has_room_for_two_programs() -> None:
 
 @pytest.fixture
 def on(monkeypatch):
-    """Puts a stand-in for a GPU in the place of the CPU, and verdicts."""
+    """Puts a stand-in for a GPU in the place of the CPU, and results."""
 
     def put(capability: str, **passed: bool) -> Device:
         device = Device(capability)
         monkeypatch.setattr(jax, "devices", lambda *_: [device])
         monkeypatch.setattr(
-            dispatch, "verdict_on", lambda name: Verdict(passed.get(name), "3 cases" if passed.get(name) else "wrong")
+            dispatch,
+            "result_on",
+            lambda name: SelfTestResult(passed.get(name), "3 cases" if passed.get(name) else "wrong"),
         )
         return device
 
@@ -384,13 +386,13 @@ def test_nothing_unproven_runs(on, capability: str) -> None:
     device = on(capability)
     choice = chosen()
     assert choice.implementation == "xla"
-    assert choice.why.startswith(f"check on {device.device_kind} unknown: wrong")
+    assert choice.why.startswith(f"self-test on {device.device_kind} unknown: wrong")
     on(capability, paged_attention_mma=False)
     assert chosen().implementation == "xla"
     on(capability, paged_attention_mma=True)
     choice = chosen()
     assert choice.implementation == "mosaic_gpu_mma"
-    assert choice.why.startswith(f"check on {device.device_kind} passed: 3 cases")
+    assert choice.why.startswith(f"self-test on {device.device_kind} passed: 3 cases")
     dispatch.check_device("mosaic_gpu_mma", device)
 
 
@@ -400,16 +402,22 @@ def test_on_hopper_it_is_the_second_choice(on) -> None:
     on("9.0", paged_attention=False, paged_attention_mma=True)
     choice = chosen()
     assert choice.implementation == "mosaic_gpu_mma"
-    assert choice.why == f"check on {device.device_kind} passed: 3 cases; check on {device.device_kind} failed: wrong"
+    assert (
+        choice.why
+        == f"self-test on {device.device_kind} passed: 3 cases; self-test on {device.device_kind} failed: wrong"
+    )
 
 
 @pytest.mark.parametrize("capability", ["7.5", "13.0"])
 def test_other_gpus_run_xla(on, capability: str) -> None:
     device = on(capability, paged_attention=True, paged_attention_mma=True)
     assert chosen() == dispatch.Choice(
-        "paged_attention", "q bfloat16 [64, 8, 128]", "xla", f"no NVIDIA GPU since Ampere, but {device.device_kind}"
+        "paged_attention",
+        "q bfloat16 [64, 8, 128]",
+        "xla",
+        f"Pallas kernels need an NVIDIA GPU (Ampere or later), got {device.device_kind}",
     )
-    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU since Ampere, got GPU of"):
+    with pytest.raises(NotImplementedError, match=r"needs an NVIDIA GPU \(Ampere or later\), got GPU of"):
         dispatch.check_device("mosaic_gpu_mma", device)
 
 
@@ -429,7 +437,7 @@ def test_statistics_have_no_portable_form(on) -> None:
 def test_cases_that_it_does_not_do() -> None:
     for shape, dtype, why in (
         ((64, 8, 128), jnp.float32, "mosaic_gpu_mma multiplies bfloat16 and float16, got q in float32"),
-        ((64, 8, 160), jnp.bfloat16, "mosaic_gpu_mma does head widths up to 128, got 160"),
+        ((64, 8, 160), jnp.bfloat16, "mosaic_gpu_mma supports head widths up to 128, got 160"),
     ):
         with pytest.raises(NotImplementedError, match=why):
             work_config(64, 4, 4, jax.ShapeDtypeStruct(shape, dtype), 2, decode=False, implementation=INTERPRETED)
@@ -439,7 +447,7 @@ def test_work_of_the_kernel_for_hopper_is_refused() -> None:
     q = array(np.zeros((64, 4, 64)), jnp.bfloat16)
     config = work_config(64, 2, 4, q, 2, decode=False, implementation="mosaic_gpu_interpreted")
     work = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), config.abstract())
-    with pytest.raises(ValueError, match="work must be cut for 64 rows, 4 heads, 2 key-value heads"):
+    with pytest.raises(ValueError, match="work must be made for q with 64 rows and 4 heads and k with 2 heads"):
         mosaic_gpu_mma.paged_attention(q, q[:, :2], q[:, :2], work, scale=1.0)
 
 
@@ -450,7 +458,7 @@ def test_a_device_that_is_none_stands_for_hopper() -> None:
     assert set(SINCE_AMPERE) == set(chips._SHARED_MEMORY)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_packed_rows(monkeypatch) -> None:
     """Rows whose intervals begin anywhere, which towers have where images are packed."""
     args = KernelCase("", 40, 300, 4, 2, 72, packed).inputs("float16")

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 
-from vlcache_jax.kernel_selftest import Verdict, selftest
+from vlcache_jax.kernel_selftest import SelfTestResult, selftest
 from vlcache_jax.pallas_kernels import (
     PAGE,
     attention,
-    carry_flaws,
     dispatch,
     link,
     norm_residual,
     paged_cases,
+    propagate_nonfinite,
     rotate_write,
 )
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu, mosaic_gpu_merge
@@ -88,14 +88,14 @@ def first_quick(cases):
     return [pytest.param(*first), *(pytest.param(*case, marks=pytest.mark.interpreted) for case in others)]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", first_quick(PLAIN), ids=lambda s: f"{s.name}, {s.H}x{s.D}")
 def test_real_shapes_in_small(shape: AttentionShape) -> None:
     args = shape.in_small().arrays()
     assert_close(np.asarray(attention(*args, implementation="mosaic_gpu_interpreted"), np.float32), args)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "fields"), first_quick(WAYS), ids=lambda x: x.name if isinstance(x, KernelCase) else None
 )
@@ -104,7 +104,7 @@ def test_ways_to_cut(case: KernelCase, fields: dict[str, Any]) -> None:
     assert_close(plain(args, scale=case.scale, config=AttentionConfig(**fields)), args, case.scale)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @not_a_number
 def test_keys_that_nobody_sees_may_be_anything() -> None:
     clean, poisoned = (KernelCase("", 20, 400, 4, 1, 64, packed).inputs("bfloat16", poison=poison) for poison in (0, 1))
@@ -125,7 +125,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
         sees = end > slot
         of_k, of_v = np.array(k), np.array(v)
         of_k[slot], of_v[slot, 0, 3] = np.nan, np.inf
-        for broken in ((of_k, v), jax.jit(carry_flaws)(k, of_v)):
+        for broken in ((of_k, v), jax.jit(propagate_nonfinite)(k, of_v)):
             out = plain((q, *broken, start, end), config=SMALL)
             np.testing.assert_array_equal(out[~sees], want[~sees])
             assert not np.isfinite(out[sees]).any()
@@ -248,7 +248,7 @@ def few(rng: np.random.Generator) -> PagedRows:
     return PagedRows(np.array([0, 1, 0]), np.array([0, 7, 140]), np.array([880, 90, 690]), tables)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "width", "config"),
     [
@@ -360,7 +360,9 @@ def test_how_work_is_cut() -> None:
 def test_work_of_other_arguments_is_refused() -> None:
     rows, arrays, _ = paged_inputs(few, 5, 4, 1, 64, pages=9)
     other = mosaic_gpu.work_config(5, 20, 40, 8, 1, 64, decode=False, programs=3)
-    with pytest.raises(ValueError, match="work must be cut for 5 rows, 4 heads, 1 key-value heads, got WorkConfig"):
+    with pytest.raises(
+        ValueError, match="work must be made for q with 5 rows and 4 heads and k with 1 heads, got WorkConfig"
+    ):
         paged(rows, arrays, other)
 
 
@@ -434,19 +436,21 @@ def test_the_choice_is_recorded_with_its_reason(monkeypatch: pytest.MonkeyPatch)
             jax.eval_shape(functools.partial(attention, implementation=implementation), x, x, x, index, index)
         return [(choice.implementation, choice.why) for choice in made]
 
-    assert choices(x, "xla") == [("xla", "asked for")]
-    assert choices(x, None) == [("xla", "no NVIDIA GPU since Ampere, but cpu")]
+    assert choices(x, "xla") == [("xla", "requested")]
+    assert choices(x, None) == [("xla", "Pallas kernels need an NVIDIA GPU (Ampere or later), got cpu")]
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
     for passed, chosen, why in (
-        (True, "mosaic_gpu", "check on NVIDIA H200 passed: 3 cases"),
-        (False, "xla", "check on NVIDIA H200 failed: 3 cases"),
-        (None, "xla", "check on NVIDIA H200 unknown: 3 cases; run `vlcache doctor`"),
+        (True, "mosaic_gpu", "self-test on NVIDIA H200 passed: 3 cases"),
+        (False, "xla", "self-test on NVIDIA H200 failed: 3 cases"),
+        (None, "xla", "self-test on NVIDIA H200 unknown: 3 cases; run `vlcache doctor`"),
     ):
-        monkeypatch.setattr(selftest, "_known", {"attention": Verdict(passed, "3 cases")})
+        monkeypatch.setattr(selftest, "_known", {"attention": SelfTestResult(passed, "3 cases")})
         assert choices(x, None) == [(chosen, why)]
-        assert choices(x, "mosaic_gpu") == [("mosaic_gpu", "asked for")]
+        assert choices(x, "mosaic_gpu") == [("mosaic_gpu", "requested")]
     monkeypatch.setattr(selftest, "_known", {})
-    assert choices(x, None) == [("xla", "check on NVIDIA H200 unknown: never checked; run `vlcache doctor`")]
+    assert choices(x, None) == [
+        ("xla", "self-test on NVIDIA H200 unknown: the self-test has not run; run `vlcache doctor`")
+    ]
     assert choices(wide, None) == [("xla", "mosaic_gpu multiplies bfloat16 and float16, got q in float32")]
     assert dispatch.is_hopper(Hopper())
     monkeypatch.setattr(Hopper, "compute_capability", "10.0")
@@ -461,7 +465,7 @@ def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: boo
     versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
     monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
-    monkeypatch.setattr(selftest, "_known", dict.fromkeys(("attention", "link"), Verdict(True, "3 cases")))
+    monkeypatch.setattr(selftest, "_known", dict.fromkeys(("attention", "link"), SelfTestResult(True, "3 cases")))
 
     def choice(kernel, arguments, implementation):
         with dispatch.recorded() as made:  # a new function: what was traced before is not traced again
@@ -474,8 +478,8 @@ def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: boo
         assert choice(kernel, arguments, "mosaic_gpu_interpreted").implementation == "mosaic_gpu_interpreted"
         if refused:
             assert best.implementation == "xla"
-            assert "the ptxas of those miscompiles masks, got 12." in best.why
-            with pytest.raises(NotImplementedError, match=r"the ptxas of those miscompiles masks, got 12\.[89]"):
+            assert "because ptxas 12.8 and 12.9 miscompile masks, got 12." in best.why
+            with pytest.raises(NotImplementedError, match=r"ptxas 12.8 and 12.9 miscompile masks, got 12\.[89]"):
                 choice(kernel, arguments, "mosaic_gpu")
         else:
             assert best.implementation == "mosaic_gpu"

@@ -30,7 +30,7 @@ def padded(*pools):
     return [np.pad(pool, ((0, 60 * PAGE - len(pool)), (0, 0), (0, 0))) for pool in pools]
 
 
-@pytest.mark.ladder_for("bfloat16")
+@pytest.mark.slow_for("bfloat16")
 @each_case
 @pytest.mark.parametrize("dtype", ATOL)
 def test_agrees_with_the_reference(case, dtype):
@@ -49,7 +49,7 @@ def test_rows_that_decode(case):
     np.testing.assert_allclose(out, reference(rows, q, k, v, scale=0.3), atol=ATOL["float32"], rtol=0)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_row_that_decodes_does_not_depend_on_others():
     """To the last bit, however many rows a step has, and how many of them see something."""
     rng = np.random.default_rng(0)
@@ -59,16 +59,16 @@ def test_a_row_that_decodes_does_not_depend_on_others():
     q = rng.standard_normal((16, HEADS, WIDTH), np.float32)
     pools = rng.standard_normal((2, 60 * PAGE, KV_HEADS, WIDTH), np.float32)
 
-    def run(rows, rung):
+    def run(rows, bucket):
         own = [tables[row] for row in rows]
-        work = make_work(np.arange(len(rows)), 0 * lengths[rows], lengths[rows], own, config(rung, decode=True))
-        return np.asarray(jitted(q[np.array([*rows] + [0] * (rung - len(rows)))], *pools, work))[: len(rows)]
+        work = make_work(np.arange(len(rows)), 0 * lengths[rows], lengths[rows], own, config(bucket, decode=True))
+        return np.asarray(jitted(q[np.array([*rows] + [0] * (bucket - len(rows)))], *pools, work))[: len(rows)]
 
     want = np.concatenate([run([row], 1) for row in range(13)])
     assert np.isfinite(want).all()
     assert want.any()
-    for rows, rung in ((range(4), 4), ([2, 0, 1], 4), ([8, 2, 4, 6, 0], 8), (range(13), 16), ([9, 3], 16)):
-        np.testing.assert_array_equal(run([*rows], rung), want[[*rows]])
+    for rows, bucket in ((range(4), 4), ([2, 0, 1], 4), ([8, 2, 4, 6, 0], 8), (range(13), 16), ([9, 3], 16)):
+        np.testing.assert_array_equal(run([*rows], bucket), want[[*rows]])
 
 
 @each_case
@@ -128,7 +128,7 @@ def test_pages_may_lie_anywhere():
     np.testing.assert_array_equal(jitted(q, *pools, elsewhere.work(config())), want)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_no_copy_of_the_pool():
     def temporaries(rows, pages, decode):
         q, pool = ((rows, 12, 64), jnp.bfloat16), ((pages * PAGE, 4, 64), jnp.bfloat16)
@@ -147,8 +147,8 @@ def test_wrong_arguments_are_named():
     right = {"q": q, "k": pool, "v": pool, "work": work}
     assert paged_attention(**right).shape == q.shape
     for change, message in (
-        ({"q": q[:7]}, "work must be for the 7 rows of q, got one for 8"),
-        ({"k": pool[:200], "v": pool[:200]}, "k must have whole pages of 128 slots"),
+        ({"q": q[:7]}, "work must be made for the 7 rows of q, got work for 8"),
+        ({"k": pool[:200], "v": pool[:200]}, "k must have full pages of 128 slots"),
         ({"v": pool[:128]}, "v must have the shape of k"),
         ({"work": None}, "work must be a Work as made by make_work, got NoneType"),
         ({"end": np.zeros(7, np.int32)}, r"end must be int32 of shape \[8\], got int32 \[7\]"),

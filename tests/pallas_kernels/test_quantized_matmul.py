@@ -99,10 +99,14 @@ def test_experts():
     ("weight", "scale", "message"),
     [
         (((4, 9), FLOAT8), ((4, 1), jnp.float32), r"weight must be \[O, 8\], got \[4, 9\]"),
-        (((4, 8), jnp.float32), ((4, 1), jnp.float32), "weight must be float8_e4m3fn beside its factors, got float32"),
+        (((4, 8), jnp.float32), ((4, 1), jnp.float32), "weight must be float8_e4m3fn if it has factors, got float32"),
         (((4, 8), FLOAT8), ((4, 1), jnp.bfloat16), "factors of weight must be float32 .* got bfloat16"),
-        (((4, 8), FLOAT8), ((3, 1), jnp.float32), r"factors of weight must be float32 \[4\] x groups .* \[3, 1\]"),
-        (((4, 8), FLOAT8), ((4, 3), jnp.float32), r"groups that share 8 inputs, got float32 \[4, 3\]"),
+        (
+            ((4, 8), FLOAT8),
+            ((3, 1), jnp.float32),
+            r"factors of weight must be float32 of shape \[4\] x groups, .* \[3, 1\]",
+        ),
+        (((4, 8), FLOAT8), ((4, 3), jnp.float32), r"groups, a number that divides 8 inputs, got float32 \[4, 3\]"),
     ],
 )
 def test_shapes_and_dtypes_must_go_together(weight, scale, message):
@@ -186,8 +190,8 @@ def test_experts_that_are_checked_on_a_chip_hold_in_xla():
     ("x", "outputs", "inputs", "groups", "message"),
     [
         ("float32", 64, 128, 1, "multiplies bfloat16 and float16, got x in float32"),
-        ("bfloat16", 64, 192, 3, "of which 128 inputs share a factor, .* got 192 inputs, 3 factors and 64 outputs"),
-        ("bfloat16", 96, 128, 1, "a multiple of 64 outputs, got 128 inputs, 1 factors and 96 outputs"),
+        ("bfloat16", 64, 192, 3, "with one factor for 128 inputs, .* got 192 inputs, 3 factors and 64 outputs"),
+        ("bfloat16", 96, 128, 1, "multiples of 64 outputs, got 128 inputs, 1 factors and 96 outputs"),
     ],
 )
 def test_what_the_kernel_does_not_do_is_told(x, outputs, inputs, groups, message):
@@ -208,5 +212,5 @@ def test_the_kernel_for_experts_takes_factors_of_128_inputs():
         *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 128, 1), (2, 64, 1))),
     )
     for implementation in (HOPPERS, PORTABLE):
-        with pytest.raises(NotImplementedError, match="of which 128 inputs share a factor"):
+        with pytest.raises(NotImplementedError, match="with one factor for 128 inputs"):
             jax.eval_shape(functools.partial(mix_experts, implementation=implementation), *args)

@@ -54,7 +54,7 @@ def test_rotation_and_writing(case: RotateCase, dtype: str) -> None:
         ({"v_pool": np.zeros((9, 2, 8), np.float16)}, "v_pool must be float32"),
         ({"bias": np.zeros((2, 8), np.float32)}, r"bias must be float32 of shape \[2, 4, 8\]"),
         ({"k_norm": np.zeros(4, np.float32)}, r"k_norm must be float32 of shape \[8\]"),
-        ({"keep": 6}, "keep must be positive, and at most 5, got 6"),
+        ({"keep": 6}, "keep must be from 1 to 5, got 6"),
         ({"places": np.zeros((2, 2), np.int32)}, r"places must be int32 of shape \[R\]"),
         ({"implementation": "cudnn"}, r"implementation must be None or one of \('xla', .*\), got 'cudnn'"),
     ],

@@ -15,7 +15,7 @@ from vlcache_jax.pallas_kernels.statistics_cases import CASES, StatisticsCase, r
 jitted = jax.jit(attention_statistics, static_argnames=("scale", "implementation"))
 
 
-@pytest.mark.ladder_for("one head", "edges", "one row", "last rows")
+@pytest.mark.slow_for("one head", "edges", "one row", "last rows")
 @pytest.mark.parametrize(
     ("case", "dtype", "flaw"),
     [
@@ -64,7 +64,7 @@ def test_nothing_of_rows_times_keys_is_held() -> None:
     ("change", "message"),
     [
         ({"q": np.zeros((5, 4, 8), np.float32)}, "q must have a multiple of k's 3 heads, got 4"),
-        ({"k": np.zeros((200, 3, 8), np.float32)}, r"k must have whole pages of 128 slots, got \[200, 3, 8\]"),
+        ({"k": np.zeros((200, 3, 8), np.float32)}, r"k must have full pages of 128 slots, got \[200, 3, 8\]"),
         ({"k": np.zeros((256, 3, 8), jnp.bfloat16)}, "k must have the dtype of q, float32, got bfloat16"),
         ({"table": np.zeros(2, np.float32)}, r"table must be int32 of shape \[B\] .* got float32 \[2\]"),
         ({"table": np.zeros(0, np.int32)}, r"table must be int32 .* got int32 \[0\]"),

@@ -220,12 +220,15 @@ def test_lengths_follow_from_the_configuration_alone():
     [
         ({"table": np.zeros(305, int)}, r"table must be \[n\] with n at most 304"),
         ({"end": np.ones(4, int)}, r"end must have the shape of table, \(3,\), got \(4,\)"),
-        ({"table": np.array([0, 1, 2])}, "table must name one of 2 tables, got 0 to 2"),
-        ({"end": np.array([5, 257, 5])}, "start and end must lie within the 2 pages of the row's table, got 0 and 257"),
-        ({"start": np.array([-1, 0, 0])}, "start and end must lie within .* got -1 and 5 for row 0"),
-        ({"tables": [np.arange(41)] * 2}, "tables must be at most 20 of at most 40 pages, got 2 of up to 41"),
-        ({"shared": [Shared((0, 1), 2)]}, "shared must have tables with the same first 2 pages"),
-        ({"shared": [Shared((0, 2), 1)]}, "shared must name some of 2 tables"),
+        ({"table": np.array([0, 1, 2])}, "table must be indices below 2, the number of tables, got 0 to 2"),
+        ({"end": np.array([5, 257, 5])}, "start and end must be within the 2 pages of the block table, got 0 and 257"),
+        ({"start": np.array([-1, 0, 0])}, "start and end must be within .* got -1 and 5 for row 0"),
+        (
+            {"tables": [np.arange(41)] * 2},
+            "tables must be at most 20 block tables of at most 40 pages, got 2 of up to 41",
+        ),
+        ({"shared": [Shared((0, 1), 2)]}, "shared must list nested groups of tables with the same first 2 pages"),
+        ({"shared": [Shared((0, 2), 1)]}, "shared must list indices below 2"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

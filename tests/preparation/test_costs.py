@@ -38,23 +38,23 @@ IMAGE = Image(tokens=10, patches=40, kv_bytes=400, encoder_bytes=80)
 
 def test_costs_are_sums_of_what_is_done():
     link, encoder, compute = 400 * 2 + 10 * 3, 80 * 5 + 10 * 100, 40 * (7 + 11) + 10 * 100
-    assert RATES.costs(IMAGE) == {"link": link, "encoder": encoder, "compute": compute}
+    assert RATES.costs(IMAGE) == {"kv": link, "encoder": encoder, "none": compute}
     fresh = dataclasses.replace(IMAGE, fresh=0.25)  # of its rows, which enter as encoder rows
-    assert RATES.costs(fresh)["link"] == link + 0.25 * encoder
+    assert RATES.costs(fresh)["kv"] == link + 0.25 * encoder
     without = dataclasses.replace(fresh, encoder_bytes=None)  # they need the whole image encoded
-    assert RATES.costs(without) == {"link": link + 0.25 * 10 * 100 + 40 * 18, "compute": compute}
-    assert list(RATES.costs(dataclasses.replace(IMAGE, kv_bytes=None))) == ["encoder", "compute"]
+    assert RATES.costs(without) == {"kv": link + 0.25 * 10 * 100 + 40 * 18, "none": compute}
+    assert list(RATES.costs(dataclasses.replace(IMAGE, kv_bytes=None))) == ["encoder", "none"]
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "link"),
+        ({}, "kv"),
         ({"transfer": {"host": 5.0}}, "encoder"),
         ({"link": 1000.0}, "encoder"),
-        ({"link": 1000.0, "stage": 20.0}, "compute"),
-        ({"link": 1000.0, "encode": 0.0, "decode": 0.0}, "compute"),
-        ({"transfer": {"host": 0.0}, "link": 140.0}, "link"),  # 10 * 140 == 80 * 5 + 10 * 100
+        ({"link": 1000.0, "stage": 20.0}, "none"),
+        ({"link": 1000.0, "encode": 0.0, "decode": 0.0}, "none"),
+        ({"transfer": {"host": 0.0}, "link": 140.0}, "kv"),  # 10 * 140 == 80 * 5 + 10 * 100
         ({"link": 1000.0, "stage": 9.0}, "encoder"),  # 80 * 9 == 40 * (7 + 11)
     ],
 )
@@ -64,16 +64,16 @@ def test_the_cheapest_is_chosen_and_of_equal_ones_the_first(changes, expected):
 
 def test_what_is_not_there_is_not_chosen():
     cheap_rows = dataclasses.replace(RATES, row=0.0, encode=0.0, decode=0.0)
-    assert choose(cheap_rows, IMAGE) == "compute"
+    assert choose(cheap_rows, IMAGE) == "none"
     assert choose(cheap_rows, dataclasses.replace(IMAGE, has_pixels=False)) == "encoder"
     no_rows = dataclasses.replace(IMAGE, has_pixels=False, encoder_bytes=None)
-    assert choose(cheap_rows, no_rows) == "link"
-    assert choose(cheap_rows, dataclasses.replace(no_rows, fresh=0.1)) == "link"  # as nothing can be computed
-    assert choose(RATES, Image(10, 40, None, None)) == "compute"
+    assert choose(cheap_rows, no_rows) == "kv"
+    assert choose(cheap_rows, dataclasses.replace(no_rows, fresh=0.1)) == "kv"  # as nothing can be computed
+    assert choose(RATES, Image(10, 40, None, None)) == "none"
 
 
 def test_recomputing_most_of_it_is_no_gain():
-    assert choose(RATES, dataclasses.replace(IMAGE, fresh=0.3)) == "link"
+    assert choose(RATES, dataclasses.replace(IMAGE, fresh=0.3)) == "kv"
     assert choose(RATES, dataclasses.replace(IMAGE, fresh=0.9)) == "encoder"
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_or_foreign_file_is_like_none(home, identity, damage, caplog):
 
 
 def test_a_wrong_load_is_named():
-    with pytest.raises(ValueError, match=r"load must be one of \('auto', 'link', 'encoder', 'compute'\), got 'disk'"):
+    with pytest.raises(ValueError, match=r"load must be one of \('auto', 'kv', 'encoder', 'none'\), got 'disk'"):
         CacheConfig(load="disk")
 
 
@@ -152,7 +152,7 @@ def open_llm(directory, load, **changes):
 
 @pytest.fixture(scope="module")
 def engine(directory):
-    with open_llm(directory, "link") as llm:
+    with open_llm(directory, "kv") as llm:
         yield llm
 
 
@@ -164,7 +164,7 @@ def loading(engine):
         engine.reset_mm_cache()
         engine.service.cache.store.config = dataclasses.replace(engine.service.cache.store.config, load=load)
         engine.service.cache.store._counts = CacheStats()
-        engine.service.intake.planner._keeps_pages = keeps_pages
+        engine.service.preparation.planner._keeps_pages = keeps_pages
         return engine
 
     yield loading
@@ -204,9 +204,9 @@ def b(textured_image):
 
 PASSED = "cheaper_to_compute"
 FORCED = {
-    "link": ("exact", "host", "none", None),
+    "kv": ("exact", "host", "none", None),
     "encoder": ("miss", "none", "host", PASSED),
-    "compute": ("miss", "none", "computed", PASSED),
+    "none": ("miss", "none", "computed", PASSED),
 }
 
 
@@ -223,18 +223,18 @@ def test_a_load_can_be_forced(loading, a, b, load):
     assert told(again[0]) == [FORCED[load]] * 2
     assert answers(again) == answers(first) == answers(cold)
     assert again[0].cache.exact
-    computes = load != "link"
+    computes = load != "kv"
     assert again[0].cache.rows[-1] == (cold if computes else again)[0].cache.rows[-1]
     assert (again[0].num_cached_tokens == 0) == computes
     after = kept(llm)
     assert after == before  # the same records, each in its place
     stats = llm.cache.stats()
     assert (stats.hits_exact, stats.misses, stats.passed_over) == ((0, 2, 2) if computes else (2, 2, 0))
-    assert stats.encoder_hits == (0 if load == "compute" else 2)
+    assert stats.encoder_hits == (0 if load == "none" else 2)
     assert (stats.stored, stats.evicted, stats.pinned) == (4, 0, 0)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("load", FORCED)
 def test_elsewhere_an_image_is_a_miss_of_its_new_context(loading, a, load):
     here, there = user("Here ", a), user("Over there: ", a)
@@ -242,34 +242,34 @@ def test_elsewhere_an_image_is_a_miss_of_its_new_context(loading, a, load):
     cold = chat(llm, there, reuse="off")
     chat(llm, here)
     [output] = chat(llm, there, reuse="full")
-    expected = ("approximate", "host", "none", "other_context") if load == "link" else FORCED[load]
+    expected = ("approximate", "host", "none", "other_context") if load == "kv" else FORCED[load]
     assert told(output) == [expected]
-    assert output.cache.exact == (load != "link")
-    assert llm.cache.stats().kv_records == (1 if load == "link" else 2)
-    if load != "link":
+    assert output.cache.exact == (load != "kv")
+    assert llm.cache.stats().kv_records == (1 if load == "kv" else 2)
+    if load != "kv":
         assert answers([output]) == answers(cold)
         records = kept(llm)
         [again] = chat(llm, there, reuse="full")  # now its own record is passed over
         assert told(again) == [FORCED[load]]
         assert kept(llm) == records
     [output] = chat(llm, user("A third place ", a), reuse="exact")
-    encoder = "computed" if load == "compute" else "host"
+    encoder = "computed" if load == "none" else "host"
     assert told(output) == [("miss", "none", encoder, "other_context")]  # nothing could have been linked
 
 
 def test_a_full_cache_evicts_nothing_for_what_is_there(loading, a, b, monkeypatch):
-    llm = loading("compute")
+    llm = loading("none")
     chat(llm, user(a))
     chat(llm, user(b))
     monkeypatch.setattr(llm.service.cache.store.tier, "capacity", llm.cache.stats().bytes)
     for prompt in (user(a), user(b), user(a)):
         [output] = chat(llm, prompt)
-        assert told(output) == [FORCED["compute"]]
+        assert told(output) == [FORCED["none"]]
     assert (llm.cache.stats().stored, llm.cache.stats().evicted) == (4, 0)
 
 
-@pytest.mark.ladder
-@pytest.mark.parametrize("load", ["encoder", "compute"])
+@pytest.mark.slow
+@pytest.mark.parametrize("load", ["encoder", "none"])
 @pytest.mark.parametrize("keeps_pages", [False, True])
 @pytest.mark.parametrize("reuse", ["exact", "approximate"])
 def test_a_call_means_the_same_as_one_by_one(loading, a, b, load, keeps_pages, reuse):
@@ -292,11 +292,11 @@ def test_files_seen_before_are_decoded_where_they_are_computed(loading, a, tmp_p
 
     Pictures.fromarray(a).save(tmp_path / "a.png")
     prompt = [{"role": "user", "content": [{"type": "image", "path": str(tmp_path / "a.png")}]}]
-    llm = loading("compute")
+    llm = loading("none")
     first = chat(llm, prompt)
     again = chat(llm, prompt)
     assert again[0].metrics.decode_image == 0  # it was known by its bytes, and decoded later
-    assert told(again[0]) == [FORCED["compute"]]
+    assert told(again[0]) == [FORCED["none"]]
     assert answers(again) == answers(first)
 
 
@@ -312,15 +312,15 @@ def test_verify_and_off_are_as_ever(loading, a):
 
 
 def test_what_is_in_pages_stays_there(loading, a):
-    llm = loading("compute", keeps_pages=True)
+    llm = loading("none", keeps_pages=True)
     conversation = user("Words before ", a, " and behind it, as many as it takes. " * 6)
     first = chat(llm, conversation)
     again = chat(llm, conversation)
-    assert told(again[0]) == [("exact", "resident", "none", None)]
+    assert told(again[0]) == [("exact", "kv_pool", "none", None)]
     assert answers(again) == answers(first)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_coded_records_are_passed_over_too(directory, a):
     with open_llm(directory, "encoder", cache={"codec": "int8"}) as llm:
         chat(llm, user(a))
@@ -331,7 +331,7 @@ def test_coded_records_are_passed_over_too(directory, a):
 
 
 @pytest.mark.parametrize(
-    ("rates", "load"), [(None, "link"), (CHEAP_LINK, "link"), (DEAR_LINK, "encoder"), (DEAR_RECORDS, "compute")]
+    ("rates", "load"), [(None, "kv"), (CHEAP_LINK, "kv"), (DEAR_LINK, "encoder"), (DEAR_RECORDS, "none")]
 )
 def test_auto_goes_by_the_rates_of_this_machine(home, directory, identity, a, rates, load):
     if rates is not None:
@@ -344,12 +344,12 @@ def test_auto_goes_by_the_rates_of_this_machine(home, directory, identity, a, ra
         assert answers(again) == answers(cold)
         CHEAP_LINK.save(identity)  # rates are those of when it was opened
         assert told(chat(llm, user(a))[0]) == [FORCED[load]]
-    with open_llm(directory, "link") as llm:  # which asks for no rates
+    with open_llm(directory, "kv") as llm:  # which asks for no rates
         chat(llm, user(a))
-        assert told(chat(llm, user(a))[0]) == [FORCED["link"]]
+        assert told(chat(llm, user(a))[0]) == [FORCED["kv"]]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_auto_weighs_what_a_policy_computes_anyway(home, directory, identity, a):
     """A token takes 1 to link and 2 to compute: of an image of which most is computed anyway, linking is no gain."""
     Rates({"host": 0.0}, link=1.0, stage=0.0, row=2.0, encode=1.0, decode=1.0).save(identity)
@@ -374,7 +374,7 @@ def test_a_trusted_id_is_never_decoded_for_speed(home, directory, identity, a, b
 # Measuring.
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_calibrated_engine_goes_by_what_was_measured(home, tmp_path_factory, a):
     """A narrow model, but its K, V are wide, so that what is linked is more than noise."""
     text = {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 256}
@@ -389,7 +389,7 @@ def test_a_calibrated_engine_goes_by_what_was_measured(home, tmp_path_factory, a
     assert Rates.load(found.identity) is None  # measuring writes nothing
     rates.save(found.identity)
     with open_llm(model, "auto", kv_cache_bytes=64 * 2**20) as llm:
-        assert llm.service.intake.planner.rates == rates
+        assert llm.service.preparation.planner.rates == rates
         chat(llm, user(a))
         expected = choose(rates, found.image)
         assert told(chat(llm, user(a))[0]) == [FORCED[expected]]
@@ -418,9 +418,9 @@ def test_the_command_says_what_pays_and_keeps_it(home, monkeypatch, identity):
     result = CliRunner().invoke(app, ["calibrate", "tiny-vqa", "--codec", "int8"])
     assert result.exit_code == 0, result.output
     told = dict(re.split(r"  +", line) for line in result.stdout.splitlines() if re.search(r"\S  +\d", line))
-    assert float(told["link its K, V"]) == 1e3 * (400 * 2 + 1000 * 3)
+    assert float(told["load its KV"]) == 1e3 * (400 * 2 + 1000 * 3)
     assert float(told["compute it from its pixels"]) == 1e3 * (1000 * 100 + 40 * 18)
-    assert "linking pays while less than 96 % of it is computed anew" in result.stdout
+    assert "loading the KV pays if less than 96 % of its tokens are recomputed" in result.stdout
     assert Rates.load(identity) == RATES
     assert CliRunner().invoke(app, ["calibrate", "tiny-vqa", "--codec", "zip"]).exit_code == 1
     [line] = [line for line in CliRunner().invoke(app, ["doctor"]).stdout.splitlines() if line.startswith("rates")]

@@ -9,7 +9,7 @@ from vlcache_jax.cache.lookups import misfit
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.models import load_config
 from vlcache_jax.pallas_kernels import CODECS
-from vlcache_jax.preparation.planner import Forms
+from vlcache_jax.preparation.planner import MetaBuilder
 
 ENTRY, OWNER, CONTEXT, GRID = "a" * 64, "b" * 64, "c" * 64, (1, 4, 6)
 
@@ -18,7 +18,7 @@ ENTRY, OWNER, CONTEXT, GRID = "a" * 64, "b" * 64, "c" * 64, (1, 4, 6)
 def forms(request, checkpoints):
     config = load_config(checkpoints("qwen3_vl"))
     codec = request.param and CODECS[request.param]
-    return Forms(config, KVShape.of(config, np.float32, codec), lambda: "d" * 64)
+    return MetaBuilder(config, KVShape.of(config, np.float32, codec), lambda: "d" * 64)
 
 
 @pytest.fixture(params=["encoder", "kv"])
@@ -43,7 +43,7 @@ def changes(record):
     yield from ({"shape": shape[:-1]}, {"shape": (*shape, 1)}, {"shape": tuple(-one for one in shape)})
     yield from ({"tokens": tokens} for tokens in (-6, 0, 5, 7, 10**30))
     yield from ({"dtype": dtype} for dtype in ("bfloat16", "uint16", ""))
-    yield from ({"model": ""}, {"codec": "float16"}, {"planes": (3,)}, {"planes": (0,)})
+    yield from ({"model": ""}, {"codec": "float16"}, {"buffers": (3,)}, {"buffers": (0,)})
     yield from ({"grid": grid} for grid in ((1, 4, 8), (0, 4, 6), (1, -4, -6), (1, 3, 8), (10**12, 10**12, 10**12)))
     yield {"canonical": False} if record.context is None else {"context": "../x"}
 

@@ -6,7 +6,7 @@ import json
 import types
 
 import pytest
-from transformers import GenerationConfig
+import transformers
 
 from vlcache_jax.preparation.sequences import read_generation_config
 
@@ -45,7 +45,7 @@ def test_end_tokens_are_the_tokenizers_and_those_of_the_first_file_that_names_an
 @pytest.mark.parametrize("top", [{}, {"eos_token_id": TEXT, "do_sample": True, "temperature": 0.5}])
 def test_without_a_file_of_their_own_they_are_those_that_the_library_finds(tmp_path, top, text):
     found, ends = read(tmp_path, None, {**top, "text_config": text})
-    expected = GenerationConfig.from_model_config({**top, "text_config": text}).to_dict()
+    expected = transformers.GenerationConfig.from_model_config({**top, "text_config": text}).to_dict()
     named = expected["eos_token_id"]
     assert ends == {SPOKEN} | (set() if named is None else {named})
     assert found == {

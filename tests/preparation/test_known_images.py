@@ -24,7 +24,7 @@ COMPILES = "vlcache-ahead"  # a thread
 
 
 def open_llm(directory, **options):
-    cache = CacheConfig(load="link", **options.pop("cache", {}))
+    cache = CacheConfig(load="kv", **options.pop("cache", {}))
     return LLM(directory, cache=cache, use_tqdm=False, **SIZES, **options)
 
 
@@ -61,7 +61,7 @@ def test_a_known_image_is_described_once(llm, encoded, monkeypatch):
     ask(llm, encoded)
     known = described(llm, encoded)
     assert known is not None
-    monkeypatch.setattr(type(llm.service.intake.identifier.recognizer.media), "shape", None)  # it is not called
+    monkeypatch.setattr(type(llm.service.preparation.identifier.recognizer.media), "shape", None)  # it is not called
     hit = ask(llm, encoded, encoded)
     assert described(llm, encoded) is known
     assert {image.key for image in hit.cache.images} == {known.key} == {llm.cache.key(encoded)}

@@ -22,7 +22,7 @@ from vlcache_jax.outputs import (
     RequestDelta,
     RequestMetrics,
 )
-from vlcache_jax.protocol.answers import ChatAnswer, ChatFormat, CompletionAnswer
+from vlcache_jax.protocol.answers import ChatAnswer, ChatFormat, CompletionAnswer, logprob
 from vlcache_jax.protocol.requests import Options, OutputParts
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.responses import ResponseRequest
@@ -98,7 +98,7 @@ def test_tokens_of_thinking_are_counted(tokenizer):
     ):
         assert told(text, prompt)[2:] == (text, text, len(thought))
         rest = text.replace(thought, "")
-        assert told(text, prompt, tells_thoughts=False) == (said, "", rest, rest, len(thought))
+        assert told(text, prompt, returns_thoughts=False) == (said, "", rest, rest, len(thought))
 
 
 @given(
@@ -107,9 +107,9 @@ def test_tokens_of_thinking_are_counted(tokenizer):
     tells=st.booleans(),
 )
 def test_streamed_is_whole(tokenizer, pieces, prompt, tells):
-    expected = whole(answer(tokenizer, tells_thoughts=tells), ["".join(pieces)], prompt)
+    expected = whole(answer(tokenizer, returns_thoughts=tells), ["".join(pieces)], prompt)
     for texts in (pieces, list("".join(pieces))):
-        assert streamed(answer(tokenizer, tells_thoughts=tells), texts, prompt) == expected
+        assert streamed(answer(tokenizer, returns_thoughts=tells), texts, prompt) == expected
     assert expected[2] == expected[3]
     assert len("".join(pieces)) == len(expected[2]) + (0 if tells else expected[4])
 
@@ -164,7 +164,7 @@ def test_a_response_has_what_was_thought_and_what_is_said(tokenizer):
     answers = []
     for _ in range(2):
         chat = answer(tokenizer)
-        chat.tells_thinking_tokens = False
+        chat.returns_thinking_tokens = False
         answers.append(ResponseAnswer(chat, ResponseRequest.parse({"input": "?", "top_logprobs": 1})))
     collector = OutputCollector()
     for delta in deltas(texts, prompt):
@@ -289,3 +289,9 @@ def test_a_text_of_a_template_opens_thinking_by_its_end(renderer, prompt, opened
     assert thinking.from_prompt(prompt).opens_thought == opened
     assert thinking.from_prompt(renderer.tokenizer(prompt)["input_ids"]).opens_thought == opened
     assert not renderer.from_prompt(prompt).opens_thought
+
+
+def test_a_token_is_named_by_its_text_unless_ids_are_wanted():
+    one = Logprob(-1.0, {66: -2.0}, 65, 1, {65: "A", 66: "B"}, {65: b"A", 66: b"B"})
+    for named, names in ((logprob(one), ["A", "B"]), (logprob(one, by_id=True), ["token_id:65", "token_id:66"])):
+        assert [told["token"] for told in (named, *named["top_logprobs"])] == names

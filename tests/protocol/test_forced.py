@@ -101,7 +101,7 @@ def test_nothing_is_forced():
 @pytest.mark.parametrize(
     ("tools", "choice", "message"),
     [
-        ([], "required", "tool_choice must be left out without tools, got 'required'"),
+        ([], "required", "tool_choice requires tools, got 'required' without any"),
         (TOOLS, {"type": "function", "name": "x"}, "tool_choice must name one of weather, näh/now, any, got 'x'"),
         (TOOLS, "any", 'tool_choice must be "auto", "none", "required" or a function\'s name, got \'any\''),
         (TOOLS, {"type": "function"}, 'tool_choice must be "auto", "none", "required" or a function\'s name, got {'),

@@ -34,7 +34,7 @@ def test_what_a_chat_asks():
     )
     assert request.template == {"chat_template_kwargs": {"a": 1}, "continue_final_message": True}
     limits = {"max_pixels": 9}
-    assert request.asked == RequestOptions(reuse=0.1, cache_salt="s", priority=-2, mm_processor_kwargs=limits)
+    assert request.request_options == RequestOptions(reuse=0.1, cache_salt="s", priority=-2, mm_processor_kwargs=limits)
     options = request.options
     assert options.model == "m"
     assert (options.stream, options.include_usage, options.continuous_usage) == (True, True, False)
@@ -44,7 +44,7 @@ def test_what_a_chat_asks():
 def test_what_a_chat_does_not_say():
     request = parsed()
     assert request.params == SamplingParams(max_tokens=None)
-    assert (request.asked, request.options) == (RequestOptions(), Options())
+    assert (request.request_options, request.options) == (RequestOptions(), Options())
     assert not request.template
     assert ChatRequest.parse({"messages": HELLO, "seed": -1}, {"seed": 7}).params.seed == 7
     assert parsed(logprobs=False).params.logprobs is None
@@ -53,7 +53,7 @@ def test_what_a_chat_does_not_say():
 
 def test_a_cache_key_of_openai_is_no_salt():
     """It is no secret."""
-    assert parsed(prompt_cache_key="k").asked.cache_salt is None
+    assert parsed(prompt_cache_key="k").request_options.cache_salt is None
 
 
 @pytest.mark.parametrize("name", sorted(ABSENT_IN_CHAT))
@@ -69,11 +69,11 @@ def test_what_there_is_not_is_refused_by_name(name):
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("store", True, "leave it out, or ask /v1/responses, which keeps responses"),
+        ("store", True, "remove it, or use /v1/responses, which stores responses"),
         ("service_tier", "flex", "set priority"),
         ("service_tier", "priority", "set priority"),
-        ("verbosity", "low", "say in a message how long the answer is to be"),
-        ("prompt_cache_options", {"mode": "explicit"}, "leave it out: what is cached is for the server's options"),
+        ("verbosity", "low", "state the length of the answer in a message"),
+        ("prompt_cache_options", {"mode": "explicit"}, "remove it; the server's options control the cache"),
     ],
 )
 def test_what_would_have_no_effect_is_refused_with_what_to_write(name, value, remedy):
@@ -115,16 +115,16 @@ def test_effort_is_what_the_template_makes_of_it(template, effort, own, asked):
             ALWAYS,
             "none",
             {},
-            "must be one that the chat template has, got 'none': take a model that does not think, or",
+            "must be a value that the chat template supports, got 'none': use a model that does not think, or",
         ),
-        (HYBRID, "high", {}, "must be one that the chat template has, got 'high': leave it out, or set what it has"),
-        ("{{ messages }}", "low", {}, "must be one that the chat template has, got 'low': leave it out"),
-        (HYBRID, "none", {"enable_thinking": True}, "must be left out where chat_template_kwargs has enable_thinking"),
+        (HYBRID, "high", {}, "must be a value that the chat template supports, got 'high': remove it, or set the"),
+        ("{{ messages }}", "low", {}, "must be a value that the chat template supports, got 'low': remove it"),
+        (HYBRID, "none", {"enable_thinking": True}, "'none' contradicts enable_thinking in chat_template_kwargs"),
         (
             LEVELS,
             "low",
             {"reasoning_effort": "high"},
-            "left out where chat_template_kwargs has reasoning_effort, got 'lo",
+            "'low' contradicts reasoning_effort in chat_template_kwargs; set only one of them",
         ),
         (LEVELS, "some", {}, "must be one of none, minimal, low, medium, high, xhigh, max, got 'some'"),
         (LEVELS, 5, {}, "must be a string, got 5"),
@@ -152,14 +152,18 @@ def test_what_a_response_asks_of_thinking():
         ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary", "must be one of auto"),
         ({"reasoning": {"context": "all_turns"}}, "reasoning.context", "must be one of auto"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "must be one of standard"),
-        ({"reasoning": {"budget": 5}}, "reasoning", "must hold only effort, summary"),
+        ({"reasoning": {"budget": 5}}, "reasoning", "'budget' in reasoning; expected one of effort, summary"),
         (
             {"stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",
             "must be one of False",
         ),
-        ({"stream_options": {"more": True}}, "stream_options", "must hold only include_usage, include_obfuscation"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported, got 'low': say in a message"),
+        (
+            {"stream_options": {"more": True}},
+            "stream_options",
+            "'more' in stream_options; expected one of include_",
+        ),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported, got 'low': state the length"),
         ({"service_tier": "flex"}, "service_tier", "is not supported, got 'flex': set priority"),
         ({"reasoning_effort": "none"}, "reasoning_effort", "unknown field 'reasoning_effort' in body"),
         ({"request_id": "a"}, "request_id", "unknown field 'request_id' in body"),
@@ -201,7 +205,7 @@ SCHEMA = {
         ({"a": 2, "b": ["x"], "c": "ab", "d": True, "e": 1}, None),
         ({"a": 2, "b": None}, None),
         (5, "v must be an object, got 5"),
-        ({}, "v must hold a"),
+        ({}, "v must have a"),
         ({"a": True}, "v.a must be an integer, got True"),
         ({"a": 2.0}, "v.a must be an integer"),
         ({"a": 0}, "v.a must be at least 1"),
@@ -265,3 +269,42 @@ def test_messages_are_taken_where_the_document_says_so():
 def test_what_is_scored_may_be_an_object_with_a_text_as_content():
     asked = ScoreRequest.parse({"queries": {"content": "a"}, "documents": [{"content": "b"}, {"text": "c"}]})
     assert asked.pairs == [("a", "b"), ("a", "c")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "statuses"),
+    [
+        ("authentication_error", [401]),
+        ("permission_error", [403]),
+        ("not_found_error", [404]),
+        ("rate_limit_error", [429]),
+        ("invalid_request_error", [400, 402, 405, 408, 413, 428, 430, 499]),
+        ("server_error", [500, 503]),
+    ],
+)
+def test_an_error_is_of_the_kind_that_its_status_says(kind, statuses):
+    assert {ApiError("no", status=status).to_dict()["error"]["type"] for status in statuses} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("more", "calls"),
+    [
+        ({}, True),
+        ({"tool_choice": "auto"}, True),
+        ({"tool_choice": "none"}, False),
+        ({"structured_outputs": {"choice": ["a"]}}, False),
+        ({"tools": []}, False),
+        ({"tools": [], "tool_choice": "none"}, False),
+    ],
+)
+def test_calls_are_looked_for_where_there_may_be_some(more, calls):
+    """What is held to something else is content, whatever it looks like."""
+    request = parsed(**{"tools": [{"type": "function", "function": {"name": "look"}}]} | more)
+    assert request.parts.calls is calls
+    assert "tools" not in parsed().template
+    assert parsed().parts.calls is False
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, True), ({"parallel_tool_calls": False}, False)])
+def test_a_response_repeats_whether_there_may_be_several_calls(given, told):
+    assert ResponseRequest.parse({"input": "a", **given}).repeated["parallel_tool_calls"] is told

@@ -74,7 +74,7 @@ def test_a_cluster_that_nobody_runs_is_told_at_once(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
-        with pytest.raises(ConnectionError, match=f"no Ray cluster at {address}: .*refused"):
+        with pytest.raises(ConnectionError, match=f"cannot connect to a Ray cluster at {address}: .*refused"):
             connect(address)
 
 
@@ -189,7 +189,7 @@ def test_each_picture_is_encoded_once_over_both_and_an_engine_may_end(cluster, a
         assert sum(engines.given.values()) == len(ROWS)
         assert await answer_all(kill=True) == alone
         stats = await engines.call("stats")
-        assert sum(one.misses + one.hits_exact for one in stats) < 2 * len(ROWS)  # one has begun to count anew
+        assert sum(one.misses + one.hits_exact for one in stats) < 2 * len(ROWS)  # one has begun to count again
 
     try:
         asyncio.run(work())
@@ -242,7 +242,7 @@ def test_a_file_is_answered_and_gone_on_with(cluster, tmp_path, monkeypatch):
         return CliRunner().invoke(command, ["run", str(source), str(tmp_path / out), *sizes, *more])
 
     assert invoke("alone.jsonl").exit_code == 0
-    write, count = run.Sheet.write, 0
+    write, count = run.OutputFile.write, 0
 
     def stops(self, *given):
         nonlocal count
@@ -251,12 +251,12 @@ def test_a_file_is_answered_and_gone_on_with(cluster, tmp_path, monkeypatch):
         write(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.Sheet, "write", stops)
+        patch.setattr(run.OutputFile, "write", stops)
         assert invoke("ray.jsonl", "--engines", "2", "--ray").exit_code != 0
     assert len((tmp_path / "ray.jsonl").read_text().splitlines()) == 3
     result = invoke("ray.jsonl", "--ray", "--engines", "2")
     assert result.exit_code == 0, result.output
-    assert "3 of 8 rows are answered" in result.output
+    assert "3 of 8 requests are finished" in result.output
 
     def read(name):
         answers = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]

@@ -57,7 +57,7 @@ def runs(probe, textured_image):
     return prepare(probe, case)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_errors_of_attention_outputs(probe, runs):
     errors = {level: attention_error(runs.placed, runs.cold, recompute(probe, runs, level)) for level in (0, 250, 500)}
     assert errors[0].shape == (probe.num_layers, 4)
@@ -171,7 +171,7 @@ def test_deviation_and_what_all_tokens_of_an_image_share(runs):
     np.testing.assert_allclose(moved.k, added / np.square(np.asarray(k[:, images])).sum((1, 2, 3)), rtol=1e-5)
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_images_that_were_cached_apart(llm, probe, textured_image):
     images = [textured_image(150, 120), textured_image(90, 200)]
     turn = lambda shown, other: [{"role": "user", "content": user_turn(shown, "What?", "text_first", other)}]  # noqa: E731
@@ -219,7 +219,7 @@ def of_cases(llm, probe, questions_tsv):
     return [prepare(probe, case) for case in cases]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
     arguments = checkpoints("qwen3_vl"), "--data", questions_tsv, "--samples", 2, "--tokens", 4
     report = run("errors", tmp_path / "figures" / "errors.png", *arguments)
@@ -264,7 +264,7 @@ def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_case
     np.testing.assert_array_equal(drawn[4]["layer 1"], layered["r = 0"][1])
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
     arguments = checkpoints("qwen3_vl"), "--data", questions_tsv, "--samples", 2
     report = run("attention", tmp_path / "attention.png", *arguments)
@@ -312,14 +312,14 @@ def test_what_commands_refuse(checkpoints, questions_tsv, tmp_path, command):
     arguments = [str(checkpoints("qwen3_vl")), "--data", str(questions_tsv)]
     kept = Schedule((5, 5, 5), "qwen3_vl", "f")
     kept.save(tmp_path / "kept.json")
-    for name, message in (("a", "out must end in .png"), ("kept.png", "out must have another name")):
+    for name, message in (("a", "out must end in .png"), ("kept.png", "out must not overwrite the schedule")):
         wrong = CliRunner().invoke(analyze.app, [command, "--out", str(tmp_path / name), *arguments])
         assert wrong.stderr.startswith(f"error: {message}")
     assert Schedule.load(tmp_path / "kept.json") == kept
-    arguments += ["--out", str(tmp_path / "b.png"), "--arrangement", "image_first"]
+    arguments += ["--out", str(tmp_path / "b.png"), "--context", "same"]
     refused = CliRunner().invoke(analyze.app, [command, *arguments])
     assert refused.exit_code == 1
-    assert "arrangement must be text_first or question_first" in refused.stderr
+    assert "context must be one of new-text, new-question" in refused.stderr
 
 
 def test_sensitivity_is_drawn(tmp_path, drawn):

@@ -78,7 +78,7 @@ def test_table():
     assert rows[1]["questions"] == 3
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
     samples, work = read_tsv(tsv)[1:4], tmp_path / "work.jsonl"
     settings = settings_of(["vl-cache", "random", "h2o-stream"], [0.3, 1.0], seeds=2, every=2)
@@ -122,7 +122,7 @@ def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
         assert 0 <= np.min(told.sparsity) < np.max(told.sparsity) < 1
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_sparsity_of_prefill_and_decoding_is_as_defined(checkpoints, textured_image):
     """D.9: entries below p x the maximum of their row, over those that the row sees, head by head."""
     with LLM(checkpoints("qwen3_vl"), **SIZES, compressed_kv_bytes=2**22, use_tqdm=False) as llm:
@@ -145,7 +145,7 @@ def test_sparsity_of_prefill_and_decoding_is_as_defined(checkpoints, textured_im
 def test_the_command(checkpoints, tsv, tmp_path):
     out, figure = tmp_path / "budgets.json", tmp_path / "budgets.png"
     words = ["--data", tsv, "--method", "postvision", "--method", "random", "--budget", "0.5", "--p", "0.1"]
-    words += ["--max-tokens", "4", "--questions", "2", "--seeds", "1", "--out", out, "--picture", figure]
+    words += ["--max-tokens", "4", "--questions", "2", "--seeds", "1", "--out", out, "--chart", figure]
     words += ["--compressed-kv-bytes", "4MiB", "--kv-cache-bytes", "16MiB", "--dtype", "float32"]
     result = CliRunner().invoke(app, [str(checkpoints("qwen3_vl")), *map(str, words)])
     assert result.exit_code == 0, result.output

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from research.codecs import AUTO, Compared, divergence, summarize, tabulate
+from research.codecs import AUTO, CodecComparison, divergence, summarize, tabulate
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "codecs_cpu.json"
 
@@ -24,7 +24,7 @@ def test_divergence():
 def test_the_table_counts_tokens_alike():
     def compared(task, *kl):
         kl = np.array(kl)
-        return Compared(task, kl, 2 * kl, kl < 0.01, bool(kl[0] < 0.02))
+        return CodecComparison(task, kl, 2 * kl, kl < 0.01, bool(kl[0] < 0.02))
 
     rows = tabulate({("full", "int8"): [compared("a", 0.001, 0.002), compared("b", 0.03), compared("a", 0.003)]})
     assert [(row["task"], row["questions"], row["tokens"], row["largest KL"]) for row in rows] == [

@@ -52,7 +52,7 @@ def test_the_rows(config):
 
 def test_bytes_are_those_that_the_engine_moves(config, monkeypatch):
     monkeypatch.setattr(hits, "moved_bytes", lambda config, hit, dtype: 1)
-    with pytest.raises(ValueError, match="bytes counted must be those that the engine moved"):
+    with pytest.raises(ValueError, match="counted bytes must equal those that the engine moved"):
         hits.measure(config, ["auto"], images=1, tokens=16)
 
 

@@ -5,7 +5,7 @@ import pytest
 from research import host
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_every_part_of_every_case_is_timed(tmp_path, monkeypatch, capsys):
     out = tmp_path / "host.json"
     monkeypatch.setattr("sys.argv", ["host", "--repeats", "2", "--out", str(out)])

@@ -129,21 +129,21 @@ def test_wrong_files_are_named(mmdu):
         ("[", "data must be MMDU's benchmark.json or SparklesEval's annotations, got .*: JSONDecodeError"),
         ('[{"id": 1}]', "KeyError: 'image'"),
         (good.replace('"2.png"', "[1]"), "must have an image for each of its 1 marks"),
-        (good.replace('"assistant"', '"user"'), "a dialogue must be texts of assistant in its turn, got"),
-        (good.replace('"Blue."', "7"), "a dialogue must be texts of assistant in its turn, got"),
+        (good.replace('"assistant"', '"user"'), "a dialogue must have a text of assistant next, got"),
+        (good.replace('"Blue."', "7"), "a dialogue must have a text of assistant next, got"),
         (good.replace('["3.png"]', '"3.png"'), "image of a dialogue must be a list, got '3.png'"),
         ("[" * 200_000, "RecursionError"),
-        (good.replace('"2.png"', '"gone.png"'), "images of dialogue 0 .* must lie beside it, 'gone.png' does not"),
+        (good.replace('"2.png"', '"gone.png"'), "images of dialogue 0 .* must be next to it, got 'gone.png'"),
         (good.replace(', "2.png"', ""), "ValueError: a dialogue must have an image for each of its 1 marks"),
     ):
         mmdu.write_text(wrong)
         with pytest.raises(ValueError, match=message):
             read_turns([mmdu], (1, 2, 3), None, turns=3)
     mmdu.write_text(good)
-    with pytest.raises(ValueError, match="data must have requests of 7, 8 images, have none"):
+    with pytest.raises(ValueError, match="data must have requests of 7, 8 images, got none"):
         read_turns([mmdu], (7, 8), None, turns=3)
     (mmdu.parent / "mmdu_pics" / "3.png").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=r"images of dialogue 1 .* must be pictures, got .*3\.png"):
+    with pytest.raises(ValueError, match=r"images of dialogue 1 .* must be images, got .*3\.png"):
         read_turns([mmdu], (1,), None, turns=1)
 
 
@@ -245,19 +245,19 @@ def test_requests_at_a_rate(mmdu):
     urls = [part for chat in load.shown() for part in chat.messages[0]["content"] if part["type"] == "image_url"]
     assert len(urls) == 3
     assert load.times(2.0, 0)[0] == 0
-    assert json.loads(json.dumps(load.told()))["images"] == [1, 2]
+    assert json.loads(json.dumps(load.settings()))["images"] == [1, 2]
     # A token of the shipped sizes is 32 pixels wide: 56 x 56 pixels are at most 2 x 2.
     assert longest_prompt(TtftSetup(), turns, 32) >= 2 * 4 + len("Image1: . Image2: .\nCompare them.") + 32
 
 
 def test_the_command_says_what_does_not_go_together():
     for options, message in (
-        (["--preset", "some/model"], "preset must be left out beside a model, got some/model"),
-        (["--judge", "http://127.0.0.1:1", "--rates", "1"], "judge must be left out beside rates"),
+        (["--preset", "some/model"], "preset cannot be combined with a model, got some/model"),
+        (["--judge", "http://127.0.0.1:1", "--rates", "1"], "judge cannot be combined with rates"),
         (["--images", "none"], "images must be positive integers"),
         (["--policies", "foo-3"], "reuse must be"),
-        (["--work", __file__], "work must be a file of finished parts"),
-        (["--rates", "1", "--work", "new"], "work must be left out beside rates"),
+        (["--work", __file__], "work must be a new file or one that an earlier run"),
+        (["--rates", "1", "--work", "new"], "work cannot be combined with rates"),
     ):
         told = CliRunner().invoke(mpic.app, options)
         assert (told.exit_code, message in told.output) == (1, True), told.output
@@ -283,7 +283,7 @@ def test_turns_of_dialogues(tmp_path, monkeypatch):
     assert asked == [3, 1]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_requests_are_answered_alone_judged_and_not_twice(checkpoints, mmdu, tmp_path, capsys):
     turns = read_turns([mmdu], (1, 2), None, turns=1)
     setup = TtftSetup(model=str(checkpoints("qwen3_vl")), dtype="float32")

@@ -82,7 +82,7 @@ def test_questions_of_files_are_taken_as_they_are_and_drawn_ones_by_size(questio
 @pytest.mark.thorough
 def test_schedules_are_profiled_for_what_they_are_used_on():
     samples = questions_of([], ["small"], questions=1, profiled=1, split="test")[0].profiled
-    with LLM(TINY_VQA, max_model_len=1024, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
+    with LLM(TINY_VQA, max_model_len=1024, cache=CacheConfig(load="kv"), enable_prefix_caching=False) as llm:
         text, question = (
             find_schedules(llm, samples, Protocol(arrangement), "0.1", count=2, work=None)
             for arrangement in ("text_first", "question_first")
@@ -112,7 +112,7 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
         schedule = Schedule((250,) * 3, "qwen3_vl", llm.fingerprint)
     schedule.save(tmp_path / "half.json")
     arguments = ["--data", mixed_tsv, "--ratio", "0.5", "--share", "0.9", "--schedule", tmp_path / "half.json"]
-    arguments += ["--arrangement", "question_first", "--max-tokens", 3, "--out", tmp_path / "o.json"]
+    arguments += ["--context", "new-question", "--max-tokens", 3, "--out", tmp_path / "o.json"]
     result = CliRunner().invoke(app, list(map(str, [model, *arguments])))
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "o.json").read_text())
@@ -135,12 +135,12 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
     assert at_share == pytest.approx({reuse: 100 * share for reuse, share in expected.items()})
     assert rows["90 % of image rows", "asked-0.7"]["rows %"] == 100
     assert rows["no rows", "full"]["logit MSE"] > rows["r = 0.5", "asked-0.5"]["logit MSE"]
-    assert "as they are images, question first, several images, cached apart" in result.stdout
+    assert "as they are images, new question, several images, cached separately" in result.stdout
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_settings_can_be_named(checkpoints, questions_tsv, tmp_path):
-    arguments = ["--data", questions_tsv, "--reuse", "0.5", "--reuse", "shift-0.5", "--arrangement", "text_first"]
+    arguments = ["--data", questions_tsv, "--reuse", "0.5", "--reuse", "shift-0.5", "--context", "new-text"]
     arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]
     command = list(map(str, [checkpoints("qwen3_vl"), *arguments]))
     result = CliRunner().invoke(app, command)
@@ -152,9 +152,9 @@ def test_settings_can_be_named(checkpoints, questions_tsv, tmp_path):
     assert rows[1]["over static difference"] == 0
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, questions_tsv, tmp_path):
-    arguments = ["--data", questions_tsv, "--ratio", "0.5", "--share", "0.9", "--arrangement", "text_first"]
+    arguments = ["--data", questions_tsv, "--ratio", "0.5", "--share", "0.9", "--context", "new-text"]
     arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]
     command = list(map(str, [checkpoints("qwen3_vl"), *arguments]))
     result = CliRunner().invoke(app, command)
@@ -162,19 +162,22 @@ def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, qu
     assert {row["donors"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]} == {"together"}
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
     Schedule((9,) * 5, "qwen3_vl", "f").save(tmp_path / "five.json")
     work = tmp_path / "five.json"
     for arguments, message in (
         (["--schedule", str(tmp_path / "five.json")], "layers"),
         (["--split", "tset"], "split must be profile or test, got 'tset'"),
-        (["--arrangement", "image_first"], "arrangement must be text_first or question_first, got 'image_first'"),
-        (["--donors", "none"], "donors must be one of together, apart, alone, got 'none'"),
-        (["--donors", "apart"], "donors must be together where every question shows one image, got apart"),
+        (["--context", "same"], "context must be one of new-text, new-question, got 'same'"),
+        (["--cached", "none"], "cached must be one of together, separately, alone, got 'none'"),
+        (["--cached", "separately"], "donors must be together for questions with one image, got apart"),
         (["--profiled", "3"], "profiled must be 0 with data, got 3"),
-        (["--reuse", "exact"], "reuse must link images behind something else, to be compared with cold, got 'exact'"),
-        (["--work", str(work)], "work must be a file of finished parts, or a new one, got"),
+        (
+            ["--reuse", "exact"],
+            "reuse must be an approximate mode (approximate, full, a ratio, a schedule), got 'exact'",
+        ),
+        (["--work", str(work)], "work must be a new file or one that an earlier run of this command wrote, got"),
         (["--out", str(tmp_path)], "out must be a file that can be written"),
     ):
         command = [str(checkpoints("qwen3_vl")), "--data", str(questions_tsv), *arguments]

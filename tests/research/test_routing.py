@@ -37,5 +37,5 @@ def test_the_table(tmp_path, monkeypatch):
 
 def test_pictures_that_are_not_seen_are_no_result(monkeypatch):
     monkeypatch.setattr(routing, "look", lambda request: look({}))
-    with pytest.raises(ValueError, match="must show 2 pictures, got 0"):
+    with pytest.raises(ValueError, match="must show 2 images, got 0"):
         routing.measure(2, pictures=2, size=10, requests=1)

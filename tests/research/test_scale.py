@@ -15,7 +15,7 @@ from tests.cache.records import key, make, write
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.router.affinity import RULES, Affinity, rule_of
 
-pytestmark = pytest.mark.ladder  # a tool of the clone
+pytestmark = pytest.mark.slow  # a tool of the clone
 
 ONE = Costs(request=1.0, compute=0.01, link=0.001, token_bytes=10, bandwidth=1e4, answer=5.0)
 
@@ -84,7 +84,7 @@ def test_a_file_is_played(tmp_path):
     app = typer.Typer()
     app.command()(main)
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    words = [str(path), "--engines", "1,2", "--out", str(out), "--picture", str(picture)]
+    words = [str(path), "--engines", "1,2", "--out", str(out), "--chart", str(picture)]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0
     told = json.loads(out.read_text())
@@ -96,11 +96,11 @@ def test_a_file_is_played(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must hold a request, got none"),
+        ("", "must have at least one request, got none"),
         ("{}", "line 1 must be .*at.*seconds.*images.*name.*tokens.*, got"),
         ("[]", "line 1 must be .*at.*seconds.*images.*name.*tokens.*, got"),
-        ('{"at": -1, "images": {}}', "line 1 must have seconds as at and tokens as images, got"),
-        ('{"at": 1, "images": {"a": 0}}', "line 1 must have seconds as at and tokens as images, got"),
+        ('{"at": -1, "images": {}}', "line 1 must have a time `at` in seconds and token counts in `images`, got"),
+        ('{"at": 1, "images": {"a": 0}}', "line 1 must have a time `at` in seconds and token counts in `images`, got"),
         ('{"at": 1, "images": {}}\n{"at": 0, "images": {}}', "line 2 must not be earlier than the line before, got 0"),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_line_says_what_is_wrong(words, said):
 
 
 def test_an_empty_trace_is_no_result():
-    with pytest.raises(ValueError, match="trace must hold a request, got none"):
+    with pytest.raises(ValueError, match="trace must have at least one request, got none"):
         play([], Affinity(), 2).row(2, "bounded")
     assert math.isinf(Affinity(math.inf).limit({"a": 1}))
 

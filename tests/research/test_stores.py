@@ -70,12 +70,12 @@ def read_file_and_flip(path, first, record, read=stores._read_file):
     ("module", "name", "wrong", "message"),
     [
         (disk, "_read_all", read_and_flip, "is damaged"),
-        (stores.PendingWrite, "read", fill_and_flip, "load from disk must give what was written"),
-        (stores.PendingWrite, "read", lambda *_: None, "must come whole"),
-        (stores, "_read_file", read_file_and_flip, "plain read of disk must give what was written"),
-        (stores, "_read_file", lambda *_: [], "plain read of disk must give .* are missing"),
+        (stores.PendingWrite, "read", fill_and_flip, "load from disk must return the written bytes"),
+        (stores.PendingWrite, "read", lambda *_: None, "must be complete"),
+        (stores, "_read_file", read_file_and_flip, "plain read of disk must return the written bytes"),
+        (stores, "_read_file", lambda *_: [], "plain read of disk must return .* are missing"),
         (disk.DiskTier, "write", lambda *_: "refused", "disk must store .*, got 'refused'"),
-        (disk.DiskTier, "find", lambda *_: [], "disk must have one record .*, has 0"),
+        (disk.DiskTier, "find", lambda *_: [], "disk must have one entry .*, got 0"),
     ],
 )
 def test_what_is_read_wrong_is_no_result(tmp_path, monkeypatch, module, name, wrong, message):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helper import FEW, SIZES, user
-from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax import LLM, BucketSizes, SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.models import Rows, rope
 from vlcache_jax.reuse.schedule import Schedule
@@ -24,7 +24,7 @@ from vlcache_jax.study.sensitivity import ProfileCase, prepare
 POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "kvshare-attn", "asked")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.ladder), "qwen3_vl"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"])
 def llm(request, checkpoints):
     with LLM(checkpoints(request.param), **SIZES) as engine:
         yield engine
@@ -107,7 +107,7 @@ def logits_by_hand(probe, runs, check, chosen):
     return probe.run(runs.placed, write, runs.donor).logits
 
 
-@pytest.mark.ladder_for("0.6", "kvshare", "cacheblend")
+@pytest.mark.slow_for("0.6", "kvshare", "cacheblend")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("ratio", ["0.15", "0.6"])
 def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, probe, runs, name, ratio):
@@ -172,7 +172,7 @@ def test_two_passes_are_a_prompt_in_another_order(llm, case, probe, runs):
     assert scored.greedy.all()
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvshare", "asked"])
 def test_deepstack_follows_the_rows(checkpoints, case, name):
     """A model whose DeepStack reaches behind the check layer."""
@@ -189,7 +189,7 @@ def test_deepstack_follows_the_rows(checkpoints, case, name):
         np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
 
 
-@pytest.mark.ladder_for("kvshare", "cacheblend-lmcache", "cacheblend-proto")
+@pytest.mark.slow_for("kvshare", "cacheblend-lmcache", "cacheblend-proto")
 @pytest.mark.parametrize("name", POLICIES)
 def test_all_rows_are_full_prefill(llm, case, name):
     """P1, and the answers of a call are those of single requests; a mixed call works too."""
@@ -213,15 +213,15 @@ def record_launches(monkeypatch, runner):
     return keys
 
 
-@pytest.mark.ladder  # test_llm.py has it of other policies
+@pytest.mark.slow  # test_llm.py has it of other policies
 @pytest.mark.parametrize("size", ["ratio", "schedule"])
 def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_attend(
     checkpoints, case, size, monkeypatch
 ):
     schedule = Schedule((400, 400, 250, 60), "any", "", allow_other_model=True)
     policy = {"ratio": "kvshare-0.2", "schedule": QuestionScores(schedule=schedule)}[size]
-    ladder = Ladder(rows=(96, 128), patches=(512,), sequences=(1,))
-    with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
+    buckets = BucketSizes(rows=(96, 128), patches=(512,), sequences=(1,))
+    with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, buckets=buckets) as engine:
         engine.warmup(reuse=policy, verbose=False)
         programs = engine.service.device.runner.programs.num_programs
         for conversation in (*case.donors, case.formal):
@@ -234,13 +234,13 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
         assert rows[:2] == [(128, 128), (128, 96)]
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, textured_image):
     image, one = textured_image(64, 64), SamplingParams(max_tokens=1)
-    with LLM(checkpoints("qwen3_vl-tied"), **SIZES | {"ladder": FEW}) as engine:
+    with LLM(checkpoints("qwen3_vl-tied"), **SIZES | {"buckets": FEW}) as engine:
         engine.chat(user("See ", image), one, use_tqdm=False)
         long = user("What is there to be seen, and who may have seen it? ", image, "Say it.")
-        with pytest.raises(ValueError, match="at most max_rows = 64"):
+        with pytest.raises(ValueError, match=r"at most buckets\.max_rows = 64"):
             engine.chat(long, one, reuse="asked-0.2", use_tqdm=False)
         [after] = engine.chat(long, one, reuse="0.2", use_tqdm=False)
         assert after.cache.images[0].match == "approximate"

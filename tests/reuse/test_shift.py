@@ -31,7 +31,7 @@ def make_attention(directory, weight=None):
     return attention
 
 
-@pytest.mark.ladder_for("5", "7")
+@pytest.mark.slow_for("5", "7")
 @pytest.mark.parametrize(("size", "chunk"), [(5, 8), (9, 9), (7, 2), (20, 3)])
 def test_keys_carry_what_is_not_finite_in_moved_values(checkpoints, monkeypatch, size, chunk):
     monkeypatch.setattr("vlcache_jax.reuse.shift._CHUNK", chunk)
@@ -61,7 +61,7 @@ def test_keys_carry_what_is_not_finite_in_moved_values(checkpoints, monkeypatch,
     assert jnp.isfinite(new_v).all()
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
+@pytest.mark.slow_for("qwen2_5_vl")
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_moved_keys_keep_the_length_that_they_had(checkpoints, family):
     directory = checkpoints(family)
@@ -154,12 +154,12 @@ def test_channels_without_weight_and_keys_without_length_stay_finite(checkpoints
     np.testing.assert_array_equal(moved[1:], 0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.ladder)])
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_rows_are_projected_once(checkpoints, family):
     """What moves needs K, V of the rows before attention, which the layer computes too: the compiler sees one."""
     with LLM(checkpoints(family), **SIZES) as llm:
         programs = llm.service.device.runner.programs
-        size = programs.shapes.ladder.rows[0]
+        size = programs.shapes.buckets.rows[0]
         plain, moving = (
             programs._lower(Layer(size, size, False, moves)).compile().as_text().count(" dot(")
             for moves in (False, True)

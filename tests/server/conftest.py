@@ -32,7 +32,7 @@ def serve(engine):
             return opened[-1]
 
         yield make
-        assert eventually(lambda: not any(one.server.entrance.inside for one in opened))
+        assert eventually(lambda: not any(one.server.admission.inside for one in opened))
     assert_nothing_left(engine)
 
 

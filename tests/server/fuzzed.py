@@ -23,14 +23,16 @@ def _picture() -> str:
 schemathesis.openapi.format("uri", st.just(_picture()))
 
 
-_LENGTHS = {"/v1/chat/completions": "max_tokens", "/v1/responses": "max_output_tokens"}
+_LENGTHS = {
+    "/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/responses": "max_output_tokens",
+}  # fmt: skip
 
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
     """Answers are short where nothing says how long they are to be."""
     name = _LENGTHS.get(context.operation.path)
-    return {name: 8, **body} if name is not None and isinstance(body, dict) else body
+    return {name: 4, **body} if name is not None and isinstance(body, dict) else body
 
 
 @schemathesis.hook

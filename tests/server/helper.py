@@ -20,15 +20,21 @@ import numpy as np
 from PIL import Image
 
 from tests import helper
-from tests.helper import LADDER, WITHIN
+from tests.helper import BUCKETS, WITHIN
 from vlcache_jax import AsyncLLM, CacheConfig
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.lifecycle import listening
 from vlcache_jax.testing import make_checkpoint
 
-WORDS = [*helper.WORDS, "--ladder", json.dumps(dataclasses.asdict(LADDER))]
+WORDS = [*helper.WORDS, "--buckets", json.dumps(dataclasses.asdict(BUCKETS))]
 """`SIZES`, as the command takes them."""
+FEW_WORDS = [
+    *helper.WORDS,
+    "--buckets",
+    json.dumps(dataclasses.asdict(dataclasses.replace(BUCKETS, rows=(64,), patches=(256,)))),
+]
+"""The same with one size of rows and one of patches: a server of its own compiles its programs again."""
 
 
 class Running:

@@ -28,7 +28,7 @@ SHORT = {"model": "tiny", "temperature": 0, "max_completion_tokens": 8, "extra_b
 def served(engine):
     with running(engine, served_model_name=["tiny", "also"], max_n=4) as served:
         yield served
-    assert not served.server.entrance.inside
+    assert not served.server.admission.inside
     assert_nothing_left(engine)
 
 
@@ -465,7 +465,7 @@ def test_requests_choose_what_the_server_lets_them(serve, picture):
         serve(allow_reuse=["most"])
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_requests_are_compressed_as_the_server_lets_them(serve, engine, picture):
     served = serve(allow_compress=["vl-cache-0.5", "random-0.5"])
     body = {"messages": shows(picture), "max_tokens": 3, "ignore_eos": True, "return_cache_report": True}
@@ -486,7 +486,7 @@ def test_requests_are_compressed_as_the_server_lets_them(serve, engine, picture)
     try:
         status, found = served.json("POST", "/v1/chat/completions", body | {"compress": "random-0.5"})
         assert (status, found["error"]["param"]) == (400, "max_tokens")
-        assert found["error"]["message"].startswith("max_tokens must be such that what is kept of the prompt")
+        assert found["error"]["message"].startswith("max_tokens must be small enough for the compressed prompt")
     finally:
         give_compressed_pages(engine)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.helper import WORDS, serving
+from tests.server.helper import FEW_WORDS, serving
+from vlcache_jax.server.openapi import document
 
 # What a request may ask for is what it costs.
 SMALL = ["--max-model-len", "256", "--max-n", "4"]
@@ -40,6 +41,11 @@ generation.max-examples = 150
 # Its messages are those of chats.
 include-path = "/tokenize"
 phases.coverage.enabled = false
+
+[[operations]]
+# These are other names of /score and /rerank.
+include-path = ["/v1/score", "/v1/rerank"]
+phases.coverage.enabled = false
 """
 
 
@@ -48,7 +54,7 @@ def test_answers_are_as_the_document_says(checkpoints, tmp_path):
     config = tmp_path / "schemathesis.toml"
     main = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     config.write_text(CONFIG.format(examples=20, main=main, hooks=Path(__file__).with_name("fuzzed.py")))
-    words = [str(checkpoints("qwen3_vl-tied")), *WORDS, *SMALL, "--admin-key", "boss"]
+    words = [str(checkpoints("qwen3_vl-tied")), *FEW_WORDS, *SMALL, "--admin-key", "boss"]
     with serving(*words) as (process, url, lines):
         document = url.removesuffix("/v1") + "/openapi.json"
         asked = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", document]
@@ -64,3 +70,22 @@ def test_answers_are_as_the_document_says(checkpoints, tmp_path):
         assert process.poll() is None
         logged = "".join(lines)
         assert "Traceback" not in logged, logged[logged.find("Traceback") :][:4000]
+
+
+def test_every_part_of_the_document_is_a_schema():
+    """Also where no answer that a test asks for has it."""
+    told = document(["m"])
+
+    def check(one):
+        if isinstance(one, dict):
+            for name in ("schema", "items"):
+                assert isinstance(one.get(name, {}), dict)
+            if one.get("type") == "object":
+                for name, inner in one.get("properties", {}).items():
+                    assert isinstance(inner, dict), name
+        for inner in one.values() if isinstance(one, dict) else one if isinstance(one, list) else ():
+            check(inner)
+
+    check(told)
+    [content] = told["paths"]["/cache/precompute"]["post"]["responses"]["200"]["content"].values()
+    assert content["schema"]["properties"] == {"keys": {"type": "array", "items": {"type": "string"}}}

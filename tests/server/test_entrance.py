@@ -25,7 +25,7 @@ from vlcache_jax.device.sampler import NOT_FINITE
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.server import admission, http_layer, inference, lifecycle
-from vlcache_jax.server import admission as entrance_module
+from vlcache_jax.server import admission as admission_module
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_layer import HEAD_BYTES, HttpProtocol
@@ -145,7 +145,7 @@ def test_a_page_elsewhere_cannot_take_the_name_of_this_machine(serve, host, opti
         found = served.json("POST", CHAT, {"messages": HELLO}, Host=host)
         assert found[0] == 403
         assert found[1]["error"]["type"] == "permission_error"
-        assert found[1]["error"]["message"].startswith("Host must be an address, localhost or one of allowed_hosts")
+        assert found[1]["error"]["message"].startswith("Host must be an IP address, localhost or one of allowed_hosts")
 
 
 def test_what_a_page_may_send_unasked_changes_nothing(serve):
@@ -178,7 +178,7 @@ def test_a_body_whose_end_can_be_read_in_two_ways(serve):
     found = exchanged(served, head, b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert found.startswith(b"HTTP/1.1 400")
     assert found.count(b"HTTP/1.1") == 1
-    assert b"Transfer-Encoding must be left out beside Content-Length" in found
+    assert b"Transfer-Encoding and Content-Length are mutually exclusive" in found
 
 
 @pytest.mark.parametrize("piece", [b"A: b\r\n", b"a"])
@@ -281,7 +281,7 @@ def test_metrics(serve):
         ("prompt_tokens_total", 2 * prompt), ("generation_tokens_total", 24), ("num_requests_running", 0),
         ("num_requests_waiting", 0), ("kv_cache_usage_perc", 0), ("time_to_first_token_seconds_count", 2),
         ("e2e_request_latency_seconds_count", 2), ("compressed_kv_cache_usage_perc", 0), ("compressed_total", 0),
-        ("compressed_put_aside_total", 0), ("compressed_aside_bytes", 0),
+        ("compressed_swapped_out_total", 0), ("compressed_swapped_bytes", 0),
     ):  # fmt: skip
         assert float(lines[f"vlcache:{counted}{name}"]) == value, counted
     assert float(lines['vlcache:request_success_total{finished_reason="length",model_name="tiny"}']) == 4
@@ -302,7 +302,7 @@ def test_one_too_many_is_told_at_once(serve, client, decoder, textured_image):
             other = data_url(textured_image(64, 64, 12))
             status, headers, found = served.ask("POST", CHAT, {"messages": shows(other)})
             assert (status, headers["retry-after"]) == (503, "1")
-            assert "under way" in json.loads(found)["error"]["message"]
+            assert "in flight" in json.loads(found)["error"]["message"]
         assert len(decoded) == 1
         assert served.json("GET", "/load") == (200, {"server_load": 1})
         assert served.ask("GET", "/health")[0] == served.ask("GET", "/ready")[0] == 200
@@ -319,11 +319,14 @@ def test_whoever_is_refused_sees_the_answer(serve, client):
     served = serve(max_body_bytes="1MiB")
     for size in (2**20 + 1, 2**24):
         status, found = served.json("POST", CHAT, {"messages": [{"role": "user", "content": "a" * size}]})
-        assert (status, found["error"]["message"]) == (413, "a body must have at most 1048576 bytes")
+        assert (status, found["error"]["message"]) == (
+            413,
+            "a body must have at most 1048576 bytes (--max-body-bytes, for files --max-file-bytes)",
+        )
     with pytest.raises(openai.APIStatusError) as told:
         client(served).chat.completions.create(model="m", messages=[{"role": "user", "content": "a" * 2**22}])
     assert told.value.status_code == 413
-    served.server.entrance.is_draining = True
+    served.server.admission.is_draining = True
     assert served.json("POST", CHAT, {"messages": [{"role": "user", "content": "a" * 2**22}]})[0] == 503
 
 
@@ -377,7 +380,7 @@ def test_a_refused_body_is_not_waited_for_at_the_end(serve, monkeypatch):
     monkeypatch.setattr(http_layer, "_UNREAD_SECONDS", 10 * WITHIN)
     served = serve()
     with answered(served, "POST /nowhere", ENDLESS) as (connection, _):
-        served.server.entrance.ended.set()
+        served.server.admission.ended.set()
         connection.sendall(b" ")  # which wakes the server's thread
         while connection.recv(4096):  # what is left of the answer, and then the end
             pass
@@ -421,7 +424,7 @@ def test_a_body_is_json_by_name(serve):
 
 
 def test_a_body_that_does_not_come(serve, monkeypatch):
-    monkeypatch.setattr(entrance_module, "_SILENCE", 0.05)
+    monkeypatch.setattr(admission_module, "_SILENCE", 0.05)
     served = serve()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
@@ -437,7 +440,7 @@ def test_who_goes_away_ends_the_answer(serve, engine, slow, streams):
     served = serve()
     with posted(served, LONG | {"stream": streams}, reads=streams):
         assert eventually(lambda: engine.stats().running)
-    assert eventually(lambda: not served.server.entrance.inside)
+    assert eventually(lambda: not served.server.admission.inside)
     assert eventually(lambda: not engine.stats().running)
     assert engine.stats().in_use == 0
 
@@ -449,7 +452,7 @@ def test_who_goes_away_while_pictures_are_read(serve, engine, decoder, textured_
     body = {"messages": shows(data_url(textured_image(64, 64, 21 + streams))), "stream": streams}
     with posted(served, body, reads=False):
         assert eventually(lambda: decoded)
-    assert eventually(lambda: not served.server.entrance.inside)
+    assert eventually(lambda: not served.server.admission.inside)
     go_on.set()
 
 
@@ -457,7 +460,7 @@ def test_who_waits_no_longer_is_gone(serve, client, decoder, textured_image):
     served, asked = serve(), shows(data_url(textured_image(64, 64, 23)))
     with pytest.raises(openai.APITimeoutError):
         client(served, timeout=0.3).chat.completions.create(model=served.server.models[0], messages=asked)
-    assert eventually(lambda: not served.server.entrance.inside)
+    assert eventually(lambda: not served.server.admission.inside)
 
 
 def test_who_goes_away_while_it_waits_for_a_lane(serve, engine, slow):
@@ -466,8 +469,8 @@ def test_who_goes_away_while_it_waits_for_a_lane(serve, engine, slow):
         for _ in range(12):  # of which eight run
             stack.enter_context(posted(served, LONG, reads=False))
         assert eventually(lambda: engine.stats().waiting)
-        assert served.server.entrance.inside == 12
-    assert eventually(lambda: not served.server.entrance.inside)
+        assert served.server.admission.inside == 12
+    assert eventually(lambda: not served.server.admission.inside)
     assert eventually(lambda: not (engine.stats().running or engine.stats().waiting))
 
 
@@ -493,7 +496,7 @@ def test_a_body_that_comes_byte_by_byte(serve):
         thread.join()
     assert found.startswith(b"HTTP/1.1 408")
     assert b"connection: close" in found.lower()
-    assert b"a body must come within 0.3 seconds" in found
+    assert b"a body must arrive within 0.3 seconds" in found
 
 
 @contextlib.contextmanager
@@ -501,7 +504,7 @@ def coming(served, sent=b"{", size=9999, **headers):
     """A connection on which a body has begun."""
     given = {"Content-Type": "application/json", "Content-Length": size} | headers
     head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
-    room, before = served.server.entrance.room, served.server.entrance.room.coming
+    room, before = served.server.admission.room, served.server.admission.room.coming
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode() + sent)
         assert eventually(lambda: room.coming == before + 1)
@@ -540,7 +543,7 @@ def test_slow_bodies_shut_no_other_client_out(serve):
             assert found.startswith(b"HTTP/1.1 408")
             assert b"connection: close" in found.lower()
             assert b"retry-after: 1" in found.lower()
-            assert b"the server has 4 requests whose bodies are coming, of which this was the slowest" in found
+            assert b"the server receives at most 4 bodies at a time, and this upload was the slowest" in found
         assert eventually(lambda: served.json("GET", "/load") == (200, {"server_load": 3}))
         page = served.ask("GET", "/metrics")[2].decode()
         for name in ("num_requests_coming", "request_body_bytes"):
@@ -551,13 +554,13 @@ def test_bodies_are_bounded_together(serve):
     """By what has come of them."""
     served = serve(max_body_bytes="1MiB", max_waiting_bytes="2MiB")
     most = bytes(2**20 - 1)
-    room = served.server.entrance.room
+    room = served.server.admission.room
     with coming(served, most, 2**20) as slowest:
         assert eventually(lambda: room.nbytes == len(most))
         with coming(served, most, 2**20) as other:
             assert eventually(lambda: room.nbytes == 2 * len(most))
             assert served.ask("POST", CHAT, SHORT)[0] == 200
-            assert b"the server has bodies of 2097150 bytes, beside which" in refusal(slowest)
+            assert b"the server is at capacity: 2097150 bytes of request bodies, " in refusal(slowest)
             assert answered_to([other]) == [False]
     assert eventually(lambda: not room.nbytes)
     # Bytes that a head declares, and that do not come, take no room.
@@ -566,7 +569,7 @@ def test_bodies_are_bounded_together(serve):
 
 
 def test_a_body_for_which_there_is_no_room_is_not_read(serve, decoder, textured_image):
-    """Beside those of requests under way."""
+    """Beside those of requests in flight."""
     go_on, decoded = decoder
     served = serve(max_body_bytes="1MiB", max_waiting_bytes="1MiB")
     large = {"messages": shows(data_url(textured_image(64, 64, 27))), "user": "a" * 2**19}
@@ -574,7 +577,7 @@ def test_a_body_for_which_there_is_no_room_is_not_read(serve, decoder, textured_
         assert eventually(lambda: decoded)
         status, headers, found = served.ask("POST", CHAT, large)
         assert (status, headers["retry-after"]) == (503, "1")
-        assert f"requests of {served.server.entrance.room.nbytes} bytes under way".encode() in found
+        assert f"{served.server.admission.room.nbytes} bytes of requests in flight".encode() in found
         assert served.ask("POST", CHAT, SHORT)[0] == 200
         go_on.set()
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
@@ -583,14 +586,14 @@ def test_a_body_for_which_there_is_no_room_is_not_read(serve, decoder, textured_
 def test_memory_of_bodies_goes_back_to_the_system(serve, monkeypatch):
     """After so many bytes of them, whatever became of their requests."""
     calls = []
-    monkeypatch.setattr(entrance_module, "_FREED", 3 * 2**20)
-    monkeypatch.setattr(entrance_module, "_LATER", 0.0)
-    monkeypatch.setattr(entrance_module, "give_back", lambda: calls.append(len(calls)))
+    monkeypatch.setattr(admission_module, "_FREED", 3 * 2**20)
+    monkeypatch.setattr(admission_module, "_LATER", 0.0)
+    monkeypatch.setattr(admission_module, "give_back", lambda: calls.append(len(calls)))
     served = serve()
     for count in (0, 0, 1, 1, 1, 2):
         large = {"messages": HELLO, "max_tokens": 1, "user": "a" * 2**20, "wrong" if count else "metadata": {}}
         assert served.ask("POST", CHAT, large)[0] == (400 if count else 200)
-        assert eventually(lambda: not served.server.entrance.inside and len(calls) == count)  # noqa: B023
+        assert eventually(lambda: not served.server.admission.inside and len(calls) == count)  # noqa: B023
     admission.give_back()
 
 
@@ -599,7 +602,7 @@ def test_an_upload_comes_slowly_too(serve, textured_image):
     head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
         connection.sendall(f"{head}Content-Length: 9999\r\n\r\n--b\r\n".encode())
-        assert eventually(lambda: served.server.entrance.room.nbytes == 5)
+        assert eventually(lambda: served.server.admission.room.nbytes == 5)
         assert served.ask("POST", CHAT, SHORT)[0] == 200
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
@@ -609,8 +612,8 @@ def test_who_goes_away_in_the_middle_of_a_body(serve):
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
         connection.sendall(head.encode())
-        assert eventually(lambda: served.server.entrance.inside)
-    assert eventually(lambda: not served.server.entrance.inside)
+        assert eventually(lambda: served.server.admission.inside)
+    assert eventually(lambda: not served.server.admission.inside)
 
 
 def test_who_does_not_read_is_gone(serve, engine, monkeypatch):
@@ -619,7 +622,7 @@ def test_who_does_not_read_is_gone(serve, engine, monkeypatch):
     monkeypatch.setattr(inference, "write", lambda _: b"x" * 2**20)
     served = serve()
     with posted(served, LONG | {"stream": True}):
-        assert eventually(lambda: not served.server.entrance.inside)
+        assert eventually(lambda: not served.server.admission.inside)
     assert eventually(lambda: not engine.stats().running)
 
 
@@ -682,7 +685,7 @@ def test_at_the_end_who_is_inside_is_told(serve, client, engine, slow, streams):
     thread = threading.Thread(target=ask)
     thread.start()
     assert eventually(lambda: engine.stats().running)
-    served.server.entrance.ended.set()
+    served.server.admission.ended.set()
     thread.join(WITHIN)
     [error] = told
     assert isinstance(error, openai.APIError)
@@ -724,7 +727,7 @@ def test_an_error_of_the_engine_ends_what_runs_and_no_more(serve, slow, broken, 
         assert eventually(lambda: engine.stats().running == 4)
         broken(1)
         found = [one.result()[2].decode() for one in asked]
-    assert ["the server failed; its log says more" in one for one in found] == [True] * 4
+    assert ["internal server error; see the server's log" in one for one in found] == [True] * 4
     assert "device" not in "".join(found)  # the log says it
     assert "Hello" in plain  # whether the engine still answers is found out once for all that come to it meanwhile
     assert len(plain) < 4
@@ -764,11 +767,11 @@ def test_logits_that_are_not_finite_are_the_servers_fault(serve, monkeypatch, of
 
 def test_not_ready_before_it_is_warm_nor_at_the_end(serve):
     served = serve()
-    entrance = served.server.entrance
-    entrance.is_warm = False
+    admission = served.server.admission
+    admission.is_warm = False
     assert served.ask("GET", "/ready")[0] == 503
     assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 1})[0] == 200
-    entrance.is_warm = entrance.is_draining = True
+    admission.is_warm = admission.is_draining = True
     assert (served.ask("GET", "/ready")[0], served.ask("GET", "/health")[0]) == (503, 200)
     status, headers, _ = served.ask("POST", CHAT, {"messages": HELLO})
     assert (status, headers["retry-after"]) == (503, "1")
@@ -778,7 +781,7 @@ def test_a_socket_is_taken_over_from_the_dead_alone(engine, tmp_path):
     path = tmp_path / "socket"
     path.write_text("not to be lost")
     with (
-        pytest.raises(ValueError, match="uds must be the path of a socket, got a file"),
+        pytest.raises(ValueError, match="uds must be a new path or the path of a socket, got a file"),
         listening(Server(engine, ServerConfig(uds=str(path)))),
     ):
         pytest.fail("listens")
@@ -788,7 +791,7 @@ def test_a_socket_is_taken_over_from_the_dead_alone(engine, tmp_path):
         dead.bind(str(path))
     with listening(Server(engine, ServerConfig(uds=str(path)))):
         with (
-            pytest.raises(OSError, match="another server does"),
+            pytest.raises(OSError, match="another server uses it"),
             listening(Server(engine, ServerConfig(uds=str(path)))),
         ):
             pytest.fail("listens")

@@ -18,7 +18,7 @@ from tests.server import helper
 from tests.server.helper import WORDS, serving
 from tests.server.test_retrieval import keys, pictures, png, upload  # noqa: F401 - fixtures
 from vlcache_jax import AsyncLLM, CacheConfig
-from vlcache_jax.library import Library, Retriever, Searches
+from vlcache_jax.library import Library, Retriever, SearchOptions
 from vlcache_jax.outputs import SearchBegun, Searched, SearchRound
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.protocol.answers import ChatAnswer
@@ -114,7 +114,7 @@ def test_an_answer_goes_on_with_what_was_found(served, client, engine):
     assert last.usage.output_tokens == usage.output_tokens
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_without_another_embedder_the_served_model_finds(serve, shoes, client, keys, pictures):  # noqa: F811
     found = client(serve()).responses.create(**ONCE, include=["file_search_call.results"])
     assert {hit.file_id for hit in found.output[0].results} <= {item.id for item in shoes.items()}
@@ -156,7 +156,7 @@ def test_a_chat_sent_whole_says_the_same(served, client, engine, shoes):
 
 
 def running_tool(library):
-    return Searches(Retriever(library, near), k=2).tool
+    return SearchOptions(Retriever(library, near), top_k=2).tool
 
 
 def test_it_is_remembered_with_what_was_found(served, client):
@@ -217,8 +217,8 @@ HELD = threading.Event()
 @pytest.mark.parametrize("embedder", [leaves, hangs])
 def test_nobody_else_suffers_from_an_embedder(serve, shoes, client, monkeypatch, embedder):
     HELD.clear()
-    impatient = functools.partialmethod(Searches.__init__, timeout=0.3)
-    monkeypatch.setattr(Searches, "__init__", impatient)
+    impatient = functools.partialmethod(SearchOptions.__init__, timeout=0.3)
+    monkeypatch.setattr(SearchOptions, "__init__", impatient)
     monkeypatch.setattr(helper, "Server", lambda engine, config: Server(engine, config, embedder=embedder))
     running = serve()
     found = client(running).responses.create(**ONCE)
@@ -231,7 +231,7 @@ def test_calls_must_be_read(serve, shoes):
     status, told = serve(tool_call_parser="none").json("POST", PATH, ONCE)
     assert (status, told["error"]["param"]) == (400, "tools[0]")
     status, told = serve().json("POST", PATH, {"input": "?", "tool_choice": CHOICE})
-    assert told["error"]["message"] == "tool_choice must be another one without a tool file_search"
+    assert told["error"]["message"] == "tool_choice file_search requires a tool of this type in tools"
 
 
 def test_functions_stand_beside_it(served, client):
@@ -243,7 +243,7 @@ def test_functions_stand_beside_it(served, client):
         **ONCE | {"tools": [look, TOOL], "tool_choice": {"type": "function", "name": "look"}, "max_output_tokens": 100}
     )
     assert called.output[0].type == "function_call"
-    with pytest.raises(openai.BadRequestError, match=f"tools must not have one called {SEARCH}"):
+    with pytest.raises(openai.BadRequestError, match=f"tools must not contain {SEARCH}"):
         responses.create(**ONCE | {"tools": [look | {"name": SEARCH}, TOOL]})
 
 
@@ -253,22 +253,23 @@ def test_functions_stand_beside_it(served, client):
         ({"vector_store_ids": []}, "tools[0].vector_store_ids must name one library, got []"),
         ({"vector_store_ids": ["a", "b"]}, "tools[0].vector_store_ids must name one library"),
         ({"max_num_results": 0}, "tools[0].max_num_results must be from 1 to 50, got 0"),
-        ({"more": 1}, "tools[0] must hold only"),
+        ({"more": 1}, "'more' in tools[0]; expected one of type, vector_store_ids"),
         ({"filters": {"type": "like", "key": "a", "value": 1}}, "tools[0].filters.type must be eq, ne, in, nin"),
         ({"filters": {"type": "and", "filters": []}}, "tools[0].filters.filters must be a list of 1 to 1024 filters"),
         ({"filters": {"type": "gt", "key": "a", "value": []}}, "tools[0].filters.value must be a number or a string"),
         ({"filters": {"type": "or", "filters": [{"type": "eq"}]}}, "tools[0].filters.filters[0].key must be a string"),
-        ({"filters": {"type": "eq", "key": "a"}}, "tools[0].filters must hold value, got ['type', 'key']"),
+        ({"filters": {"type": "eq", "key": "a"}}, "tools[0].filters must have value, got ['type', 'key']"),
         (
             {"filters": {"type": "eq", "key": "a", "value": 1, "b": 1}},
-            "tools[0].filters must hold only type, key",
+            "'b' in tools[0].filters; expected one of type, key",
         ),
-        ({"ranking_options": []}, "tools[0].ranking_options must hold only"),
+        ({"ranking_options": []}, "tools[0].ranking_options must be an object, got []"),
+        ({"ranking_options": {"a": 1}}, "'a' in tools[0].ranking_options; expected one of ranker"),
         ({"ranking_options": {"score_threshold": "x"}}, "tools[0].ranking_options.score_threshold must be a number"),
         ({"ranking_options": {"ranker": "none"}}, "tools[0].ranking_options.ranker must be auto"),
         (
             {"ranking_options": {"hybrid_search": {"embedding_weight": 1, "text_weight": 1}}},
-            "tools[0].ranking_options.hybrid_search must be left out or have text_weight 0",
+            "tools[0].ranking_options.hybrid_search must be absent or have text_weight 0",
         ),
     ],
 )
@@ -285,13 +286,13 @@ def test_libraries_that_there_are_not(served):
     status, told = running.json("POST", PATH, ONCE | {"tools": [TOOL, TOOL]})
     assert (status, told["error"]["message"]) == (
         400,
-        "tools must have one file_search at most, got another at tools[1]",
+        "tools must have at most one file_search, got another at tools[1]",
     )
 
 
 def test_filters():
     def passes(given, **metadata):
-        return FileSearch.parse(TOOL | {"filters": given}, "tools[0]").passes(metadata)
+        return FileSearch.parse(TOOL | {"filters": given}, "tools[0]").matches(metadata)
 
     cheap = {"type": "lte", "key": "price", "value": 10}
     red = {"type": "eq", "key": "colour", "value": "red"}
@@ -313,6 +314,13 @@ def test_filters():
         deep = {"type": "and", "filters": [deep]}
     with pytest.raises(ApiError, match="at most 8 deep"):
         passes(deep)
+    for kind in ("in", "nin"):
+        assert passes({"type": kind, "key": "number", "value": [*range(1024)]}, number=5) == (kind == "in")
+        for value in ("red", {"red": 1}, [*range(1025)]):
+            with pytest.raises(
+                ApiError, match=r"^tools\[0\]\.filters\.value must be a list of at most 1024 values, got"
+            ):
+                passes({"type": kind, "key": "number", "value": value})
 
 
 def test_tenants_search_what_is_theirs(served, client, keys, pictures):  # noqa: F811 - fixtures

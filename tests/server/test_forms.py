@@ -169,15 +169,15 @@ def test_a_server_that_is_ready_has_read_the_vocabulary(engine, monkeypatch):
     """Nobody's first grammar stops all others for seconds."""
 
     async def compiled():
-        assert not server.entrance.is_warm
+        assert not server.admission.is_warm
 
-    grammars = engine.service.intake.sequences.grammars
+    grammars = engine.service.preparation.sequences.grammars
     monkeypatch.setattr(engine, "warmup", compiled)
     monkeypatch.setattr(grammars, "_built", None)
     server = Server(engine, ServerConfig(port=0))
     with lifecycle._bound(server.config) as place:
         asyncio.run(lifecycle._Process(server, place)._warm_up())
-    assert server.entrance.is_warm
+    assert server.admission.is_warm
     assert grammars._built is not None
 
 

@@ -128,7 +128,7 @@ def turns(serve, monkeypatch):
     return served, counted
 
 
-@pytest.mark.parametrize("size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.ladder)])
+@pytest.mark.parametrize("size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("route", BASES)
 def test_no_field_is_walked_on_the_event_loop(turns, route, size):
     served, counted = turns

@@ -118,14 +118,14 @@ def test_many_clients(checkpoints, textured_image):
 
         begin = time.monotonic()
         given = served, asked, expected
-        under_way = [clients.submit(come_and_go, *given, number, begin + SECONDS) for number in range(CLIENTS)]
+        in_flight = [clients.submit(come_and_go, *given, number, begin + SECONDS) for number in range(CLIENTS)]
         memory = []
-        while any(not one.done() for one in under_way):
+        while any(not one.done() for one in in_flight):
             memory.append((time.monotonic() - begin, own.memory_info().rss))
             time.sleep(0.1)
-        ended = [one.result() for one in under_way]
+        ended = [one.result() for one in in_flight]
 
-        # Nothing is left: no request, no lane, no page, no record that somebody holds, no connection.
+        # Nothing is left: no request, no decode slot, no page, no record that somebody holds, no connection.
         assert eventually(lambda: served.json("GET", "/load")[1] == {"server_load": 0})
         told = served.ask("GET", "/metrics")[2].decode()
         for gauge in GAUGES:

@@ -332,7 +332,7 @@ def test_the_reuse_mode_is_a_choice_where_the_server_has_several(browser, server
 def real(tmp_path):
     """A browser at the page of the real server, each of whose tokens comes alone."""
     with (
-        serving("--ladder", '{"window": 1}', "--allow-reuse", "approximate") as (_, url, _),
+        serving("--buckets", '{"window": 1}', "--allow-reuse", "approximate") as (_, url, _),
         Browser.open(url.removesuffix("v1"), tmp_path / "profile") as browser,
     ):
         yield browser

@@ -11,6 +11,10 @@ from tests.helper import SIZES, WITHIN
 from vlcache_jax import AsyncLLM
 from vlcache_jax.engine import grammars
 from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.protocol.schema import ApiError
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.http_layer import refuse
+from vlcache_jax.server.uploaded_files import _error
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,7 @@ def engine(checkpoints):
     engine.service.close()
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_rows_are_refused_and_nobody_else_is_harmed(serve, monkeypatch):
     touched, threads = [], set()
 
@@ -45,6 +49,26 @@ def test_rows_are_refused_and_nobody_else_is_harmed(serve, monkeypatch):
 
 
 def test_an_answer_beside_that_differs_is_found(serve, monkeypatch):
-    monkeypatch.setattr(refusals.Neighbour, "_ask", lambda self: (200, self.answers + len(self.wrong)))
+    monkeypatch.setattr(refusals.Neighbor, "_ask", lambda self: (200, self.answers + len(self.wrong)))
     with pytest.raises(AssertionError):
         refusals.measure(serve().port, refusals.large()[:3], WITHIN)
+
+
+@pytest.mark.parametrize("status", [400, 401, 402, 403, 503])
+def test_who_may_show_a_key_is_told_so(status):
+    headers = refuse(ApiError("no", status=status)).headers
+    assert headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+
+
+def test_what_is_wrong_with_a_file_is_said_of_the_field():
+    """Clients call it file, and not image."""
+    error = _error(ValueError("image must be an image that Pillow can read, got 5 bytes"))
+    assert (error.message, error.param) == ("file must be an image that Pillow can read, got 5 bytes", "file")
+    assert (_error(ValueError("metadata must be JSON")).param, error.status) == ("metadata", 400)
+
+
+@pytest.mark.parametrize(("name", "known"), [("allow_reuse", "full"), ("allow_compress", "random-0.5")])
+def test_what_no_request_could_ask_for_is_not_allowed(name, known):
+    with pytest.raises(ValueError, match=f"^{name} must be .*'most'"):
+        ServerConfig(**{name: [known, "most"]})
+    assert getattr(ServerConfig(**{name: [known]}), name) == (known,)

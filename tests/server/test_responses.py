@@ -80,7 +80,7 @@ def test_it_goes_on_from_one_before(served, responses, textured_image):
     third = responses.create(input="Go on", previous_response_id=second.id, store=False, **GREEDY)
     assert third.previous_response_id == second.id
     for name in (third.id, "resp_nowhere"):
-        with pytest.raises(openai.BadRequestError, match="must be that of a response that is kept"):
+        with pytest.raises(openai.BadRequestError, match="must be the id of a stored response"):
             responses.create(input="?", previous_response_id=name, **GREEDY)
     responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):

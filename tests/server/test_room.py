@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import types
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache_jax.protocol.schema import ApiError
+from vlcache_jax.server import admission
+from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.room import ReservedPlace, Room
 from vlcache_jax.server.tenants import Tenant
 
@@ -83,7 +86,7 @@ def test_the_slowest_body_is_closed_where_one_more_comes():
     assert requests.closed == ["parked", "new", "slow", "more 0"]
     error = requests.places["parked"].error
     assert (error.status, error.retry_after) == (408, 1)
-    assert error.message == "the server has 4 requests whose bodies are coming, of which this was the slowest"
+    assert error.message == "the server receives at most 4 bodies at a time, and this upload was the slowest"
     requests.take("parked", 7)  # what is on its way to a body that was closed does not count
     assert requests.room.nbytes == 4000 + 4 * 4096
     requests.leave()
@@ -100,7 +103,7 @@ def test_bodies_that_do_not_come_shut_no_other_out():
         requests.clock.now += 1
         requests.enter(f"whole {i}", body=5000)
         assert requests.places[f"whole {i}"].error is None
-    assert requests.room.coming == 511  # the hundred are under way, and took the place of one
+    assert requests.room.coming == 511  # the hundred are in flight, and took the place of one
     assert requests.room.inside == 611
     requests.leave()
 
@@ -134,13 +137,13 @@ def test_bytes_count_when_they_have_come():
     assert requests.closed == []
     requests.clock.now += 1
     message = refused(503, requests.enter, "bob's third", BOB, declared=5001)
-    assert message == "the server has requests of 5000 bytes under way, beside which 5001 more have no room"
+    assert message == "the server is at capacity: 5000 bytes of requests in flight, 5001 more do not fit"
     # Those of the tenant that has most bytes give way, the slowest first, until there is room.
     requests.take("bob's second", 2000)
     assert requests.closed == [f"alice's {i}" for i in range(8)]
     assert requests.room.nbytes == 8000
     message = refused(503, requests.take, "bob's second", 2001)
-    assert message == "the server has bodies of 8000 bytes, beside which 2001 more have no room"
+    assert message == "the server is at capacity: 8000 bytes of request bodies, 2001 more do not fit"
     requests.leave()
     assert (requests.room.inside, requests.room.nbytes) == (0, 0)
 
@@ -150,7 +153,7 @@ def test_each_tenant_has_a_part_of_the_room_that_no_other_takes():
     for i in range(20):
         requests.enter(f"alice's {i}", ALICE, body=1)
     message = refused(503, requests.enter, "alice's last", ALICE)
-    assert message == "the server has 20 requests under way"
+    assert message == "the server is at capacity: 20 requests in flight"
     for i in range(2):
         requests.enter(f"bob's {i}", BOB, body=1)
         requests.enter(f"admin's {i}", None, body=1)
@@ -160,7 +163,7 @@ def test_each_tenant_has_a_part_of_the_room_that_no_other_takes():
     requests.leave()
     requests.enter("alice's large", ALICE, body=20_000)
     message = refused(503, requests.enter, "alice's larger", ALICE, body=1)
-    assert message.startswith("the server has requests of 20000 bytes under way")
+    assert message.startswith("the server is at capacity: 20000 bytes of requests in flight")
     requests.enter("bob's large", BOB, body=2000)
     requests.leave()
 
@@ -169,13 +172,26 @@ def test_without_tenants_there_is_one_room():
     requests = Requests(most=3)
     for i in range(3):
         requests.enter(f"{i}", body=1)
-    assert refused(503, requests.enter, "last") == "the server has 3 requests under way"
+    assert refused(503, requests.enter, "last") == "the server is at capacity: 3 requests in flight"
     requests.leave("0")
     requests.enter("coming")
     requests.enter("whole", body=1)
-    assert refused(503, requests.room.arrived, requests.places["coming"]) == "the server has 3 requests under way"
+    message = refused(503, requests.room.arrived, requests.places["coming"])
+    assert message == "the server is at capacity: 3 requests in flight"
     requests.leave()
     assert requests.room.inside == 0
+
+
+def test_a_tenant_that_is_gone_makes_no_more_room_than_there_is():
+    """Its requests are still in flight when its keys have been taken away."""
+    requests, tenants = Requests(), [2]
+    requests.room = Room(16, LARGE, 0, lambda: tenants[0], requests.clock)
+    requests.enter("alice's", ALICE, body=1)
+    tenants[0] = 0
+    for i in range(15):
+        requests.enter(f"{i}", body=1)
+    assert refused(503, requests.enter, "last", body=1) == "the server is at capacity: 16 requests in flight"
+    requests.leave()
 
 
 def test_a_tenants_requests_are_those_under_way():
@@ -186,11 +202,11 @@ def test_a_tenants_requests_are_those_under_way():
     requests.enter("first", few, body=1)
     with requests.room.answering(few, 2):
         message = refused(429, requests.enter, "second", few)
-        assert message.startswith("this key's tenant has 2 requests under way, of 2 that it may have")
+        assert message.startswith("rate limit: this key's tenant has 2 of 2 requests in flight")
         assert refused(429, requests.room.arrived, requests.places["slow 0"]) == message
     requests.enter("second", few, body=1)
     requests.leave()
-    assert refused(400, requests.room.answering(few, 3).__enter__).startswith("n of all prompts")
+    assert refused(400, requests.room.answering(few, 3).__enter__).startswith("n times the number of prompts")
 
 
 def status_of(work, *given, **options):
@@ -214,18 +230,18 @@ def test_whatever_comes_is_counted(steps, most, has_tenants):
     # Without tenants no part is kept for any of them.
     room, part, byte_part = requests.room, most // 16 * has_tenants, (most_bytes - most_body) // 16 * has_tenants
     coming: list[str] = []
-    under_way: list[str] = []
+    in_flight: list[str] = []
 
     def own(names, who):
         return [requests.places[name] for name in names if requests.places[name].tenant is who]
 
     for number, (step, which, size) in enumerate(steps):
         requests.clock.now += 1
-        name, who, names = str(number), TENANTS[which], [*coming, *under_way]
+        name, who, names = str(number), TENANTS[which], [*coming, *in_flight]
         counts, before = {one: len(own(coming, one)) for one in TENANTS}, set(coming)
         if step == "enter":
-            has_part = len(own(under_way, who)) < part
-            has_part &= sum(one.size for one in own(under_way, who)) + size <= byte_part or not size
+            has_part = len(own(in_flight, who)) < part
+            has_part &= sum(one.size for one in own(in_flight, who)) + size <= byte_part or not size
             if status := status_of(requests.enter, name, who, declared=size):
                 assert (status, has_part) == (503, False)
             else:
@@ -239,17 +255,17 @@ def test_whatever_comes_is_counted(steps, most, has_tenants):
             name = coming.pop(size % len(coming))
             before.discard(name)
             place = requests.places[name]
-            has_part = len(own(under_way, place.tenant)) < part
-            has_part &= sum(one.size for one in own(under_way, place.tenant)) + place.size <= byte_part
+            has_part = len(own(in_flight, place.tenant)) < part
+            has_part &= sum(one.size for one in own(in_flight, place.tenant)) + place.size <= byte_part
             if status := status_of(room.arrived, place):
                 assert (status, has_part) == (503, False)
                 requests.leave(name)
             else:
-                under_way.append(name)
+                in_flight.append(name)
         elif step == "leave" and names:
             name = names[size % len(names)]
             requests.leave(name)
-            (coming if name in coming else under_way).remove(name)
+            (coming if name in coming else in_flight).remove(name)
             before.discard(name)
         gone = [name for name in coming if requests.places[name].error is not None]
         if step == "enter" and gone:
@@ -257,10 +273,28 @@ def test_whatever_comes_is_counted(steps, most, has_tenants):
         for name in gone:
             coming.remove(name)
             requests.leave(name)
-        places = [requests.places[name] for name in (*coming, *under_way)]
+        places = [requests.places[name] for name in (*coming, *in_flight)]
         assert (room.coming, room.inside) == (len(coming), len(places))
         assert room.nbytes == sum(place.size for place in places) <= most_bytes
         assert len(coming) <= most
-        assert len(under_way) <= most
+        assert len(in_flight) <= most
     requests.leave()
     assert (room.coming, room.inside, room.nbytes) == (0, 0, 0)
+
+
+def test_memory_goes_back_when_so_many_bytes_have_ended(monkeypatch):
+    """From the first body on, and to the byte."""
+    begun = []
+
+    def timer(late, work):
+        return types.SimpleNamespace(start=lambda: begun.append(work))
+
+    monkeypatch.setattr(admission, "_FREED", 10)
+    monkeypatch.setattr(admission, "threading", types.SimpleNamespace(Timer=timer))
+    control, counts = admission.AdmissionControl(ServerConfig()), []
+    for size in (9, 1, 9, 1):
+        with control.enter({"headers": []}) as place:
+            place.take(size)
+        counts.append(len(begun))
+    assert counts == [0, 1, 1, 2]
+    assert set(begun) == {admission.give_back}

@@ -121,11 +121,11 @@ def test_a_tenant_has_its_share_of_the_requests(serve, keys, engine, monkeypatch
     ]
     for thread in asking:
         thread.start()
-    assert eventually(lambda: served.server.entrance.inside == 5)
+    assert eventually(lambda: served.server.admission.inside == 5)
     large = HELLO | {"user": "a" * 2**22}  # which nobody reads
     status, headers, body = served.ask("POST", CHAT, large, Authorization="Bearer a1")
     assert (status, headers["retry-after"]) == (429, "1")
-    assert b"has 2 requests under way" in body
+    assert b"has 2 of 2 requests in flight" in body
     go_on.set()
     for thread in asking:
         thread.join()
@@ -135,7 +135,7 @@ def test_a_tenant_has_its_share_of_the_requests(serve, keys, engine, monkeypatch
 
 @pytest.mark.usefixtures("fresh")
 def test_a_tenants_slow_bodies_shut_no_other_out(serve, keys):
-    """Nor do they count as its requests under way."""
+    """Nor do they count as its requests in flight."""
     tenants = "[tenants.alice]\nrequests = 1\n"
     served = serve(api_keys=written(keys, tenants, a="alice", b="bob"), admin_key=ADMIN, max_waiting=4)
     with contextlib.ExitStack() as stack:
@@ -179,7 +179,7 @@ def test_lanes_go_round(serve, keys, engine, monkeypatch):
     go_on.set()
     for thread in asking:
         thread.join()
-    # The first one alone had come when lanes were given first; then there are seven.
+    # The first one alone had come when decode slots were given first; then there are seven.
     assert admitted[:8] == ["alice", "carl", "bob", "alice", "bob", "alice", "alice", "alice"]
     assert admitted[8:] == ["alice"] * 4 + ["carl"]
 
@@ -201,11 +201,11 @@ def test_each_answer_counts(serve, keys, engine, monkeypatch):
 
 
 def test_the_admins_key_is_no_tenants(serve, keys):
-    with pytest.raises(ValueError, match="keys must be other ones than the admin key"):
+    with pytest.raises(ValueError, match="keys must not contain the admin key"):
         serve(api_keys=written(keys, a="alice", b="bob"), admin_key="b")
     served = serve(api_keys=written(keys, a="alice"), admin_key=ADMIN)
     written(keys, **{ADMIN: "alice"})
-    with pytest.raises(ValueError, match="keys must be other ones than the admin key"):
+    with pytest.raises(ValueError, match="keys must not contain the admin key"):
         served.server.register.reload()
     assert served.ask("GET", "/cache", Authorization=f"Bearer {ADMIN}")[0] == 200
 

@@ -225,4 +225,6 @@ def test_thinking_is_off_or_the_request_is_refused(engine, served):
         ):
             status, found = always.json("POST", path, more)
             assert (status, found["error"]["param"]) == (400, param)
-            assert found["error"]["message"].startswith(f"{param} must be one that the chat template has, got 'none'")
+            assert found["error"]["message"].startswith(
+                f"{param} must be a value that the chat template supports, got 'none'"
+            )

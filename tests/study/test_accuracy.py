@@ -70,12 +70,12 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
     assert list(named) == ["full", "s.json"]
     assert named["s.json"].schedule.levels == (50,) * 3
     assert named != accuracy.name_settings(["full", files[1]])  # so a file of finished parts is not mistaken
-    with pytest.raises(ValueError, match=r"each setting once, got '.*s\.json' after 's\.json'"):
+    with pytest.raises(ValueError, match=r"must not list a setting twice, got '.*s\.json' after 's\.json'"):
         accuracy.name_settings(files)
-    with pytest.raises(ValueError, match=r"each setting once, got '0\.10' after '0\.1'"):
+    with pytest.raises(ValueError, match=r"must not list a setting twice, got '0\.10' after '0\.1'"):
         accuracy.name_settings(["0.1", "0.10"])
     for exact in ("off", "exact"):
-        with pytest.raises(ValueError, match=f"reuse must link images behind something else, .* got '{exact}'"):
+        with pytest.raises(ValueError, match=f"reuse must be an approximate mode .*, got '{exact}'"):
             accuracy.name_settings(["full", exact])
     moved = accuracy.name_settings(["shift-0.1", f"shift-{files[0]}", files[1]])
     assert list(moved) == ["shift-0.1", "shift-s.json", "s.json"]
@@ -84,7 +84,7 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
         accuracy.name_settings(["shift-1.5"])
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_run(llm, tsv, tmp_path, monkeypatch):
     samples = read_tsv(tsv)
     protocols = [Protocol(name) for name in ARRANGEMENTS] + [Protocol("question_first", donors="apart")]
@@ -184,15 +184,15 @@ def test_images_of_epic_are_compiled_alone(llm, tsv, monkeypatch):
 
 def test_donors_apart_need_several_images(llm, tsv):
     protocol = Protocol("text_first", donors="apart")
-    with pytest.raises(ValueError, match="donors must be together where every question shows one image, got apart"):
+    with pytest.raises(ValueError, match="donors must be together for questions with one image, got apart"):
         accuracy.run(llm, read_tsv(tsv)[:3], {"full": parse_policy("full")}, [protocol])
 
 
 @pytest.mark.thorough
 def test_the_command(checkpoints, tsv, tmp_path):
-    arguments = ["--data", tsv, "--reuse", "full", "--reuse", "0.5", "--max-tokens", "4", "--arrangement", "text_first"]
+    arguments = ["--data", tsv, "--reuse", "full", "--reuse", "0.5", "--max-tokens", "4", "--context", "new-text"]
     out, figure = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
-    arguments = [checkpoints("qwen3_vl"), *arguments, "--questions", "5", "--out", out, "--picture", figure]
+    arguments = [checkpoints("qwen3_vl"), *arguments, "--questions", "5", "--out", out, "--chart", figure]
     result = CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
@@ -207,7 +207,7 @@ def test_the_command(checkpoints, tsv, tmp_path):
     assert 0.4 < shares[2] <= 0.5
     with Image.open(figure) as picture:
         assert picture.width > 300
-    assert "Accuracy, text first" in result.stdout
-    bad = CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments), "--arrangement", "sideways"])
+    assert "Accuracy, new text" in result.stdout
+    bad = CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments), "--context", "sideways"])
     assert bad.exit_code == 1
-    assert bad.stderr.startswith("error: arrangement must be one of")
+    assert bad.stderr.startswith("error: context must be one of")

@@ -100,9 +100,9 @@ def test_questions_about_one_image_and_about_several_are_apart():
         ("several", ["a", "b"]),
     ]
     assert [case.title for case in cases] == [
-        "text first, one image",
-        "text first, several images, cached together",
-        "text first, several images, cached apart",
+        "new text, one image",
+        "new text, several images, cached together",
+        "new text, several images, cached separately",
     ]
     assert [row["questions"] for row in summarize(cases)[0]] == [1] * 5
 

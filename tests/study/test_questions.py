@@ -37,8 +37,12 @@ def test_options_and_hints(tmp_path):
 @pytest.mark.parametrize(
     ("header", "row", "message"),
     [
-        (["index", "question", "answer"], ["0", "Q", "A"], "lacks image"),
-        (["index", "question", "answer", "image"], ["0", "Q", "A", ""], "must have a row with an image, has none"),
+        (["index", "question", "answer"], ["0", "Q", "A"], "got none named image"),
+        (
+            ["index", "question", "answer", "image"],
+            ["0", "Q", "A", ""],
+            "must have at least one row with an image, got none",
+        ),
         (["index", "question", "answer", "image"], ["0", "Q", "A", "[]"], "image in row 0 .* must not be empty"),
         (
             ["index", "question", "answer", "image"],
@@ -47,7 +51,7 @@ def test_options_and_hints(tmp_path):
         ),
         (["index", "question", "answer", "image"], ["0", "Q", "A", "???"], "image in row 0 .* must be base64"),
         (["index", "question", "answer", "image"], ["0", "Q", "A", "[1, 2"], "image in row 0 .* must be base64"),
-        (["index", "question", "answer", "image"], ["0", "Q", "A", "aaaa"], "image in row 0 .* must be a picture"),
+        (["index", "question", "answer", "image"], ["0", "Q", "A", "aaaa"], "image in row 0 .* must be an image file"),
         (["index", "question", "answer", "image"], ["0", "Q", "", "aaaa"], "answer in row 0 .* must be a text"),
         (["index", "question", "A", "answer", "image"], ["0", "Q", "x", "B", "aaaa"], "must be an option, got 'B'"),
     ],
@@ -63,20 +67,22 @@ HEADER = ["index", "question", "answer", "image"]
 def test_a_picture_that_is_cut_off_is_refused_by_its_row(tmp_path):
     half = base64.b64encode(png(0)[: len(png(0)) // 2]).decode()
     path = write_tsv(tmp_path / "half.tsv", HEADER, ["3", "Q", "A", encoded(1)], ["4", "Q", "A", half])
-    with pytest.raises(ValueError, match=r"image in row 4 of .*half.tsv must be a picture in base64, got \d+ bytes"):
+    with pytest.raises(
+        ValueError, match=r"image in row 4 of .*half.tsv must be an image file in base64, got \d+ bytes"
+    ):
         read_tsv(path)
 
 
 def test_rows_of_one_index_are_refused(tmp_path):
     path = write_tsv(tmp_path / "twice.tsv", HEADER, *[["3", "Q", "A", encoded(0)]] * 2)
-    with pytest.raises(ValueError, match=r"index must be different in each row of .*twice.tsv, got '3' 2 times"):
+    with pytest.raises(ValueError, match=r"index must be unique in .*twice.tsv, got '3' in 2 rows"):
         read_tsv(path)
 
 
 def test_rows_without_an_image_are_left_out(tmp_path, capsys):
     path = write_tsv(tmp_path / "some.tsv", HEADER, ["0", "Q", "A", ""], ["1", "Q", "A", encoded(0)])
     assert [sample.index for sample in read_tsv(path)] == ["1"]
-    assert "1 of 2 rows of some.tsv have no image, and are left out" in capsys.readouterr().err
+    assert "1 of 2 rows of some.tsv have no image and are left out" in capsys.readouterr().err
 
 
 def test_marks_of_a_spreadsheet_and_wrapped_base64_are_read(tmp_path):
@@ -208,5 +214,7 @@ def test_rows_of_one_question(tmp_path):
         read_one(tmp_path, "BLINK_circular", {"answer": "A", "A": "x", "index": i, "g_index": "4"}) for i in "45"
     ]
     assert rows_of_questions(grouped) == [[0, 1]]
-    with pytest.raises(ValueError, match=r"index and g_index in row x of .* must be integers, as the set is circular"):
+    with pytest.raises(
+        ValueError, match=r"index and g_index in row x of .* must be integers because the data set is circular"
+    ):
         read_one(tmp_path, "CCBench", {"index": "x", "A": "cat", "answer": "A"})

@@ -74,7 +74,9 @@ def test_the_programme_is_exact_and_greedy_is_never_better(seed):
         assert greedy.cost <= budget
     if least:
         for search in (solve, solve_greedily):
-            with pytest.raises(ValueError, match=f"smallest levels, which cost {least}, got {least - 1}"):
+            with pytest.raises(
+                ValueError, match=f"at least {least}, the cost of the lowest level in every layer, got {least - 1}"
+            ):
                 search(scores, least - 1, costs=costs, count_layer0=count_layer0)
 
 
@@ -94,7 +96,7 @@ def falling(layers=36):
     return scores(np.stack([(2 + i % 3) * np.exp(-n / (5 + 40 * (i < layers // 2))) for i in range(layers)]))
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_schedule_from_scores(tmp_path):
     found = find_schedule(falling(), "0.025")
     assert found.mean <= 25 / 1000
@@ -133,19 +135,19 @@ def test_scores_are_saved_and_loaded(tmp_path):
     assert again.digest == falling(5).digest != falling(6).digest
     assert [file.name for file in tmp_path.iterdir()] == ["scores.npz"]
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match="scores must be a file of `vlcache schedule profile`"):
+    with pytest.raises(ValueError, match="scores must be a file written by `vlcache schedule profile`"):
         LayerScores.load(path)
     np.savez(path, values=np.ones(3))
-    with pytest.raises(ValueError, match="scores must be a file of `vlcache schedule profile`"):
+    with pytest.raises(ValueError, match="scores must be a file written by `vlcache schedule profile`"):
         LayerScores.load(path)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([[1, np.nan]], "finite and at least 0, got nan for layer 0, level 1"),
+        ([[1, np.nan]], "finite and non-negative, got nan for layer 0, level 1"),
         ([[1, 2], [np.inf, 1]], "got inf for layer 1, level 0"),
-        ([[1, -1e-9]], "finite and at least 0"),
+        ([[1, -1e-9]], "finite and non-negative"),
         ([1, 2], "must have the shape"),
         (np.ones((2, 600)), "must have the shape"),
     ],
@@ -171,7 +173,7 @@ def test_times_follow_the_sizes_that_are_compiled():
     assert costs[:, 0].tolist() == [30, 30]
     assert set(costs[0, 1:33]) == {40}
     assert set(costs[0, 33:]) == {100}
-    with pytest.raises(ValueError, match="times must reach 364 rows, got up to 128"):
+    with pytest.raises(ValueError, match="times must cover 364 tokens, got up to 128"):
         LayerTimes((64, 128), (30, 40)).costs(2, 150, image_tokens=1000, text_rows=64)
 
 
@@ -191,7 +193,7 @@ def test_a_schedule_within_a_time(microseconds):
 
 
 def test_a_time_too_short():
-    with pytest.raises(ValueError, match="microseconds must allow at least full reuse, which takes 180, got 179"):
+    with pytest.raises(ValueError, match="microseconds must be at least 180, the time of full reuse, got 179"):
         find_schedule_within(falling(6), 179, TIMES, image_tokens=1000, text_rows=64)
 
 
@@ -201,14 +203,14 @@ def test_times_are_read(tmp_path):
     assert LayerTimes.load(path) == TIMES
     for content in ("{}", "[]", "no", '{"rows": [64], "microseconds": [1, 2]}'):
         path.write_text(content)
-        with pytest.raises(ValueError, match="times must be a file of `vlcache schedule times`, got "):
+        with pytest.raises(ValueError, match="times must be a file written by `vlcache schedule times`, got "):
             LayerTimes.load(path)
 
 
 @pytest.mark.parametrize(
     ("rows", "microseconds", "message"),
     [
-        ((), (), "lists of one length"),
+        ((), (), "lists of the same length"),
         ((64, 32), (1, 2), "rows must be ascending integers of at least 1"),
         ((0, 32), (1, 2), "rows must be ascending integers of at least 1"),
         ((32, 64), (2, 1), "microseconds must be ascending integers of at least 0"),

@@ -12,8 +12,8 @@ from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.sensitivity import ProfileCase, Profiler, direct, prepare, profile
 
 pytestmark = [
-    pytest.mark.ladder_for("qwen2_5_vl"),  # in short, one family
-    # Layers of these say how much of an image is computed anew clearly enough.
+    pytest.mark.slow_for("qwen2_5_vl"),  # in short, one family
+    # Layers of these say how much of an image is computed again clearly enough.
     pytest.mark.parametrize(
         "family_checkpoint", ["qwen2_5_vl-flat-tied", "qwen3_vl-tied"], indirect=True, scope="session"
     ),
@@ -39,7 +39,7 @@ def case(llm, textured_image):
     )
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 @pytest.mark.thorough_for("qwen2_5_vl-flat-tied")
 def test_the_probe_runs_as_the_engine_does(llm, case):
     probe = Probe(llm)
@@ -59,7 +59,7 @@ def test_the_probe_runs_as_the_engine_does(llm, case):
 
 
 @pytest.mark.thorough_for("qwen2_5_vl-flat-tied")
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_fast_is_direct(llm, case):
     profiler = Profiler(llm)
     runs = prepare(profiler.probe, case)
@@ -74,7 +74,7 @@ def test_fast_is_direct(llm, case):
     assert np.abs(np.diff(expected[1:]) / expected[0, 0]).min() > 0.01  # levels can be told apart
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
     other = ProfileCase(case.donors[0], [case.formal], case.answer[:2])
     whole = profile(llm, [case, other], max_level=40)
@@ -93,14 +93,14 @@ def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
     )
 
 
-@pytest.mark.ladder
+@pytest.mark.slow
 def test_what_is_refused(llm, case):
     with pytest.raises(ValueError, match="cases must not be empty"):
         profile(llm, [])
     plain = [{"role": "user", "content": "Hello"}]
     with pytest.raises(ValueError, match="at least one image"):
         profile(llm, [ProfileCase(plain, [plain], (1, 2))])
-    with pytest.raises(ValueError, match="donor must show the target's images"):
+    with pytest.raises(ValueError, match="donors must have the same images as the target"):
         profile(llm, [ProfileCase(case.formal, [plain], case.answer)])
     with pytest.raises(ValueError, match="max_level must be"):
         Profiler(llm, 501)

@@ -16,7 +16,7 @@ import pytest
 
 from research.compiled import exchanged
 from tests.helper import some_seeds, user
-from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
 from vlcache_jax.commands.doctor import _together
 from vlcache_jax.device import mesh
 from vlcache_jax.device.mesh import Devices, find_devices
@@ -28,7 +28,7 @@ from vlcache_jax.testing import make_checkpoint
 pytestmark = pytest.mark.devices
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
-LADDER = Ladder(rows=(96,), patches=(32, 64), sequences=(2,), window=4)
+BUCKETS = BucketSizes(rows=(96,), patches=(32, 64), sequences=(2,), window=4)
 # No two sizes are alike, so that shapes tell what an array is.
 HEADS = {"hidden_size": 136, "num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads": 2}
 TEXTS = {
@@ -88,8 +88,8 @@ def opened(directory):
         llm.close()
 
 
-def open_llm(directory, count, cache=CacheConfig(load="link"), **options):  # noqa: B008
-    sizes = {"ladder": LADDER, "max_model_len": 256, "kv_cache_bytes": 2**21, "dtype": "float32", "use_tqdm": False}
+def open_llm(directory, count, cache=CacheConfig(load="kv"), **options):  # noqa: B008
+    sizes = {"buckets": BUCKETS, "max_model_len": 256, "kv_cache_bytes": 2**21, "dtype": "float32", "use_tqdm": False}
     return LLM(directory, tensor_parallel_size=count, cache=cache, **sizes | options)
 
 
@@ -148,7 +148,7 @@ def test_answers_together_and_scores(opened):
     assert "encode_apart" in ran
 
 
-@pytest.mark.parametrize("codec", some_seeds("auto", "int8", ladder=(), thorough=("int4",)))
+@pytest.mark.parametrize("codec", some_seeds("auto", "int8", buckets=(), thorough=("int4",)))
 def test_records_are_those_of_one_device(directory, tmp_path, codec):
     """Written by four, read by one, and back; also by a device tier."""
     asked = ASKED[1:3]
@@ -156,7 +156,7 @@ def test_records_are_those_of_one_device(directory, tmp_path, codec):
     for writes, reads in ((1, 4), (4, 1), (1, 2)):
         folder = tmp_path / f"{writes}-{reads}"
         for count in (writes, reads):
-            cache = CacheConfig(codec=codec, disk=folder, load="link", device_bytes=2**22 * (count != writes))
+            cache = CacheConfig(codec=codec, disk=folder, load="kv", device_bytes=2**22 * (count != writes))
             with open_llm(directory("qwen3_vl"), count, cache) as llm:
                 if count == writes:
                     llm.chat([user("a", *pictures(), "what?")], GREEDY, use_tqdm=False)
@@ -174,7 +174,7 @@ def test_records_are_those_of_one_device(directory, tmp_path, codec):
 
 
 @pytest.mark.parametrize("compressor", ["vl-cache-0.4", "snapkv-0.4", "postvision-0.4"])
-@pytest.mark.parametrize("count", some_seeds(4, ladder=(), thorough=(2,)))
+@pytest.mark.parametrize("count", some_seeds(4, buckets=(), thorough=(2,)))
 def test_compressed_answers_are_those_of_one_device(opened, count, compressor):
     expected, found = (
         run(opened("qwen3_vl", own, compressed_kv_bytes=2**20), (("a", "exact"), ("a", "exact")), compress=compressor)
@@ -216,7 +216,7 @@ def test_what_programs_exchange(opened, kind, count):
         assert lines, program
         assert not re.findall(r"f32\[\d+,\d+,\d+\]", " ".join(lines)), program
     # Nothing anywhere of the pool's whole shape, or of a shared weight's.
-    whole = {shapes.pool.shape, shapes.compressed.shape, *(plane.shape for plane in shapes.kept[0])}
+    whole = {shapes.pool.shape, shapes.compressed.shape, *(buffer.shape for buffer in shapes.kept[0])}
     whole |= {leaf.shape for leaf in jax.tree.leaves(shapes.text) if AXIS in str(leaf.sharding.spec)}
     for program in family:
         shown = set(re.findall(r"[a-z0-9]+\[([\d,]+)\]", compiled(llm, program).as_text()))
@@ -252,7 +252,7 @@ def test_what_cannot_be_spread_is_refused_before_it_is_loaded(directory, monkeyp
         ValueError, match="tensor_parallel_size must be one of 1, 2, 4, 8 for this model, got 3: 8 query"
     ):
         open_llm(directory("qwen3_vl"), 3)
-    with pytest.raises(ValueError, match="tensor_parallel_size must be at most 4, the devices that jax sees, got 8"):
+    with pytest.raises(ValueError, match="must be at most 4, the number of devices visible to JAX, got 8"):
         open_llm(directory("qwen3_vl"), 8)
 
 
@@ -260,8 +260,8 @@ def test_ladders_whose_records_do_not_divide(directory):
     """Tokens of a picture that devices cannot share out come whole to each."""
     found = []
     for count in (1, 4):
-        ladder = dataclasses.replace(LADDER, patches=(24, 36))
-        with open_llm(directory("qwen3_vl"), count, ladder=ladder) as llm:
+        buckets = dataclasses.replace(BUCKETS, patches=(24, 36))
+        with open_llm(directory("qwen3_vl"), count, buckets=buckets) as llm:
             found.append(run(llm, ASKED[:2]))
     assert_equal(found[1], found[0])
 
@@ -274,13 +274,15 @@ def test_devices_that_do_not_reach_each_other(directory, monkeypatch):
         (lambda *_: (_ for _ in ()).throw(RuntimeError("NCCL: unhandled")), "failed: NCCL: unhandled"),
     ):
         monkeypatch.setattr(mesh, "_measure", happens)
-        with pytest.raises(RuntimeError, match=f"4 devices like .* must reach each other, but .* {told}.*NCCL_DEBUG"):
+        with pytest.raises(
+            RuntimeError, match=f"4 devices like .* must be able to reach each other, but .* {told}.*NCCL_DEBUG"
+        ):
             mesh.check_exchange(Devices.over(jax.devices()), limit=0.1)
     problems = []
-    assert _together(jax.devices(), problems) == [("devices", "4, which do not reach each other")]
+    assert _together(jax.devices(), problems) == [("devices", "4, unable to communicate")]
     assert len(problems) == 1
     monkeypatch.setattr("vlcache_jax.service._load", lambda *_: pytest.fail("it is loaded"))
-    with pytest.raises(RuntimeError, match="must reach each other"):
+    with pytest.raises(RuntimeError, match="must be able to reach each other"):
         open_llm(directory("qwen3_vl"), 4)
 
 

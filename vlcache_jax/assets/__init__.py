@@ -1,4 +1,4 @@
-"""What ships with the package: a small trained Qwen3-VL (research/tiny_vqa), schedules for it, pictures, and the
+"""Files that ship with the package: a small trained Qwen3-VL (research/tiny_vqa), its schedules, images, and the
 page of the demo.
 """
 

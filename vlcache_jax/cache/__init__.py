@@ -1,36 +1,35 @@
-"""What the same image means, and what is kept for it.
+"""Image cache: identity of images, and storage of their encoder output and KV.
 
-Pictures and contexts come in as digests (`keys`), computed K, V and encoder rows as device arrays (`writer`); records
-come out (`record`), pinned for as long as they are used. The `Store` owns all state and makes all decisions, tiers only
-keep things, and the `Writer` fills records when the answer no longer waits. Nothing here knows of layouts, plans,
+Images and contexts come in as digests (`keys`), computed KV and encoder output as device arrays (`writer`). Cache
+entries (`record`) come out, pinned while they are used. The `Store` owns all state and makes all decisions. Tiers only
+store data. The `Writer` fills cache entries off the critical path. This package does not depend on layouts, plans,
 models or programs.
 
-An image is its pixels. Its *content key* digests the decoded RGB picture, all of it, with its height and width; two
-files that decode to the same pixels are one image, and a change of one pixel makes another. Decoding takes longer than
-hashing a file, so an *alias key*, which digests the encoded bytes, leads to the content key of files seen before: a hit
-needs no decoding. A path, a name or a URL never identifies anything, because what lies there can change.
+An image is identified by its pixels. Its *content key* digests the decoded RGB image with its height and width. Two
+files that decode to the same pixels are one image; one changed pixel makes another image. Decoding takes longer than
+hashing a file. Therefore an *alias key*, the digest of the encoded bytes, maps to the content key of known files, and a
+hit needs no decoding. Paths, names and URLs never identify an image, because their content can change.
 
-What is kept for an image also depends on how it was made. The *entry key* of a record digests the content key together
-with the image processor's settings (the pixel limits included), the model and its weights, the dtype or codec of the
-stored values, and the version of the record format. A change in any of these looks up another record; nothing is ever
-converted or compared approximately.
+Cached data also depend on how they were computed. The *entry key* digests the content key, the settings of the image
+processor (including pixel limits), the model with its weights, the dtype or codec of the stored values, and the format
+version. A change in any of these leads to another cache entry. Nothing is converted.
 
-A *salt*, when a caller gives one, is part of alias and entry keys: callers with different salts share nothing and
-cannot learn from a hit what others have sent. Entry keys are told in reports, so that knowing one proves nothing: each
-record names its *owner*, a digest of the salt (the salt itself is kept nowhere), and who asks for an entry key under
-another salt is answered as if nobody knew it.
+A *salt* from the caller is part of alias and entry keys. Callers with different salts share nothing, and a hit does not
+reveal what others have sent. Entry keys appear in reports, so knowing one proves nothing. Each cache entry has an
+*owner*, a digest of the salt. The salt itself is not stored. Requests for an entry key under another salt get the same
+response as for an unknown key.
 
-Every key is a whole BLAKE3 digest over length-framed, typed parts, so no two lists of parts digest the same bytes. Two
-files of one key are as hard to find as by SHA-256, and where a processor has no instructions for that, files take a
-fifth of the time and pixels a tenth (docs/research/cpu_notes.md); a hit does little else with their bytes.
+Every key is a full BLAKE3 digest over length-framed, typed parts, so that different lists of parts never digest the
+same bytes. Collisions are as hard to find as for SHA-256. On processors without SHA instructions, files take a fifth of
+the time and pixels a tenth (docs/research/cpu_notes.md). Hashing is most of the work of a hit.
 
-Two kinds of *records* are kept (`record.py`): encoder rows, which are right in every context, and K, V of all layers,
-which belong to the context they were computed in; of these there are as many variants an image as the budget holds, or
-as the user allows. The least recently used records leave first. Those that a user pins stay, up to a share of the
-budget. Why K, V are gone is remembered for a while, for each context and for the image as a whole.
+There are two kinds of cache entries (`record.py`). Encoder output is valid in every context. KV of all layers belongs
+to the context in which it was computed. An image has as many KV variants as fit the budget or the configured limit. The
+least recently used entries are evicted first. Entries that users pin stay, up to a fraction of the budget. The reason
+why KV was lost is remembered for a while, for each context and for the image.
 
-K, V may be kept by a codec (`CacheConfig.codec`). Such records serve approximate reuse alone.
+KV may be stored by a codec (`CacheConfig.codec`). Such entries serve only approximate reuse.
 
-What comes from outside memory is checked against its checksums before anyone uses it. A record that is damaged, or
-cannot be read, is a miss with a reason, never an error.
+Data from outside host memory are verified against checksums before use. A damaged or unreadable entry is a miss with a
+reason, never an error.
 """

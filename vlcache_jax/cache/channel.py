@@ -1,4 +1,4 @@
-"""A tier as the store uses it: with threads of its own, counted, and left alone for a while after it fails."""
+"""Channel of a tier: its threads, counters, and a circuit breaker that suspends it after faults."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vlcache_jax.cache.keys import REMEMBERED, Ages, Bounded
 from vlcache_jax.cache.lookups import Event, Form, Meter, TierLookups, TierStats, serves_as
 from vlcache_jax.cache.record import DamagedError, EntryGoneError, Found, Meta, Record, RefusedError, Tier
 
-FAULTS = 3  # one after the other, and a tier is left alone
-_REST = (1.0, 60.0)  # seconds that it is, at first and at most
+FAULTS = 3  # consecutive faults until a tier is suspended
+_REST = (1.0, 60.0)  # first and maximum duration of a suspension in seconds
 
 
 class Breaker:
-    """Says whether something that may fail is worth a try: after some faults, one at a time, ever more rarely.
+    """Circuit breaker: after `FAULTS` consecutive faults it allows single attempts at growing intervals.
 
     Args:
-      clock: seconds that only grow.
+      clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -32,13 +32,13 @@ class Breaker:
         self._rest = _REST[0]
 
     def allows(self) -> bool:
-        """Whether to try; who does says how it went."""
+        """Return whether to try. The caller reports the result with `worked` or `failed`."""
         with self._lock:
             if self._faults < FAULTS:
                 return True
             if self._clock() < self._until:
                 return False
-            self._until = self._clock() + self._rest  # others wait for how this one goes
+            self._until = self._clock() + self._rest  # other callers wait for the result of this attempt
             return True
 
     def worked(self) -> None:
@@ -56,25 +56,25 @@ class Breaker:
 
 _log = logging.getLogger(__name__)
 
-_READERS = 4  # threads that look and load
-_CLOSING = 10.0  # seconds that what has been written in vain is waited for
+_READERS = 4  # threads for lookups and loads
+_CLOSING = 10.0  # seconds that closing waits for writes to a remote tier
 
 
 class Channel:
-    """The way to one tier. Its methods raise nothing.
+    """Channel of one tier. Its methods raise no exceptions.
 
     Args:
-      tier: whose it is.
-      meter: counts.
-      clock: seconds that only grow.
-      ages: says how old what a tier has is.
-      most: bytes that wait to be written; what comes then is not written.
-      patience: seconds that a look at a tier of this machine may take.
-      form: of records.
-      damaged: called with each found record that is not of that form.
+      tier: the tier.
+      meter: counters.
+      clock: returns monotonic seconds.
+      ages: ages of records.
+      most: maximum bytes in the write queue; further records are not written.
+      patience: time limit of a lookup in a tier of this machine, in seconds.
+      form: form of the records that this engine writes.
+      damaged: called with each found record of another form.
 
     Attributes:
-      looks: what the tier has of images.
+      looks: lookups in the tier.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class Channel:
         self._refused = Bounded[int](REMEMBERED)
         self._removing: set[Future[None]] = set()
         self._writing: dict[Future[None], Record] = {}
-        self._unwanted: weakref.WeakSet[Record] = weakref.WeakSet()  # though they are being written
+        self._unwanted: weakref.WeakSet[Record] = weakref.WeakSet()  # deleted while they are being written
         self._lock = threading.Lock()
-        self._queued = 0  # that are to read
+        self._queued = 0  # loads that wait for a thread
         self.is_closing = False
-        self.progressed = 0.0  # when a record came last
+        self.progressed = 0.0  # time of the last progress of a load
         self.looks = TierLookups(self, self._readers, patience, form, clock)
         tier.report = self.fault
         self.count("damaged", tier.damaged)
 
-    # Looking.
+    # Lookups.
 
     def allows(self) -> bool:
-        """Return whether the tier is worth a try. The caller reports how it went."""
+        """Return whether to try the tier. The caller reports the result."""
         return self._breaker.allows()
 
     def find(self, entry: str, is_late: Callable[[], bool] = lambda: False) -> list[Found]:
-        """Return what the tier has of an image, with the times that count; `is_late`: whether that came too late."""
+        """Return the tier's records of an image, with corrected times. `is_late` reports that the caller gave up."""
         found: list[Found] = []
         try:
             with self._meter.timing(self.tier.label, "find"):
@@ -137,10 +137,10 @@ class Channel:
             if self._refused.get(meta.name) == hash(meta):
                 return
             self._refused.put(meta.name, hash(meta))
-        self.fault(DamagedError(f"{meta.name:.140} must be what this engine writes, and is deleted: {why}"))
+        self.fault(DamagedError(f"{meta.name:.140} must match what this engine writes, and is deleted: {why}"))
         self._damaged(meta)
-        with contextlib.suppress(RuntimeError):  # it is closed: the next engine finds it
-            deleting = self._writer.submit(self._remove, meta.name)  # before what is computed in its place is written
+        with contextlib.suppress(RuntimeError):  # the channel is closed: the next engine finds it
+            deleting = self._writer.submit(self._remove, meta.name)  # before the recomputed record is written
             with self._lock:
                 self._removing.add(deleting)
             deleting.add_done_callback(self._removing.discard)
@@ -151,15 +151,15 @@ class Channel:
         except Exception as error:
             self.fault(error)
 
-    # Moving.
+    # Loading and writing.
 
     @property
     def is_busy(self) -> bool:
-        """Whether records wait to be read."""
+        """True if records wait to be loaded."""
         return self._queued > 0
 
     def load(self, work: Callable[[], bool]) -> Future[None]:
-        """Runs what reads a record, in turns with others that do: what returns True has more to do, behind them."""
+        """Run a load in turns with other loads: while `work` returns True, it runs again after the others."""
         done: Future[None] = Future()
 
         def turn() -> None:
@@ -184,14 +184,14 @@ class Channel:
         return done
 
     def is_worth_a_try(self) -> bool:
-        """Whether a record that was found should be read; counts it if not."""
+        """Return whether to load a found record; count it if not."""
         if self._breaker.allows():
             return True
         self.count("unasked")
         return False
 
     def keep(self, record: Record, done: Callable[[], object]) -> None:
-        """Begins to write a record; calls `done` when that has ended, whatever came of it."""
+        """Start writing a record; call `done` when that has ended, successfully or not."""
         with self._lock:
             waiting = sum(one.meta.nbytes for one in self._writing.values())
             is_taken = not (self.is_closing or (waiting and waiting + record.meta.nbytes > self._most))
@@ -206,12 +206,12 @@ class Channel:
         future.add_done_callback(lambda _: done())
 
     def to_write(self, entry: str) -> set[str]:
-        """Names of an image's records that are still to be written."""
+        """Return the names of an image's records in the write queue."""
         with self._lock:
             return {record.meta.name for record in self._writing.values() if record.meta.entry == entry}
 
     def delete(self, name: str) -> bool:
-        """Removes a record, also one that is still to be written; whether nothing went wrong."""
+        """Delete a record, also from the write queue; return whether that succeeded."""
         with self._lock:
             own = [(future, record) for future, record in self._writing.items() if record.meta.name == name]
         for future, record in own:
@@ -225,15 +225,14 @@ class Channel:
         return True
 
     def delete_all(self, entry: str, names: Iterable[str], pinned: Collection[str]) -> set[str]:
-        """Removes an image's records, and others of these names, but what is pinned; returns the names of those that it
-        removed."""
+        """Delete an image's records and those of `names`, except pinned ones; return the names of the deleted ones."""
         there = {*names, *(one.meta.name for one in self.looks.found(entry))}
         deleted = {name for name in sorted(there.difference(pinned, self.pinned(entry))) if self.delete(name)}
         self.looks.forget(entry)
         return deleted
 
     def pin(self, entry: str, is_pinned: bool) -> int:
-        """An image's records stay in the tier, or no longer; returns of how many K, V are there."""
+        """Pin or unpin an image's records in the tier; return the number of its KV records there."""
         count = 0
         for one in self.looks.found(entry):
             try:
@@ -244,7 +243,7 @@ class Channel:
         return count
 
     def pinned(self, entry: str) -> set[str]:
-        """Names of an image's records that are to stay there."""
+        """Return the names of an image's records that are pinned in the tier."""
         try:
             return self.tier.pinned(entry)
         except Exception as error:
@@ -252,16 +251,16 @@ class Channel:
             return set()
 
     def flush(self) -> None:
-        """Waits until everything given so far is written, or is known not to be, and what is damaged is removed."""
+        """Wait until the write queue is empty and damaged records are deleted."""
         with self._lock:
             writing, removing = list(self._writing), list(self._removing)
         wait(removing)
         for future in writing:
-            with contextlib.suppress(CancelledError):  # it was deleted meanwhile
+            with contextlib.suppress(CancelledError):  # it was deleted in the meantime
                 future.exception()
 
     def close(self) -> None:
-        """What is to be written is written: all of it to a tier of this machine, to others what goes quickly."""
+        """Close the tier after its writes: all of them on this machine, otherwise those that end within 10 seconds."""
         self.is_closing = True
         with self._lock:
             writing = list(self._writing)
@@ -283,18 +282,18 @@ class Channel:
         self._meter.count(self.tier.label, event, times)
 
     def note_progress(self) -> None:
-        """Something of a record came."""
+        """Note that parts of a record were loaded."""
         self.progressed = self._clock()
 
     def loaded(self, record: Record) -> None:
-        """A record came."""
+        """Count a loaded record."""
         self.note_progress()
         self._breaker.worked()
         self.count("loaded")
         self._meter.move(self.tier.label, "in", record.meta.part_bytes * len(record.meta.parts))
 
     def fault(self, error: BaseException) -> None:
-        """Something went wrong; whatever it was, no answer depends on it."""
+        """Log and count an error. No output depends on it."""
         _log.warning("%s: %s", self.tier.label, error)
         match error:
             case DamagedError():
@@ -309,7 +308,7 @@ class Channel:
                 self._breaker.failed()
 
     def late(self) -> None:
-        """A record did not come in time."""
+        """Count a record that was not loaded in time."""
         self.count("late")
         self._breaker.failed()
 
@@ -323,7 +322,7 @@ class Channel:
 
     def _write(self, record: Record) -> None:
         meta = record.meta
-        if not record.is_ready:  # of a request that has failed
+        if not record.is_ready:  # its request has failed
             return
         if not self._breaker.allows():
             self.count("skipped")
@@ -336,7 +335,7 @@ class Channel:
                     self.tier.delete(meta.name)
                     outcome = self.tier.write(meta, parts)
                 if outcome == "stored":
-                    self.tier.date(meta.name, self._ages.date(record))  # it may have waited, or come from elsewhere
+                    self.tier.date(meta.name, self._ages.date(record))  # it may be older than the write
             if not record.is_ready or record in self._unwanted:
                 self.tier.delete(meta.name)
         except Exception as error:
@@ -350,9 +349,9 @@ class Channel:
             self._refused.pop(meta.name)
 
     def _is_outdated(self, meta: Meta) -> bool:
-        """Whether what a tier has of a record must not be used any more, or lacks what ours has."""
+        """Return whether the tier's record is expired or inferior to ours."""
         there = next((one for one in self._there(meta.entry) if one.meta.name == meta.name), None)
-        if there is None:  # somebody else is writing it
+        if there is None:  # another process is writing it
             return False
         oldest = self._ages.oldest()
         return (oldest is not None and there.written < oldest) or not serves_as(there.meta, meta)

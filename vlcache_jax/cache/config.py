@@ -1,4 +1,4 @@
-"""What a user can set about the cache, and the tiers that this opens."""
+"""Options of the image cache, and the tiers that they open."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ from dataclasses import dataclass, field
 
 from vlcache_jax.cache.keys import Quotas
 from vlcache_jax.cache.record import Tier
-from vlcache_jax.cache.tiers.discovered_peers import NeighbourTier
+from vlcache_jax.cache.tiers.discovered_peers import DiscoveredPeerTier
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
 from vlcache_jax.cache.tiers.remote import check_remote, masked, open_remote
 from vlcache_jax.common.checks import SIZES, check_flags, check_whole, is_a, parse_bytes
+from vlcache_jax.common.renamed import renamed
 
 CODECS = tuple(SIZES)
-LOADS = ("auto", "link", "encoder", "compute")
-ADMISSIONS = ("always", "second")
+LOADS = ("auto", "kv", "encoder", "none")
+ADMISSIONS = ("always", "second_use")
+_RENAMED = {
+    "neighbours": "discovered_peers",
+    "salt_bytes": "max_bytes_per_salt",
+    "variants": "max_contexts_per_image",
+}
+_RENAMED_VALUES = {"load": {"link": "kv", "compute": "none"}, "admit": {"second": "second_use"}}
 _TIMEOUT = 10.0  # seconds that a store elsewhere may take to answer
 _STAGING = 2**31  # bytes of host memory for records that pass through, where none are kept
 
 
+@renamed(_RENAMED, _RENAMED_VALUES)
 @dataclass(frozen=True)
 class CacheConfig:
     """Options of the image cache.
@@ -31,33 +39,34 @@ class CacheConfig:
       host_bytes: host memory for cache entries; 0 stores none; with `disk`, `remote` or `peers`, entries then only pass
         through, up to 2 GiB at a time.
       device_bytes: device memory for copies of the cache entries computed or loaded last; reserved before the KV pool;
-        a hit copies nothing over the bus; no gain on a CPU; rounded down like the KV pool, `cache.stats()` has the
-        size.
+        a hit copies nothing over the bus; no gain on a CPU; rounded down like the KV pool.
       disk: directory for cache entries that outlive the process; several processes may use it; written in the
         background, read if host memory does not have an image.
       disk_bytes: maximum size of the directory, for all processes that use it.
       remote: store that several machines share: `s3://`, `gs://`, `az://`, `file://`, `redis://`, `rediss://`,
         `valkey://`; written in the background, read if host memory and disk do not have an image.
-      peers: other machines' `vlcache cache serve`; read after the disk and before `remote`.
+      peers: URLs of `vlcache cache serve` on other machines, such as http://host:7070; read after the disk and before
+        `remote`.
       peer_token: token that the peers require.
-      neighbours: returns the URLs of peers that change at run time; called before each lookup; see `RecentPeers`.
-      admit: what is written to `disk` and `remote`: "always": all images; "second": images that are requested a second
-        time.
+      discovered_peers: returns the URLs of peers that change at run time; called before each lookup; see `RecentPeers`.
+      admit: images to write to `disk` and `remote`: "always": all images; "second_use": images that are requested a
+        second time.
       ttl: maximum age in seconds of cache entries and KV blocks that are used, from the time of computation; in
         `remote` from the time of the write; by default no limit.
-      salt_bytes: maximum size of the entries of one `cache_salt`, in host memory and on the disk each; calls without a
-        salt have no such limit; by default no limit.
-      timeout: longest wait in seconds for an entry from a store, and for a lookup on the disk; by default the measured
-        time to compute the image (`vlcache calibrate`, at least 1), else 10; for a lookup 10.
-      variants: contexts for which the KV of one image is stored; by default as many as fit.
+      max_bytes_per_salt: maximum size of the entries of one `cache_salt`, in host memory and on the disk each; calls
+        without a salt have no such limit; by default no limit.
+      timeout: maximum wait in seconds for an entry from a store or a lookup on the disk; by default 10, and for entries
+        the time to compute the image, at least 1, if `vlcache calibrate` has measured it.
+      max_contexts_per_image: maximum number of contexts for which the KV of one image is stored; by default as many as
+        fit.
       trust_uuids: use the `multi_modal_uuids` of a caller as the identity of images, without looking at them; otherwise
         a `uuid` stays bound to its first image, and another image with it raises an error.
       codec: format of stored KV: "auto" (the model's dtype), "int8" (8.25 bits per value) or "int4" (5 bits; heads of
         width 128); "int8" and "int4" serve approximate reuse only.
       pinned_share: fraction of `host_bytes` that `pin` can hold.
-      load: what to do with cached images: "auto" (the fastest way by `vlcache calibrate`, else "link"), "link" (load
-        the KV), "encoder" (recompute the KV from the encoder output), "compute" (recompute both); recomputed images are
-        stored in each case.
+      load: part of cached images to load: "kv", "encoder" (the encoder output, and recompute the KV), "none" (recompute
+        both), or "auto" (the fastest of them by `vlcache calibrate`, else "kv"); recomputed images are stored in each
+        case.
 
     Raises:
       ValueError: a value out of range.
@@ -70,12 +79,12 @@ class CacheConfig:
     remote: str | None = field(default=None, repr=False)  # it may have a password
     peers: Sequence[str] = ()
     peer_token: str | None = field(default=None, repr=False)
-    neighbours: Callable[[], Collection[str]] | None = field(default=None, repr=False)
+    discovered_peers: Callable[[], Collection[str]] | None = field(default=None, repr=False)
     admit: str = "always"
     ttl: float | None = None
-    salt_bytes: int | str | None = None
+    max_bytes_per_salt: int | str | None = None
     timeout: float | None = None
-    variants: int | None = None
+    max_contexts_per_image: int | None = None
     trust_uuids: bool = False
     codec: str = "auto"
     pinned_share: float = 0.5
@@ -85,8 +94,9 @@ class CacheConfig:
         # How much is kept here.
         for name in ("host_bytes", "device_bytes", "disk_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
-        if self.salt_bytes is not None:
-            object.__setattr__(self, "salt_bytes", parse_bytes(self.salt_bytes, "salt_bytes"))
+        if self.max_bytes_per_salt is not None:
+            salt_bytes = parse_bytes(self.max_bytes_per_salt, "max_bytes_per_salt")
+            object.__setattr__(self, "max_bytes_per_salt", salt_bytes)
         # Where else.
         if not (self.disk is None or isinstance(self.disk, (str, os.PathLike))) or self.disk == "":
             raise ValueError(f"disk must be the path of a directory or None, got {self.disk!r}")
@@ -98,8 +108,8 @@ class CacheConfig:
             raise ValueError(f"peers must be a list of URLs, got {type(self.peers).__name__}")
         object.__setattr__(self, "peers", tuple(self.peers))
         check_peers(self.peers, self.peer_token)
-        if not (self.neighbours is None or callable(self.neighbours)):
-            raise ValueError(f"neighbours must be a function or None, got {type(self.neighbours).__name__}")
+        if not (self.discovered_peers is None or callable(self.discovered_peers)):
+            raise ValueError(f"discovered_peers must be a function or None, got {type(self.discovered_peers).__name__}")
         if self.remote is not None:
             check_remote(self.remote)
         # By which rules.
@@ -109,7 +119,7 @@ class CacheConfig:
             seconds = getattr(self, name)
             if not (seconds is None or (is_a(seconds, (int, float)) and 0 < seconds < math.inf)):
                 raise ValueError(f"{name} must be a positive number of seconds or None, got {seconds!r}")
-        check_whole("variants", self.variants, 1, or_none=True)
+        check_whole("max_contexts_per_image", self.max_contexts_per_image, 1, or_none=True)
         check_flags(trust_uuids=self.trust_uuids)
         names = ("auto", *CODECS)
         if self.codec not in names:
@@ -121,19 +131,19 @@ class CacheConfig:
 
     @functools.cached_property
     def passes_on(self) -> bool:
-        """Whether records only pass through host memory, on their way from and to where they are kept."""
-        outside = self.disk, self.remote, self.neighbours
+        """True if cache entries only pass through host memory on their way to and from other tiers."""
+        outside = self.disk, self.remote, self.discovered_peers
         return not self.host_bytes and (bool(self.peers) or any(one is not None for one in outside))
 
     @property
     def memory_bytes(self) -> int:
-        """Of host memory for records."""
+        """Bytes of host memory for cache entries."""
         return _STAGING if self.passes_on else int(self.host_bytes)
 
     @property
     def owner_bytes(self) -> int | None:
-        """See `salt_bytes`."""
-        return None if self.salt_bytes is None else int(self.salt_bytes)
+        """See `max_bytes_per_salt`."""
+        return None if self.max_bytes_per_salt is None else int(self.max_bytes_per_salt)
 
 
 def open_tiers(config: CacheConfig, shares: Quotas, *, fingerprint: Callable[[], str], codec: str) -> list[Tier]:
@@ -157,8 +167,8 @@ def open_tiers(config: CacheConfig, shares: Quotas, *, fingerprint: Callable[[],
         return PeerTier(url, token=config.peer_token, timeout=timeout, model=fingerprint, codec=codec)
 
     tiers += map(connect, config.peers)
-    if config.neighbours is not None:
-        tiers.append(NeighbourTier(config.neighbours, connect))
+    if config.discovered_peers is not None:
+        tiers.append(DiscoveredPeerTier(config.discovered_peers, connect))
     if config.remote is not None:
         tiers.append(open_remote(config.remote, timeout=timeout, namespace=lambda: fingerprint()[:16]))
     return tiers

@@ -1,4 +1,4 @@
-"""The device tier's books: which records have a copy on the device, and where in its memory the tokens lie."""
+"""Index of the device tier: cache entries with a copy on the device, and the places of their tokens there."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy.typing as npt
 from vlcache_jax.cache.record import Record
 
 PAGE_TOKENS = 128
-ALIGNMENT = 8  # tokens that a kernel reads at once; they follow each other in a page
+ALIGNMENT = 8  # consecutive tokens of a page that a kernel reads at once
 
 Index = npt.NDArray[np.int32]
 
 
 @dataclass(eq=False)
 class _DeviceCopy:
-    """Of a record.
+    """Copy of a cache entry on the device.
 
     Attributes:
-      place: of its tokens, up to a multiple of `ALIGNMENT`.
-      missing, missing_rows: tokens whose K, V, and encoder rows, it still lacks.
+      place: index of each token's place, up to a multiple of `ALIGNMENT`.
+      missing, missing_rows: number of tokens whose KV, and whose encoder output, is not written yet.
     """
 
     place: Index
@@ -33,53 +33,54 @@ class _DeviceCopy:
 
 
 class DeviceTier:
-    """Copies of records, in pages of `PAGE_TOKENS` tokens; the least recently used make room.
+    """Copies of cache entries on the device, in pages of `PAGE_TOKENS` tokens; the least recently used are evicted.
 
-    A copy lives as long as its record: what is evicted, deleted or found damaged in host memory is gone here, too.
-    Whoever calls launches programs in the order of the calls, so a page can change hands at once.
+    A copy lives as long as its entry in host memory. The caller launches programs in the order of the calls, so a page
+    can be reassigned at once.
 
     Args:
-      num_pages: 0: nothing is kept here.
-      page_bytes: of a page.
+      num_pages: number of pages; 0: the tier is off.
+      page_bytes: size of a page in bytes.
     """
 
     def __init__(self, num_pages: int, page_bytes: int):
         self.num_pages, self.page_bytes = num_pages, page_bytes
         self._copies: weakref.WeakKeyDictionary[Record, _DeviceCopy] = (
             weakref.WeakKeyDictionary()
-        )  # the oldest use first
+        )  # least recently used first
         self._begun: weakref.WeakSet[Record] = weakref.WeakSet()
         self._needed: weakref.WeakSet[Record] = weakref.WeakSet()
         self._kept: weakref.WeakSet[Record] = weakref.WeakSet()
-        self._lock = threading.Lock()  # others look at the counts
+        self._lock = threading.Lock()  # other threads read the counts
 
     def need(self, records: Iterable[Record]) -> None:
-        """These stay until it is called again."""
+        """Protect the copies of these entries until the next call."""
         with self._lock:
             self._needed = weakref.WeakSet(records)
 
     def keep(self, records: Iterable[Record], share: float) -> bool:
-        """Lets the copies of records stay as long as the records are kept in host memory.
+        """Protect the copies of entries as long as the entries are pinned in host memory.
 
         Args:
-          share: of all pages that such copies take at most.
+          records: the entries.
+          share: maximum fraction of all pages for protected copies.
 
         Returns:
-          Whether they do: each of them has a whole copy, and they fit.
+          False, without a change, if an entry has no complete copy or the copies do not fit.
         """
         with self._lock:
-            asked = list(records)
-            if not all(self._is_whole(record) for record in asked):
+            wanted = list(records)
+            if not all(self._is_whole(record) for record in wanted):
                 return False
-            kept = {*asked, *(record for record in self._kept if record.is_kept)}
+            kept = {*wanted, *(record for record in self._kept if record.is_kept)}
             pages = sum(_pages(record.meta.tokens) for record in kept if record in self._copies)
             if pages > share * self.num_pages:
                 return False
-            self._kept.update(asked)
+            self._kept.update(wanted)
             return True
 
     def find(self, record: Record) -> Index | None:
-        """Where the K, V of a record's tokens lie, if all are here; see `_DeviceCopy.place`."""
+        """Return the places of an entry's KV, if its copy is complete; see `_DeviceCopy.place`."""
         with self._lock:
             copy = self._copies.get(record)
             if copy is None or copy.missing or not record.is_ready:
@@ -88,7 +89,7 @@ class DeviceTier:
             return copy.place
 
     def find_rows(self, record: Record) -> Index | None:
-        """The same of its image's encoder rows."""
+        """Return the places of the image's encoder output, if the copy is complete and has it."""
         if self.find(record) is None:
             return None
         with self._lock:
@@ -96,8 +97,11 @@ class DeviceTier:
             return copy.place if copy is not None and not copy.missing_rows else None
 
     def begin(self, record: Record) -> Index | None:
-        """Where what is computed for a record goes: at the first call it gets its place, if there is room. None: it has
-        none, or has all of it already, from a first attempt of its request."""
+        """Return the places to which the KV of an entry is written while it is computed.
+
+        The first call allocates them. None: there is no room, or the copy is complete from an earlier attempt of the
+        request.
+        """
         with self._lock:
             if record not in self._begun:
                 return self._take(record)
@@ -105,29 +109,29 @@ class DeviceTier:
             return copy.place if copy is not None and copy.missing else None
 
     def take(self, record: Record) -> Index | None:
-        """A place for the copy of a record that lies in host memory. None: there is no room."""
+        """Allocate places for a copy of an entry in host memory; None: there is no room."""
         with self._lock:
             return self._take(record)
 
     def fill(self, record: Record, tokens: int, rows: int) -> None:
-        """So many of its tokens' K, V, and of its encoder rows, have been written."""
+        """Note that KV of `tokens` tokens and encoder output of `rows` tokens have been written."""
         with self._lock:
             if (copy := self._copies.get(record)) is not None:
                 copy.missing -= tokens
                 copy.missing_rows -= rows
 
     def drop(self, record: Record) -> None:
-        """The record has left host memory. Called from any thread."""
+        """Delete the copy of an entry that has left host memory. Called from any thread."""
         with self._lock:
             self._copies.pop(record, None)
 
     def clear(self) -> None:
-        """What the device held is gone."""
+        """Delete all copies, because the device memory was lost."""
         with self._lock:
             self._copies.clear()
 
     def counts(self) -> dict[str, int]:
-        """Complete copies, and the bytes of all pages and of those in use, by their names in `CacheStats`."""
+        """Return the number of complete copies, bytes in use and capacity in bytes, by their names in `CacheStats`."""
         with self._lock:
             copies = list(self._copies.values())
         return {

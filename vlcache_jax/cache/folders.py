@@ -1,4 +1,4 @@
-"""Folders of stores: files that one process at a time holds, and what older formats left."""
+"""Folders of stores: files that one process locks at a time, and folders of older formats."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from collections.abc import Callable, Iterator
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE = 3.0  # seconds until a log line says what is waited for
-MOST = 60.0  # seconds that opening waits: a large directory takes some, a stopped process takes for ever
-_TICK = 0.05  # seconds between two tries
-_MOST_HOLDER = 200  # bytes that say who holds a file
+_PATIENCE = 3.0  # seconds until a log line names the process that holds the lock
+MOST = 60.0  # seconds that opening waits; a large directory takes some, a stopped process never finishes
+_TICK = 0.05  # seconds between attempts
+_MAX_HOLDER = 200  # bytes of the name of the holder
 
 
 @contextlib.contextmanager
 def held(
     path: pathlib.Path, *, waits: bool = True, most: float | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[bool]:
-    """Hold a file, which says meanwhile who holds it; yield whether this process does.
+    """Lock a file, which names its holder meanwhile; yield whether this process has the lock.
 
     Args:
-      waits: for another process that holds it. A log line says so after 3 seconds.
-      most: seconds that it waits; None: as long as it takes.
-      clock: seconds that only grow.
+      path: path of the lock file, which is created if it does not exist.
+      waits: wait for another process that has the lock. A log line reports it after 3 seconds.
+      most: maximum wait in seconds; None: no limit.
+      clock: returns monotonic seconds.
 
     Raises:
-      TimeoutError: another process still holds it after `most` seconds.
-      OSError: it cannot be a file, or cannot be opened.
+      TimeoutError: another process still has the lock after `most` seconds.
+      OSError: the path is not a regular file, or cannot be opened.
     """
     descriptor = _open(path)
     try:
@@ -53,7 +54,7 @@ def held(
 
 
 def _open(path: pathlib.Path) -> int:
-    no_file = f"{path} must be a file: delete what is there"
+    no_file = f"{path} must be a regular file; delete the existing one"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -67,17 +68,17 @@ def _open(path: pathlib.Path) -> int:
 
 
 def _wait(path: pathlib.Path, descriptor: int, most: float | None, clock: Callable[[], float]) -> bool:
-    begun, has_told = clock(), False
+    begun, is_logged = clock(), False
     while not _take(descriptor):
         waited = clock() - begun
         if most is not None and waited >= most:
             raise TimeoutError(
-                f"{path} must be free within {most:.0f} s, but {_holder(descriptor)} holds it: wait until that process "
-                "has opened the directory, or end it if it does not go on"
+                f"{path} must be unlocked within {most:.0f} s, but {_holder(descriptor)} holds the lock: wait until "
+                "that process has opened the directory, or end it if it hangs"
             )
-        if waited >= _PATIENCE and not has_told:
-            _log.warning("waiting for %s, which %s holds", path, _holder(descriptor))
-            has_told = True
+        if waited >= _PATIENCE and not is_logged:
+            _log.warning("waiting for the lock %s, held by %s", path, _holder(descriptor))
+            is_logged = True
         time.sleep(_TICK)
     return True
 
@@ -91,28 +92,29 @@ def _take(descriptor: int) -> bool:
 
 
 def _sign(descriptor: int, holder: str) -> None:
-    with contextlib.suppress(OSError):  # on a full disk it is held without a name
+    with contextlib.suppress(OSError):  # on a full disk the lock has no name of the holder
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
 
 
 def _holder(descriptor: int) -> str:
     with contextlib.suppress(OSError):
-        said = os.pread(descriptor, _MOST_HOLDER, 0).decode(errors="replace")
-        if said.startswith("process ") and said.isprintable():
-            return said
+        holder = os.pread(descriptor, _MAX_HOLDER, 0).decode(errors="replace")
+        if holder.startswith("process ") and holder.isprintable():
+            return holder
     return "another process"
 
 
 LIBRARIES_FOLDER = "libraries-1"
-"""Of libraries, in the directory of the disk tier. Its number changes whenever older libraries must not be read."""
+"""Folder of libraries in the directory of the disk tier. The number changes when older libraries must not be read."""
 
 
 def is_older(name: str, folder: str) -> bool:
-    """Return whether a name is that of a folder of an older format.
+    """Return whether `name` is a folder of an older format.
 
     Args:
-      folder: of the format in use, such as "vlcache-3".
+      name: name of a folder.
+      folder: folder of the current format, such as "vlcache-3".
     """
     stem, _, number = folder.rpartition("-")
     found = re.fullmatch(rf"{stem}-(\d{{1,4}})", name)
@@ -120,20 +122,21 @@ def is_older(name: str, folder: str) -> bool:
 
 
 def older_folders(directory: pathlib.Path, *folders: str) -> list[pathlib.Path]:
-    """Return the folders of older formats in a directory, by name.
+    """Return the folders of older formats in a directory, ordered by name.
 
     Args:
-      folders: those of the formats in use.
+      directory: directory to search.
+      folders: folders of the current formats.
 
     Raises:
-      OSError: it cannot be listed.
+      OSError: the directory cannot be listed.
     """
     there = (path for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
     return sorted(path for path in there if any(is_older(path.name, folder) for folder in folders))
 
 
 def log_older(directory: pathlib.Path, folder: str) -> None:
-    """Log a line for each folder of an older format."""
+    """Log a warning for each folder of an older format."""
     with contextlib.suppress(OSError):
         for path in older_folders(directory, folder):
             _log.warning(
@@ -144,7 +147,7 @@ def log_older(directory: pathlib.Path, folder: str) -> None:
 
 
 def older_bytes(directory: pathlib.Path, *folders: str) -> dict[str, int]:
-    """Return the size of all files below each folder of an older format, by its name; see `older_folders`."""
+    """Return the total file size of each folder of an older format in bytes, by name; see `older_folders`."""
     sizes: dict[str, int] = {}
     for folder in older_folders(directory, *folders):
         sizes[folder.name] = 0
@@ -159,8 +162,9 @@ def remove_folder(directory: pathlib.Path, name: str, *folders: str) -> None:
     """Delete a folder of an older format; see `older_folders`.
 
     Raises:
-      ValueError: an engine of that format still uses it.
-      OSError: there is none of that name, or it cannot be deleted.
+      ValueError: an engine of that format uses it.
+      FileNotFoundError: there is no such folder.
+      OSError: it cannot be deleted.
     """
     folder = directory / name
     if folder not in older_folders(directory, *folders):
@@ -170,5 +174,5 @@ def remove_folder(directory: pathlib.Path, name: str, *folders: str) -> None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"{folder} must not be in use, but an engine keeps {path.name}: close it") from None
+                raise ValueError(f"{folder} must not be in use, but an engine holds {path.name}: close it") from None
     shutil.rmtree(folder)

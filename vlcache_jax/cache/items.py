@@ -1,8 +1,8 @@
-"""Images that libraries keep under names: their index (SQLite), and files with their bytes.
+"""Index of the images in libraries (SQLite), and files with their bytes.
 
-An item is an image, its records and its metadata. It changes as a whole: a reader that has found one continues with the
-image of that moment. Data that belong to no item, not yet or not any more, are noted, so that they are removed even
-after the process was killed. A row that no library would write is damaged.
+An item is an image with its cache entries and metadata. It changes atomically: a reader continues with the version that
+it found. Data that belong to no item are noted in the index, so that they are deleted even after the process was
+killed. A row that no library would write counts as damaged.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from vlcache_jax.common.files import make_folder
 COLUMNS = "library, id, version, content, height, width, limits, entry, file, metadata, added, expires"
 _KEY, _NAME = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{32}")
 _LIMITS = {"min_pixels", "max_pixels"}
-_MOST_SIDE = 2**31  # pixels
+_MAX_SIDE = 2**31  # pixels
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A picture of a library, as it is at one time.
+    """One version of an image in a library.
 
     Attributes:
-      library, id: its name.
-      picture: what it shows.
-      limits: of its pixels.
-      entry: entry key of its records.
-      file: name of the file of its bytes; None: they are not kept.
-      metadata: what else is said of it.
+      library, id: name of the library and of the item.
+      picture: content key and size of the image.
+      limits: pixel limits `min_pixels` and `max_pixels`.
+      entry: entry key of its cache entries.
+      file: name of the file with its bytes; None: they are not stored.
+      metadata: description from the user.
       added: seconds since the epoch.
-      expires: when it ends; None: it does not.
-      version: no two are alike, and none comes again.
-      salt: under which its records are kept.
+      expires: end of its lifetime in seconds since the epoch; None: no end.
+      version: unique id of this version.
+      salt: salt of its cache entries.
     """
 
     library: str
@@ -68,8 +68,8 @@ class Item:
     salt: Salt = field(default=None, repr=False)
 
 
-class Loose(NamedTuple):
-    """Records, and maybe a file, that belong to no item."""
+class OrphanData(NamedTuple):
+    """Cache entries, and possibly a file, that belong to no item."""
 
     number: int
     entry: str
@@ -80,7 +80,7 @@ def read_item(salt: Salt, row: Sequence[Any]) -> Item:
     """Return the item of a row with `COLUMNS`.
 
     Raises:
-      ValueError: a library would not have written such a row.
+      ValueError: the row is damaged.
     """
     library, name, version, content, height, width, limits, entry, file, metadata, added, expires = row
     read = {"limits": _object(limits), "metadata": _object(metadata)}
@@ -89,8 +89,8 @@ def read_item(salt: Salt, row: Sequence[Any]) -> Item:
         "id": isinstance(name, str),
         "version": _is(_NAME, version),
         "content": _is(_KEY, content),
-        "height": is_a(height, int) and 0 < height < _MOST_SIDE,
-        "width": is_a(width, int) and 0 < width < _MOST_SIDE,
+        "height": is_a(height, int) and 0 < height < _MAX_SIDE,
+        "width": is_a(width, int) and 0 < width < _MAX_SIDE,
         "limits": set(read["limits"]) <= _LIMITS and all(is_a(one, int) for one in read["limits"].values()),
         "entry": _is(_KEY, entry),
         "file": file is None or _is(_NAME, file),
@@ -100,21 +100,21 @@ def read_item(salt: Salt, row: Sequence[Any]) -> Item:
     for column, is_right in checks.items():
         if not is_right:
             got = dict(zip(COLUMNS.split(", "), row, strict=True))[column]
-            raise ValueError(f"{column} must be what a library writes, got {got!r:.80}")
+            raise ValueError(f"{column} has an invalid value: {got!r:.80}")
     picture = PictureKey(content, height, width)
     return Item(library, name, picture, read["limits"], entry, file, read["metadata"], added, expires, version, salt)
 
 
-def read_loose(row: Sequence[Any]) -> Loose:
-    """Return what belongs to no item, of a row with number, entry and file.
+def read_orphan(row: Sequence[Any]) -> OrphanData:
+    """Return the data that belong to no item, of a row with number, entry and file.
 
     Raises:
-      ValueError: a library would not have written such a row.
+      ValueError: the row is damaged.
     """
     number, entry, file = row
     if not (_is(_KEY, entry) and (file is None or _is(_NAME, file))):
-        raise ValueError(f"entry and file must be what a library writes, got {entry!r:.80} and {file!r:.80}")
-    return Loose(number, entry, file)
+        raise ValueError(f"entry or file has an invalid value: {entry!r:.80}, {file!r:.80}")
+    return OrphanData(number, entry, file)
 
 
 def _is(pattern: re.Pattern[str], value: Any) -> bool:
@@ -141,13 +141,13 @@ _PART = ".part"
 
 
 class ItemFiles:
-    """Files of items.
+    """Files with the image bytes of items.
 
     Args:
-      folder: that has them; None: no bytes can be kept.
+      folder: folder of the files; None: no bytes can be stored.
 
     Attributes:
-      damaged: rows and files of items that were found damaged since the process began.
+      damaged: damaged index rows and files found since the process started.
     """
 
     def __init__(self, folder: pathlib.Path | None):
@@ -156,37 +156,41 @@ class ItemFiles:
 
     @property
     def keeps_files(self) -> bool:
-        """Whether bytes of pictures can be kept."""
+        """True if image bytes can be stored."""
         return self._folder is not None
 
     def read(self, item: Item, *, called: str) -> bytes:
-        """The encoded file of a picture.
+        """Return the encoded image file of an item.
+
+        Args:
+          item: the item.
+          called: name of the image in errors.
 
         Raises:
-          ValueError: it was not kept, or is gone.
+          ValueError: the file was not stored, or cannot be read.
         """
-        told = f"{called} is {item.id!r} of library {item.library!r}, whose records are gone or not to be used"
+        problem = f"{called} is {item.id!r} of library {item.library!r}: its cache entries cannot be used"
         if item.file is None or self._folder is None:
-            raise ValueError(f"{told}, and its bytes were not kept (keep_bytes): add it again")
+            raise ValueError(f"{problem}, and its bytes are not stored: add it again with keep_bytes=True")
         try:
             return (self._folder / item.file).read_bytes()
         except OSError as error:
-            raise ValueError(f"{told}, and its bytes cannot be read ({error.strerror}): add it again") from error
+            raise ValueError(f"{problem}, and its bytes cannot be read ({error.strerror}): add it again") from error
 
     def lose(self, item: Item, *, called: str) -> ValueError:
-        """Delete the file of an item, which shows another image; return the error to raise."""
+        """Delete the damaged file of an item; return the error to raise."""
         self.damaged += 1
-        _log.warning("the bytes of item %r of library %r are damaged, and are deleted", item.id, item.library)
+        _log.warning("the bytes of item %r of library %r are damaged and deleted", item.id, item.library)
         if item.file is not None and self._folder is not None:
             with contextlib.suppress(OSError):
                 (self._folder / item.file).unlink(missing_ok=True)
-        return ValueError(f"{called} is {item.id!r} of library {item.library!r}, whose bytes are damaged: add it again")
+        return ValueError(f"{called} is {item.id!r} of library {item.library!r}: its bytes are damaged, add it again")
 
     def keep(self, file: str, encoded: bytes) -> None:
-        """Keeps the bytes of a picture: they are there whole, or not at all.
+        """Store the bytes of an image atomically.
 
         Raises:
-          ValueError: they cannot be kept.
+          ValueError: they cannot be written.
         """
         assert self._folder is not None
         part = self._folder / f"{file}{_PART}"
@@ -197,10 +201,10 @@ class ItemFiles:
                 os.fsync(opened.fileno())
             part.rename(self._folder / file)
         except OSError as error:
-            raise ValueError(f"image must be kept as a file, but {self._folder}: {error.strerror}") from error
+            raise ValueError(f"image cannot be stored in {self._folder}: {error.strerror}") from error
 
     def file_bytes(self, file: str) -> int:
-        """Of a file that is kept; 0: it is gone."""
+        """Return the size of a stored file in bytes; 0 if it does not exist."""
         try:
             return 0 if self._folder is None else (self._folder / file).stat().st_size
         except OSError:
@@ -214,7 +218,7 @@ class ItemFiles:
 
 _FILE, _LOCK, _OPENING = "index.sqlite", "lock", "opening"
 FOLDER = LIBRARIES_FOLDER
-_PATIENCE = 10.0  # seconds that another process may keep the index
+_PATIENCE = 10.0  # seconds to wait for another process that locks the index
 _TABLES = """
 CREATE TABLE IF NOT EXISTS items (
   owner TEXT NOT NULL, library TEXT NOT NULL, id TEXT NOT NULL,
@@ -244,18 +248,18 @@ type Vector = npt.NDArray[np.float32]
 
 
 class Use:
-    """That somebody needs an item as it was in one version: its records and bytes stay as long as there is one."""
+    """Token that keeps the cache entries and bytes of one item version alive while it is referenced."""
 
 
 class Items(ItemFiles):
-    """The items of all libraries. Every method may be called from any thread, and from several processes.
+    """Items of all libraries. Methods may be called from any thread and from several processes.
 
     Args:
-      directory: of the disk tier; None: the index ends with the process, and no bytes can be kept.
-      clock: seconds since the epoch.
+      directory: directory of the disk tier; None: the index is in memory, and no bytes can be stored.
+      clock: returns seconds since the epoch.
 
     Raises:
-      ValueError: the index cannot be used; or another process has been opening it for a minute.
+      ValueError: the index cannot be used, or another process has been opening it for a minute.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, clock: Callable[[], float] = time.time):
@@ -266,66 +270,74 @@ class Items(ItemFiles):
         self._uses: weakref.WeakValueDictionary[str, Use] = weakref.WeakValueDictionary()  # by version
         self._pid = os.getpid()
         self._adding = threading.RLock()
-        self._depth = 0  # of whoever has it
+        self._depth = 0  # nesting of `writing` in the thread that adds
 
-    # What requests need.
+    # For requests.
 
     def find(self, library: str, name: str, salt: Salt, *, called: str) -> tuple[Item, Use]:
-        """The item of a library of whoever has this salt, or else of the operator's, and what lets it stay.
+        """Return the item that a salt may use, and a token that keeps it alive.
+
+        Items of the salt come first, then those of its tenant, then the operator's shared ones.
 
         Args:
-          called: what errors call the image.
+          library: name of the library.
+          name: id of the item.
+          salt: salt of the request.
+          called: name of the image in errors.
 
         Raises:
-          ValueError: there is none. What belongs to others is like what there is not.
+          ValueError: there is none. The error is the same for items of other owners.
         """
         for owner in _owners(salt):
             with self._lock:
                 if (item := self.get(owner, library, name)) is not None:
                     return item, self._uses.setdefault(item.version, Use())
-        raise ValueError(f"{called} must be an item that there is, but library {short(library)} has no {short(name)}")
+        raise ValueError(f"{called} must be an existing item, but library {short(library)} has no {short(name)}")
 
-    # What libraries need.
+    # For libraries.
 
     def items(self, owner: Salt, library: str) -> list[Item]:
-        """All of one library, by their ids."""
+        """Return all items of a library, ordered by id."""
         return self._rows("AND library = ? ORDER BY id", owner, library)
 
     def count(self, owner: Salt, library: str) -> int:
-        """How many there are."""
-        told = "SELECT COUNT(*) FROM items WHERE owner = ? AND library = ? AND (expires IS NULL OR expires > ?)"
-        return int(self._run(told, owner_key(owner), library, self._clock())[0][0])
+        """Return the number of items in a library."""
+        query = "SELECT COUNT(*) FROM items WHERE owner = ? AND library = ? AND (expires IS NULL OR expires > ?)"
+        return int(self._run(query, owner_key(owner), library, self._clock())[0][0])
 
     def state(self, owner: Salt, library: str) -> tuple[Any, ...]:
-        """Another one whenever an item of a library has changed, or ended by its time. Costs as much for many items."""
-        told = (
+        """Return a value that changes whenever an item of a library changes or expires. Its cost does not depend on the
+        size.
+        """
+        query = (
             "SELECT (SELECT state FROM states WHERE owner = ? AND library = ?), "
             "(SELECT COUNT(*) FROM items WHERE owner = ? AND library = ? AND expires <= ?)"
         )
         whose = owner_key(owner), library
-        return tuple(self._run(told, *whose, *whose, self._clock())[0])
+        return tuple(self._run(query, *whose, *whose, self._clock())[0])
 
     def libraries(self, owner: Salt) -> list[str]:
-        """Names of those that have items."""
+        """Return the names of an owner's libraries that have items."""
         rows = self._run("SELECT DISTINCT library FROM items WHERE owner = ? ORDER BY library", owner_key(owner))
         return [library for (library,) in rows]
 
     def expired(self, owner: Salt, library: str) -> list[str]:
-        """Ids of items that have ended and are still there."""
-        told = "SELECT id FROM items WHERE owner = ? AND library = ? AND expires <= ?"
-        return [name for (name,) in self._run(told, owner_key(owner), library, self._clock())]
+        """Return the ids of expired items that are not removed yet."""
+        query = "SELECT id FROM items WHERE owner = ? AND library = ? AND expires <= ?"
+        return [name for (name,) in self._run(query, owner_key(owner), library, self._clock())]
 
     def get(self, owner: Salt, library: str, name: str) -> Item | None:
-        """The item of a name."""
+        """Return an item; None if it does not exist or is expired."""
         rows = self._rows("AND library = ? AND id = ?", owner, library, name)
         return rows[0] if rows else None
 
     def put(self, item: Item, loose: int, vectors: Mapping[str, Vector] | None = None) -> None:
-        """An item is there from now on, in the place of the one that had its name.
+        """Publish an item, replacing the one with its name.
 
         Args:
-          loose: number of what belonged to no item so far, and is this one's.
-          vectors: by embedder.
+          item: the item.
+          loose: number of the orphan row of its data, which is deleted.
+          vectors: vectors by embedder name.
         """
         owner, picture = owner_key(item.salt), item.picture
         with self._changing() as index:
@@ -351,47 +363,51 @@ class Items(ItemFiles):
         metadata: Mapping[str, Any],
         until: Callable[[float | None], float | None],
     ) -> bool:
-        """Changes what is said of an item, and of when it ended when it ends; whether there is one."""
+        """Replace the metadata of an item, and its expiration time by `until` of the old one.
+
+        Returns:
+          Whether the item exists.
+        """
         with self._changing() as index:
             old = self._one(owner, library, name)
             if old is None:
                 return False
             expires = until(old.expires)
-            told = "UPDATE items SET metadata = ?, expires = ? WHERE owner = ? AND library = ? AND id = ?"
-            index.execute(told, (json.dumps(dict(metadata)), expires, owner_key(owner), library, name))
+            command = "UPDATE items SET metadata = ?, expires = ? WHERE owner = ? AND library = ? AND id = ?"
+            index.execute(command, (json.dumps(dict(metadata)), expires, owner_key(owner), library, name))
             _note_change(index, owner_key(owner), library)
             return True
 
     def remove(self, owner: Salt, library: str, name: str) -> bool:
-        """Ends an item; whether there was one."""
+        """Remove an item; return whether it existed."""
         with self._changing() as index:
             old = self._one(owner, library, name)
             if old is None:
                 return False
             self._loosen(index, owner_key(owner), old)
             for table in ("items", "vectors"):
-                told = f"DELETE FROM {table} WHERE owner = ? AND library = ? AND id = ?"
-                index.execute(told, (owner_key(owner), library, name))
+                command = f"DELETE FROM {table} WHERE owner = ? AND library = ? AND id = ?"
+                index.execute(command, (owner_key(owner), library, name))
             _note_change(index, owner_key(owner), library)
             return True
 
-    # What belongs to no item.
+    # Data that belong to no item.
 
     def begin(self, owner: Salt, entry: str, file: str | None) -> int:
-        """Notes records, and maybe a file, that belong to no item yet; returns their number."""
+        """Note cache entries, and possibly a file, that belong to no item yet; return the number of the row."""
         with self._changing() as index:
-            told = "INSERT INTO loose (owner, entry, file) VALUES (?, ?, ?)"
-            return int(index.execute(told, (owner_key(owner), entry, file)).lastrowid or 0)
+            command = "INSERT INTO loose (owner, entry, file) VALUES (?, ?, ?)"
+            return int(index.execute(command, (owner_key(owner), entry, file)).lastrowid or 0)
 
-    def loose(self, owner: Salt) -> list[Loose]:
-        """What of an owner's belongs to no item, and to no request under way. Nobody may be adding items."""
+    def loose(self, owner: Salt) -> list[OrphanData]:
+        """Return an owner's data that belong to no item and no request in flight. Call it within `writing`."""
         rows = self._run("SELECT number, entry, file, version FROM loose WHERE owner = ?", owner_key(owner))
         found = []
         for *row, version in rows:
             try:
-                loose = read_loose(row)
+                loose = read_orphan(row)
             except ValueError as error:
-                _log.warning("row %.80r of what belongs to no item is damaged, and is deleted: %s", row[0], error)
+                _log.warning("row %.80r of data without an item is damaged and deleted: %s", row[0], error)
                 self._delete_damaged("loose", number=row[0])
                 continue
             if version not in self._uses:
@@ -399,11 +415,11 @@ class Items(ItemFiles):
         return found
 
     def is_used(self, owner: Salt, entry: str) -> bool:
-        """Whether an item has these records."""
+        """Return whether an item has this entry key."""
         return bool(self._run("SELECT 1 FROM items WHERE owner = ? AND entry = ? LIMIT 1", owner_key(owner), entry))
 
-    def forget(self, loose: Loose) -> None:
-        """It is gone; its file goes, too."""
+    def forget(self, loose: OrphanData) -> None:
+        """Delete the file of data that belong to no item, and their row."""
         if loose.file is not None:
             self._unlink(loose.file)
         with self._changing() as index:
@@ -411,7 +427,12 @@ class Items(ItemFiles):
 
     @contextlib.contextmanager
     def writing(self, *, waits: bool = True) -> Iterator[bool]:
-        """For as long as somebody adds items, or cleans up: one at a time, of all processes; whether it is oneself."""
+        """Lock the adding and cleaning of items against other threads and processes; yield whether this thread has the
+        lock.
+
+        Args:
+          waits: wait for the lock.
+        """
         if not self._adding.acquire(blocking=waits):
             yield False
             return
@@ -430,37 +451,35 @@ class Items(ItemFiles):
     # Vectors of items.
 
     def vectors(self, owner: Salt, library: str, embedder: str) -> dict[str, tuple[str, Vector]]:
-        """By id, of which version an embedder's vector is, and the vector."""
-        told = "SELECT id, version, vector FROM vectors WHERE owner = ? AND library = ? AND embedder = ?"
+        """Return an embedder's vectors by id, each with the version of its item. Damaged vectors are deleted."""
+        query = "SELECT id, version, vector FROM vectors WHERE owner = ? AND library = ? AND embedder = ?"
         found = {}
-        for name, version, vector in self._run(told, owner_key(owner), library, embedder):
+        for name, version, vector in self._run(query, owner_key(owner), library, embedder):
             if isinstance(vector, bytes) and vector and len(vector) % 4 == 0:
                 found[name] = version, np.frombuffer(vector, "<f4")
             if name not in found or not np.isfinite(found[name][1]).all():
                 found.pop(name, None)
-                _log.warning("the vector of item %.80r of library %.80r is damaged, and is deleted", name, library)
+                _log.warning("the vector of item %.80r of library %.80r is damaged and deleted", name, library)
                 whose = {"owner": owner_key(owner), "library": library}
                 self._delete_damaged("vectors", **whose, embedder=embedder, id=name)
         return found
 
     def put_vectors(self, owner: Salt, library: str, embedder: str, given: Mapping[str, tuple[str, Vector]]) -> None:
-        """Keeps vectors, of versions, by id."""
+        """Store vectors by id, each with the version of its item."""
         with self._changing() as index:
             _put_vectors(index, owner_key(owner), library, embedder, given)
 
     def close(self) -> None:
-        """The index is not used any more."""
-        if os.getpid() != self._pid:  # a forked child: it is its parent's
+        """Close the index."""
+        if os.getpid() != self._pid:  # in a forked child: the index belongs to the parent
             return
         with self._lock:
             if self._index is not None:
                 self._index.close()
             self._index = None
 
-    # Inside.
-
     def _one(self, owner: Salt, library: str, name: str) -> Item | None:
-        """The item of a name, also one that has ended."""
+        """Return an item even if it is expired."""
         rows = self._rows("AND library = ? AND id = ?", owner, library, name, ended=True)
         return rows[0] if rows else None
 
@@ -471,7 +490,7 @@ class Items(ItemFiles):
             try:
                 item = read_item(owner, row)
             except ValueError as error:
-                _log.warning("item %.80r of library %.80r is damaged, and is deleted: %s", row[1], row[0], error)
+                _log.warning("item %.80r of library %.80r is damaged and deleted: %s", row[1], row[0], error)
                 self._delete_damaged("items", owner=owner_key(owner), library=row[0], id=row[1])
                 continue
             if ended or item.expires is None or item.expires > now:
@@ -479,11 +498,11 @@ class Items(ItemFiles):
         return items
 
     def _delete_damaged(self, table: str, **where: Any) -> None:
-        """Removes a row that no library wrote. If that fails, the next look does it."""
+        """Delete a damaged row. If that fails, the next read deletes it."""
         self.damaged += 1
-        told = f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in where)}"
+        command = f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in where)}"
         with contextlib.suppress(ValueError):
-            self._run(told, *where.values())
+            self._run(command, *where.values())
 
     def _loosen(self, index: sqlite3.Connection, owner: str, item: Item) -> None:
         index.execute(
@@ -513,21 +532,21 @@ class Items(ItemFiles):
         try:
             yield
         except (OSError, sqlite3.Error) as error:
-            place = self._folder or "in memory"
+            place = self._folder or "memory"
             raise ValueError(
-                f"the index of libraries must be one that can be used, got {place}: {error}; only if it is damaged, "
-                "delete that folder and add the items again"
+                f"the index of libraries in {place} cannot be used: {error}; only if it is damaged, delete that folder "
+                "and add the items again"
             ) from error
 
     def _opened(self) -> sqlite3.Connection:
-        """The index, opened when it is first needed."""
+        """Return the index, opening it at the first use."""
         if self._index is None:
             if self._folder is None:
                 self._index = _connected(":memory:")
             else:
                 make_folder(self._folder)
                 log_older(self._folder.parent, FOLDER)
-                with held(self._folder / _OPENING, most=MOST):  # what SQLite does then waits for nobody
+                with held(self._folder / _OPENING, most=MOST):  # opening in SQLite does not wait for other processes
                     self._index = _connected(str(self._folder / _FILE))
         return self._index
 
@@ -536,7 +555,7 @@ def _connected(place: str) -> sqlite3.Connection:
     index = sqlite3.connect(place, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
     try:
         index.execute("PRAGMA journal_mode = WAL")
-        index.execute("PRAGMA synchronous = FULL")  # an item that was added is there after a crash
+        index.execute("PRAGMA synchronous = FULL")  # added items survive a crash
         index.executescript(_TABLES)
     except BaseException:
         index.close()
@@ -545,7 +564,7 @@ def _connected(place: str) -> sqlite3.Connection:
 
 
 def _owners(salt: Salt) -> list[Salt]:
-    """Whose items a request of a salt may name: those of its own, of its tenant's, and the operator's."""
+    """Return the owners whose items a request may use: its salt, its tenant and the operator."""
     return list(dict.fromkeys((salt, *([salt.of_tenant] if isinstance(salt, TenantSalt) else []), SHARED)))
 
 

@@ -1,7 +1,4 @@
-"""Keys of images and prefixes, quotas of salts, and bounded memories of what was seen.
-
-The head of the package defines the keys.
-"""
+"""Keys of images and prefixes, quotas of salts, and bounded memories. The docstring of the package defines the keys."""
 
 from __future__ import annotations
 
@@ -20,37 +17,37 @@ from vlcache_jax.cache.record import Meta, Record, Why
 from vlcache_jax.common.checks import check_text
 
 FORMAT_VERSION = 3
-"""Version of keys and records. `tests/cache/test_format.py` ties it to what both hold.
+"""Version of keys and records. `tests/cache/test_format.py` compares it with their contents.
 
-It must change with every change of a key, of a record's header or of the order of its bytes. Readers ignore nothing in
-these: a header with one more field is damaged to a reader of the same version, which deletes the record. It must also
-change when records of the same header would mean something else, such as K after rotation.
+Change it with every change of a key, of a record's header or of its byte order. Readers are strict: a header with an
+additional field is damaged for a reader of the same version, which deletes the record. Also change it if records with
+the same header get another meaning, such as keys after rotation.
 
-It need not change for additions that a reader of the same version ignores or makes again: another file beside the
-records, the table of the disk's index, a route or a JSON field of `vlcache cache serve`. Libraries have a version of
-their own, `LIBRARIES_FOLDER`: a new table is ignored, a new column is not.
+Additions that readers of the same version ignore or rebuild need no change: another file next to the records, the table
+of the disk index, a route or a JSON field of `vlcache cache serve`. Libraries have their own version,
+`LIBRARIES_FOLDER`: a new table is ignored, a new column is not.
 """
 
 _TIME = "all behind begins after this time"
-"""Stands beside each time of a video. Records whose contexts hold bare times were made by another rule of positions."""
+"""Digested with each time of a video. Contexts with times alone belong to records with another rule of positions."""
 
 
 type Salt = str | tuple[str, ...] | None
 
 SHARED: Salt = ("shared",)
-"""Salt of what an operator keeps for everyone; no caller's salt, which is a string, is like it."""
+"""Salt of images that an operator shares with everyone; it cannot equal a caller's salt, which is a string."""
 
 
 OWNER_DIGITS = 64
-"""Hex digits of an owner's key. The first half says in whose share its records count."""
+"""Hex digits of an owner key. The first half identifies the payer, whose quota its records count toward."""
 
 
 class TenantSalt(NamedTuple):
-    """Salt of a request of one of a server's tenants, who shares what one payer may keep with its other requests.
+    """Salt of a request of a server's tenant. All requests of a tenant share one quota.
 
     Attributes:
-      tenant: stands for the tenant; nobody else may know it.
-      own: stands for the salt that the request itself names.
+      tenant: secret that identifies the tenant.
+      own: the salt in the request.
     """
 
     tenant: str
@@ -58,15 +55,19 @@ class TenantSalt(NamedTuple):
 
     @property
     def of_tenant(self) -> TenantSalt:
-        """Of what is the tenant's whatever the salts of its requests."""
+        """Salt of data that all requests of the tenant share."""
         return TenantSalt(self.tenant, "")
 
 
 def content_key(rgb: npt.NDArray[np.uint8], *more: npt.NDArray[np.uint8]) -> str:
-    """Key of a decoded picture, uint8 [H, W, 3]: 64 hex digits. C-contiguous arrays are hashed in place.
+    """Return the key of a decoded image: 64 hex digits. C-contiguous arrays are hashed in place.
 
     Args:
-        more: the other frames of a video's chunk, of the same shape.
+        rgb: pixels, uint8 [H, W, 3].
+        more: the other frames of a video chunk, of the same shape.
+
+    Raises:
+        ValueError: an array has another dtype or shape.
     """
     height, width, _ = rgb.shape if rgb.ndim == 3 else (0, 0, 0)
     for frame in (rgb, *more):
@@ -76,7 +77,7 @@ def content_key(rgb: npt.NDArray[np.uint8], *more: npt.NDArray[np.uint8]) -> str
 
 
 def alias_key(encoded: bytes | str | tuple[str | int, ...], salt: Salt = None) -> str:
-    """Key of an encoded file, of a caller's own id (a string), or of the frames of a chunk: 64 hex digits."""
+    """Return the key of an encoded file, of a caller's id (a string), or of the frames of a chunk: 64 hex digits."""
     return _digest(encoded, salt)
 
 
@@ -89,25 +90,25 @@ def entry_key(
     salt: Salt = None,
     format_version: int = FORMAT_VERSION,
 ) -> str:
-    """Key of what is stored for an image: 64 hex digits.
+    """Return the key of an image's cache entries: 64 hex digits.
 
     Args:
-        content: the picture's content key.
+        content: content key of the image.
         settings: `ImageProcessor.settings`, with the request's pixel limits; or `VideoProcessor.settings`.
-        fingerprint: of the model's configuration and weights.
-        codec: dtype or codec of the stored keys and values, such as "bfloat16".
-        salt: keeps callers apart; None and "" differ.
-        format_version: of the record.
+        fingerprint: fingerprint of the model's configuration and weights.
+        codec: dtype or codec of the stored KV, such as "bfloat16".
+        salt: separates callers; None and "" differ.
+        format_version: format version of the record.
     """
     return _digest(content, settings, fingerprint, codec, format_version, salt)
 
 
 def context_keys(parts: Iterable[str | int | npt.NDArray[np.int32]]) -> Iterator[str]:
-    """Digests of everything before each image in its prompt: 64 hex digits each.
+    """Yield the digest of each image's prefix in a prompt: 64 hex digits each.
 
     Args:
-        parts: of the prompt in order, the token ids of each stretch of text and the entry key of each image; before it
-            a number, where its place in time does not follow from what is before it.
+        parts: parts of the prompt in order: token ids of each text and the entry key of each image. A number before an
+            image is its time, if the parts before it do not determine it.
     """
     digest = blake3()
     for part in parts:
@@ -123,10 +124,10 @@ def context_keys(parts: Iterable[str | int | npt.NDArray[np.int32]]) -> Iterator
 
 
 def owner_key(salt: Salt) -> str:
-    """Digest that stands for a salt beside what is kept under it: 64 hex digits.
+    """Return the digest of a salt that identifies the owner of cache entries: 64 hex digits.
 
     Raises:
-      ValueError: the salt is no text.
+      ValueError: the salt is not a string.
     """
     half = OWNER_DIGITS // 2
     if isinstance(salt, TenantSalt):
@@ -137,12 +138,12 @@ def owner_key(salt: Salt) -> str:
 
 
 def group_key(contents: Sequence[str]) -> str:
-    """Key of a video, by the content keys of its chunks: 64 hex digits."""
+    """Return the key of a video, from the content keys of its chunks: 64 hex digits."""
     return _digest("group", contents)
 
 
 def request_key(entries: Sequence[str]) -> str:
-    """Key of a request's images together, by their entry keys in order: 64 hex digits."""
+    """Return the key of a request's list of images, from their entry keys in order: 64 hex digits."""
     return _digest("request", entries)
 
 
@@ -158,16 +159,16 @@ def _digest(*parts: Any) -> str:
 
 
 def _write(write: Callable[[bytes | memoryview], object], value: Any) -> None:
-    """Writes an encoding that tells any two values apart: a letter for the type, a length, the content.
+    """Write an injective encoding of a value: a letter for the type, the length and the content.
 
-    Lists and tuples are the same; a mapping's order does not count, and its keys are strings.
+    Lists and tuples are equivalent. A mapping's order does not count, and its keys are strings.
     """
     match value:
         case None:
             write(b"n")
         case str():
             write(b"s" + _length(len(encoded := value.encode())) + encoded)
-        case bytes() | memoryview():  # in place: it may be a whole picture
+        case bytes() | memoryview():  # without a copy: it may be a full image
             write(b"b" + _length(len(value)))
             write(value)
         case list() | tuple():
@@ -186,7 +187,7 @@ def _write(write: Callable[[bytes | memoryview], object], value: Any) -> None:
         case float():
             _write_sized(write, b"d", struct.pack(">d", value))
         case _:
-            raise TypeError(f"a key's part must be a plain value, got {type(value).__name__}")
+            raise TypeError(f"part of a key must be a plain value, got {type(value).__name__}")
 
 
 def _write_sized(write: Callable[[bytes], object], letter: bytes, content: bytes) -> None:
@@ -194,14 +195,14 @@ def _write_sized(write: Callable[[bytes], object], letter: bytes, content: bytes
 
 
 NO_TENANTS = frozenset({owner_key(None), owner_key(SHARED)})
-"""Owners whose records `CacheConfig.salt_bytes` does not limit."""
+"""Owners whose cache entries `CacheConfig.max_bytes_per_salt` does not limit."""
 
 
 class Quotas:
-    """Bytes that the records of each payer take at most, in host memory and on the disk each.
+    """Maximum bytes of each payer's cache entries, in host memory and on disk, each.
 
     Args:
-      usual: of who has no share of its own; None: no limit.
+      usual: quota of payers without their own; None: no limit.
     """
 
     def __init__(self, usual: int | None = None):
@@ -209,26 +210,25 @@ class Quotas:
         self._own: Mapping[str, int | None] = {}
 
     def set(self, own: Mapping[str, int | None]) -> None:
-        """Gives some payers their own shares, and takes from all others what they had. What is kept stays until room is
-        made."""
+        """Replace the quotas of individual payers. Existing entries stay until room is needed."""
         self._own = dict(own)
 
     def of(self, owner: str) -> int | None:
-        """Bytes that the payer of an owner's records has; None: no limit."""
+        """Return the quota in bytes of an owner's payer; None: no limit."""
         return None if owner in NO_TENANTS else self._own.get(payer(owner), self._usual)
 
 
 def payer(owner: str) -> str:
-    """In whose share an owner's records count: itself, or its tenant."""
+    """Return the payer of an owner's cache entries: the owner itself, or its tenant."""
     return owner[: OWNER_DIGITS // 2]
 
 
-REMEMBERED = 65536  # images, aliases, reasons for losses; a few hundred bytes apiece
-_MOST_REQUESTS = 4096  # each a list of images, of a hundred bytes apiece
+REMEMBERED = 65536  # images, aliases and reasons of losses; a few hundred bytes each
+_MAX_REQUESTS = 4096  # lists of images with a hundred bytes per image
 
 
 class Bounded[V]:
-    """A mapping of at most `most` keys; the least recently used leave. Every method may be called from any thread."""
+    """Mapping of at most `most` keys; the least recently used are evicted. Methods may be called from any thread."""
 
     def __init__(self, most: int):
         self._most = most
@@ -245,7 +245,7 @@ class Bounded[V]:
             return self._values.get(key)
 
     def put(self, key: Hashable, value: V) -> bool:
-        """Whether the key was there before."""
+        """Set a value; return whether the key existed."""
         with self._lock:
             known = key in self._values
             self._values[key] = value
@@ -264,29 +264,29 @@ class Bounded[V]:
 
 
 class Losses(Bounded[tuple[Why, str]]):
-    """Why there are no K, V, and whose they were: by a record's name, and by an entry key for all contexts together."""
+    """Reason and owner of lost KV, by record name, and by entry key for all contexts together."""
 
     def note(self, meta: Meta, why: Why) -> None:
-        """Remembers why a record of K, V is gone."""
+        """Remember why a record of KV is lost."""
         for name in (meta.name, meta.entry) if meta.context is not None else ():
             self.put(name, (why, meta.owner))
 
 
 class RememberedRequests:
-    """Remembers the images of the last requests, by their request keys. Every method may be called from any thread."""
+    """Image lists of the last requests, by request key. Methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._known = Bounded[tuple[str, tuple[str, ...]]](_MOST_REQUESTS)  # request key -> owner, entry keys
+        self._known = Bounded[tuple[str, tuple[str, ...]]](_MAX_REQUESTS)  # request key -> owner, entry keys
 
     def remember(self, key: str, entries: Sequence[str], owner: str) -> bool:
-        """Notes a request's list of images; whether the same list was there before."""
+        """Store a request's list of images; return whether it was there."""
         return self._known.put(key, (owner, tuple(entries)))
 
     def forget(self, key: str) -> None:
         self._known.pop(key)
 
     def find(self, key: str, owner: str) -> tuple[str, ...] | None:
-        """The entry keys of a request's images, by its request key; None if it is not this owner's."""
+        """Return the entry keys of a request's images; None if the request is unknown or belongs to another owner."""
         found, entries = self._known.get(key) or (None, ())
         return entries if found == owner else None
 
@@ -294,57 +294,57 @@ class RememberedRequests:
         self._known.clear()
 
 
-class _Met(NamedTuple):
-    """When something was written, in seconds since the epoch, and when it was met first, by the steady clock."""
+class _Sighting(NamedTuple):
+    """Claimed time of writing in seconds since the epoch, and time of the first sighting by the steady clock."""
 
-    said: float
+    claimed: float
     at: float
 
 
 class Ages:
-    """Knows since when images are kept, whether or not their records are still here.
+    """Ages of images, independent of whether their records are still here.
 
-    A time that is still to come was told by a clock that was ahead: it counts as now. Whatever clocks say, what was met
-    is as old as the time since then.
+    A time in the future comes from a clock that is ahead and counts as now. Independent of the clocks, an image is at
+    least as old as the time since its first sighting.
 
     Args:
-      ttl: seconds after which what is kept of an image is not used any more; None: it always is.
-      clock: seconds since the epoch.
-      steady: seconds that only grow.
+      ttl: lifetime of cache entries in seconds; None: no limit.
+      clock: returns seconds since the epoch.
+      steady: returns monotonic seconds.
     """
 
     def __init__(self, ttl: float | None, clock: Callable[[], float], steady: Callable[[], float] = time.monotonic):
         self._ttl, self._clock, self._steady = ttl, clock, steady
-        self._born = Bounded[_Met](REMEMBERED)  # by entry key; of the oldest of its records
-        self._ahead = Bounded[_Met](REMEMBERED)  # by a record's name and its time, if that was still to come
+        self._born = Bounded[_Sighting](REMEMBERED)  # oldest record by entry key
+        self._ahead = Bounded[_Sighting](REMEMBERED)  # times in the future, by record name and time
 
     def oldest(self) -> float | None:
-        """What was written before is not used any more; None: all is."""
+        """Return the time before which written records are expired; None: none are."""
         return None if self._ttl is None else self._clock() - self._ttl
 
-    def since(self, name: str, said: float) -> float:
-        """When a record was written, by what a tier says of it."""
-        met = self._ahead.get(told := f"{name} {said!r}")
-        if met is None:
-            if said <= self._clock():
-                return said
-            self._ahead.put(told, met := _Met(said, self._steady()))
-        return self._written(met)
+    def since(self, name: str, claimed: float) -> float:
+        """Return the time when a record was written, given the time that a tier claims."""
+        sighting = self._ahead.get(key := f"{name} {claimed!r}")
+        if sighting is None:
+            if claimed <= self._clock():
+                return claimed
+            self._ahead.put(key, sighting := _Sighting(claimed, self._steady()))
+        return self._written(sighting)
 
     def date(self, record: Record) -> float:
-        """A record has been filled: just now, unless it came from a tier that says when."""
+        """Set and return the time of a filled record: now, or its earlier time if it was loaded from a tier."""
         now = self._clock()
         record.written = now if record.written is None else min(record.written, now)
         return record.written
 
     def note(self, record: Record) -> None:
-        """A record that has been filled is kept."""
-        said, before = self.date(record), self._born.get(record.meta.entry)
-        new = _Met(said, self._steady()) if before is None else before._replace(said=min(before.said, said))
+        """Note the time of a filled record for the age of its image."""
+        at, before = self.date(record), self._born.get(record.meta.entry)
+        new = _Sighting(at, self._steady()) if before is None else before._replace(claimed=min(before.claimed, at))
         self._born.put(record.meta.entry, new)
 
     def end(self, entry: str) -> bool:
-        """Whether an image has become too old; it begins anew then."""
+        """Return whether an image is expired, and if so forget its age."""
         born, oldest = self._born.get(entry), self.oldest()
         if born is None or oldest is None or self._written(born) >= oldest:
             return False
@@ -354,5 +354,5 @@ class Ages:
     def clear(self) -> None:
         self._born.clear()
 
-    def _written(self, met: _Met) -> float:
-        return min(met.said, self._clock() - (self._steady() - met.at))
+    def _written(self, sighting: _Sighting) -> float:
+        return min(sighting.claimed, self._clock() - (self._steady() - sighting.at))

@@ -29,21 +29,19 @@ _SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass(frozen=True)
 class TierStats:
-    """A tier since the engine began, and what it keeps now.
+    """Counters of a tier since the engine started, and its current contents.
 
     Attributes:
-      found, missing: look-ups of images that had records there, and that had none.
-      unasked: look-ups and loads that it was not asked for, as it had failed shortly before.
-      loaded, stored: records that came from there, and that were written to it.
-      known: records that were to be written and were there already.
-      skipped: records that were not written, as too many waited for it, or it has no room, or it had failed shortly
-        before.
-      failed: times that it could not be read or written.
-      damaged, gone, late: records that were found, but were not what was written; were not there any more; or came
-        later than computing takes.
-      refused: times that a peer refused.
-      bytes_in, bytes_out: of records that were loaded and stored.
-      records, bytes, capacity: what it keeps now, for all that use it; 0 where nobody knows.
+      found, missing: lookups of images with and without records there.
+      unasked: lookups and loads that were skipped because the tier is suspended after faults.
+      loaded, stored: records read from and written to the tier.
+      known: records that already existed when they were to be written.
+      skipped: records not written because the queue or the tier was full, or the tier is suspended.
+      failed: failed operations.
+      damaged, gone, late: found records that were damaged, that no longer existed, or that exceeded the time limit.
+      refused: refusals by a peer.
+      bytes_in, bytes_out: bytes of loaded and stored records.
+      records, bytes, capacity: current contents, for all users of the tier; 0 if unknown.
     """
 
     found: int = 0
@@ -66,10 +64,10 @@ class TierStats:
 
 
 class Meter(Collector):
-    """Counts for all tiers of an engine.
+    """Counters of all tiers of an engine.
 
     Attributes:
-      registry: of `prometheus_client`.
+      registry: registry of `prometheus_client`.
     """
 
     def __init__(self) -> None:
@@ -78,7 +76,7 @@ class Meter(Collector):
         self._events: Counter[tuple[str, Event]] = Counter()
         self._bytes: Counter[tuple[str, Direction]] = Counter()
         self._seconds = prometheus_client.Histogram(
-            "vlcache_tier_seconds", "Seconds that an operation took", ("tier", "operation"), registry=self.registry,
+            "vlcache_tier_seconds", "Duration of tier operations", ("tier", "operation"), registry=self.registry,
             buckets=_SECONDS,
         )  # fmt: skip
         self.registry.register(self)
@@ -88,7 +86,7 @@ class Meter(Collector):
             self._events[tier, event] += times
 
     def move(self, tier: str, direction: Direction, size: int) -> None:
-        """Bytes of a record came from a tier, or went there."""
+        """Add the bytes of a record that was read from a tier or written to it."""
         with self._lock:
             self._bytes[tier, direction] += size
 
@@ -101,10 +99,11 @@ class Meter(Collector):
             self._seconds.labels(tier, operation).observe(time.perf_counter() - start)
 
     def stats(self, tier: str, kept: Mapping[str, int]) -> TierStats:
-        """Of a tier.
+        """Return the statistics of a tier.
 
         Args:
-          kept: see `Tier.counts`.
+          tier: label of the tier.
+          kept: current contents, see `Tier.counts`.
         """
         with self._lock:
             counts = {event: self._events[tier, event] for event in get_args(Event)}
@@ -115,9 +114,11 @@ class Meter(Collector):
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """What has been counted, as `prometheus_client` wants it."""
+        """Yield the counters as metrics of `prometheus_client`."""
         events = CounterMetricFamily("vlcache_tier_events", "See TierStats", labels=("tier", "event"))
-        moved = CounterMetricFamily("vlcache_tier_bytes", "Of records that came and went", labels=("tier", "direction"))
+        moved = CounterMetricFamily(
+            "vlcache_tier_bytes", "Bytes of records read and written", labels=("tier", "direction")
+        )
         with self._lock:
             for counted, times in self._events.items():
                 events.add_metric(counted, times)
@@ -126,12 +127,12 @@ class Meter(Collector):
         yield from (events, moved)
 
     def also(self, stats: Callable[[], Any]) -> None:
-        """The registry tells these statistics, too: a dataclass of numbers, `whys` and `tiers`, as they are then."""
+        """Add gauges of a dataclass of numbers with `whys` and `tiers`, which `stats` returns at each scrape."""
         self.registry.register(_Statistics(stats))
 
 
 class _Statistics(Collector):
-    """Numbers that are counted elsewhere."""
+    """Collector of numbers that are counted elsewhere."""
 
     def __init__(self, stats: Callable[[], Any]):
         self._stats = stats
@@ -144,37 +145,37 @@ class _Statistics(Collector):
         for one in fields(stats):
             if isinstance(value := getattr(stats, one.name), int):
                 yield GaugeMetricFamily(f"vlcache_{one.name}", "See CacheStats", value=value)
-        whys = CounterMetricFamily(
-            "vlcache_whys", "Images that were not linked as they were, by reason", labels=("why",)
-        )
+        whys = CounterMetricFamily("vlcache_whys", "Images not reused exactly, by reason", labels=("why",))
         for why, times in stats.whys.items():
             whys.add_metric((why,), times)
         yield whys
         for name in ("records", "bytes", "capacity"):
-            kept = GaugeMetricFamily(f"vlcache_tier_kept_{name}", "What a tier keeps now", labels=("tier",))
+            kept = GaugeMetricFamily(f"vlcache_tier_kept_{name}", "Current contents of a tier", labels=("tier",))
             for tier, counted in stats.tiers.items():
                 kept.add_metric((tier,), getattr(counted, name))
             yield kept
 
 
-_KNOWN, _UNKNOWN = 60.0, 5.0  # seconds that such a look holds, where something was found and where nothing was
-_LOOKERS = 4  # threads
+_KNOWN, _UNKNOWN = 60.0, 5.0  # seconds that a lookup remains valid, if it found something and if not
+_LOOKUP_THREADS = 4
 
 type Form = Callable[[Meta, Grid], Meta]
-"""Returns what the engine itself would write, without room for padding, under the name and owner of a found record, of
-an image with this grid. Raises ValueError if no image has that grid."""
+"""Function that returns the description of the record that this engine would write, without padding, with the name and
+owner of a found record and the given grid. It raises ValueError if no image has that grid."""
 
 
 def any_form(meta: Meta, grid: Grid) -> Meta:
-    """The form where no model says more: the record's own, with this grid."""
+    """Return the found record's own description with this grid, for use without a model."""
     return replace(meta, grid=grid)
 
 
 def misfit(found: Meta, form: Form, grid: Grid | None, owner: str | None) -> str | None:
-    """Compare all that a found record says with what the engine would write; return what differs, None if nothing does.
+    """Compare a found record with the one that the engine would write; return the first difference or None.
 
     Args:
-      grid, owner: of the image; None: not known, and the record's own is taken.
+      found: description of the found record.
+      form: form of the engine's records.
+      grid, owner: grid and owner of the image; None: unknown, use those of the record.
     """
     try:
         ours = form(found, found.grid if grid is None else grid)
@@ -188,20 +189,20 @@ def misfit(found: Meta, form: Form, grid: Grid | None, owner: str | None) -> str
 
 
 def serves_as(found: Meta, ours: Meta) -> bool:
-    """Whether a found record is as good as one of ours with its name: it says the same, and is canonical if ours is."""
+    """Return whether a found record can replace ours: same description, and canonical if ours is."""
     its, own = (replace(one.with_room(one.tokens), canonical=True, checksums=()) for one in (found, ours))
     return its == own and found.canonical >= ours.canonical
 
 
-class _Look(NamedTuple):
-    """What a tier had of an image, and when it was asked."""
+class _LookupResult(NamedTuple):
+    """Time of a lookup, and the records that it found."""
 
     at: float
     found: list[Found]
 
 
-class Asker(Protocol):
-    """The channel that looks are made for."""
+class LookupChannel(Protocol):
+    """Methods of `Channel` that `TierLookups` uses."""
 
     tier: Tier
     is_closing: bool
@@ -218,27 +219,28 @@ class Asker(Protocol):
 
 
 class TierLookups:
-    """Looks at one tier. A look never raises.
+    """Lookups in one tier. They raise no exceptions.
 
     Args:
-      channel: makes them, counts them, and removes what is damaged.
-      threads: look at a tier elsewhere. One of this machine has threads of its own, which no record keeps busy.
-      limit: seconds that a look at a tier of this machine may take; what takes longer is not there.
-      form: of records.
-      clock: seconds that only grow.
+      channel: channel that looks up, counts, and deletes damaged records.
+      threads: threads for lookups in a remote tier. A tier of this machine gets separate threads, which loads do not
+        occupy.
+      limit: time limit of a lookup in a tier of this machine, in seconds; later results count as not found.
+      form: form of the engine's records.
+      clock: returns monotonic seconds.
     """
 
     def __init__(
-        self, channel: Asker, threads: ThreadPoolExecutor, limit: float, form: Form, clock: Callable[[], float]
+        self, channel: LookupChannel, threads: ThreadPoolExecutor, limit: float, form: Form, clock: Callable[[], float]
     ):
         self._channel, self._threads, self._limit, self._form, self._clock = channel, threads, limit, form, clock
         if channel.tier.is_local:
-            self._threads = ThreadPoolExecutor(_LOOKERS, f"vlcache-{channel.tier.label}-look")
-        self._looks = Bounded[_Look](REMEMBERED)
-        self._stuck: set[Future[list[Found]]] = set()  # looks at a tier of this machine that are late, and go on
+            self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, f"vlcache-{channel.tier.label}-look")
+        self._looks = Bounded[_LookupResult](REMEMBERED)
+        self._stuck: set[Future[list[Found]]] = set()  # late lookups in a tier of this machine that still run
 
-    def ask(self, entries: Iterable[str]) -> dict[str, Future[list[Found]]]:
-        """Asks a tier elsewhere what it has of images, unless that is known."""
+    def ask(self, entries: Iterable[str]) -> dict[str, Future[None]]:
+        """Start lookups of images in a remote tier, except those with a recent result."""
         if self._channel.tier.is_local:
             return {}
         now = self._clock()
@@ -250,21 +252,23 @@ class TierLookups:
             return {}
         return {entry: self._threads.submit(self._find, entry) for entry in wanted}
 
-    def hear(self, asked: Mapping[str, Future[list[Found]]], patience: float) -> None:
-        """Waits for what was asked, but no longer than so many seconds; what does not come is not there."""
-        wait(asked.values(), patience)
-        for entry, future in asked.items():
+    def hear(self, lookups: Mapping[str, Future[None]], patience: float) -> None:
+        """Wait at most `patience` seconds for lookups. Later results count as not found."""
+        wait(lookups.values(), patience)
+        for entry, future in lookups.items():
             if not future.done():
                 future.cancel()
                 self._channel.late()
-                self._looks.put(entry, _Look(self._clock(), []))
+                self._looks.put(entry, _LookupResult(self._clock(), []))
 
     def found(self, entry: str, grid: Grid | None = None, owner: str | None = None) -> list[Found]:
-        """What a tier has of an image, the newest last; of one elsewhere, what it had when it was asked. A record that
-        says anything that this engine would not write of the image is damaged, and is removed.
+        """Return the tier's records of an image, newest last; for a remote tier the result of the last lookup.
+
+        A record that this engine would not have written for the image counts as damaged and is deleted.
 
         Args:
-          grid, owner: of the image; None: not known.
+          entry: entry key of the image.
+          grid, owner: grid and owner of the image; None: unknown.
         """
         if self._channel.tier.is_local:
             there = self._here(entry)
@@ -280,23 +284,25 @@ class TierLookups:
         return sound
 
     def forget(self, entry: str) -> None:
-        """What a tier has of an image has changed."""
+        """Discard the result of an image's last lookup, because the tier has changed."""
         self._looks.pop(entry)
 
     def close(self) -> None:
-        """Nothing is looked up any more."""
+        """Stop the lookups."""
         if self._channel.tier.is_local:
             self._threads.shutdown(cancel_futures=True)
 
     def _here(self, entry: str) -> list[Found]:
-        """Look at a tier of this machine within the limit. While one look is late, there is no other: a request makes
-        several looks, and waits once."""
+        """Look up in a tier of this machine within the limit. While one lookup is late, no other starts.
+
+        A request makes several lookups, but waits at most once.
+        """
         if self._stuck or self._channel.is_closing or not self._channel.allows():
             return []
         late = threading.Event()
         try:
             look = self._threads.submit(self._channel.find, entry, late.is_set)
-        except RuntimeError:  # it was closed meanwhile
+        except RuntimeError:  # closed in the meantime
             return []
         try:
             return look.result(self._limit)
@@ -310,40 +316,38 @@ class TierLookups:
             self._channel.late()
             return []
 
-    def _find(self, entry: str) -> list[Found]:
+    def _find(self, entry: str) -> None:
         found = self._channel.find(entry)
-        self._looks.put(entry, _Look(self._clock(), found))
-        return found
+        self._looks.put(entry, _LookupResult(self._clock(), found))
 
-    def _is_fresh(self, look: _Look | None, now: float) -> bool:
+    def _is_fresh(self, look: _LookupResult | None, now: float) -> bool:
         return look is not None and now - look.at < (_KNOWN if look.found else _UNKNOWN)
 
 
 @dataclass
 class CacheStats:
-    """Counters since the engine began, and what is kept now.
+    """Counters of the cache since the engine started, and its current contents.
 
     Attributes:
-      hits_exact, hits_approximate: images whose K, V were found, as they were computed in the same context; or computed
-        in another one, or kept by a codec.
-      misses: images whose K, V were not found, or could not be used.
-      passed_over: images whose K, V were found, and computed all the same (`CacheConfig.load`).
-      encoder_hits: images whose encoder rows were found, and not passed over.
-      stored, evicted: records.
-      refused: records that found no room.
-      clashes: look-ups that met another image's record.
-      corrupt: records that were found damaged.
+      hits_exact, hits_approximate: images whose KV was found in the same context; in another context, or coded.
+      misses: images whose KV was not found or could not be used.
+      passed_over: images whose KV was found but computed nevertheless (`CacheConfig.load`).
+      encoder_hits: images whose encoder output was found and used.
+      stored, evicted: records stored in and evicted from host memory.
+      refused: records that did not fit.
+      clashes: lookups that found a record of another image.
+      corrupt: damaged records.
       failed: records that could not be filled.
-      not_finite: records that held NaN or infinities, and were not kept.
-      encoder_records, kv_records, pinned: records that are kept now.
-      pinned_bytes: of records that `pin` keeps.
-      bytes, capacity: of host memory.
-      left_bytes: of records that have lost their place and that requests under way still read; they come on top.
-      device_records: of K, V that have a copy in the device tier.
-      device_bytes, device_capacity: of device memory.
-      expired: images that were older than `ttl`, and were forgotten.
-      whys: how often an image was not linked as it was, by the reason (`Why`).
-      tiers: of each tier outside memory, by its label: "disk", "remote", "peer".
+      not_finite: records with NaN or infinities, which were not stored.
+      encoder_records, kv_records, pinned: current number of records.
+      pinned_bytes: bytes of records that users pin.
+      bytes, capacity: used and available host memory in bytes.
+      left_bytes: bytes of evicted records that requests in flight still read, in addition to `bytes`.
+      device_records: KV records with a copy in the device tier.
+      device_bytes, device_capacity: used and available memory of the device tier in bytes.
+      expired: images older than `ttl`.
+      whys: number of images not reused exactly, by reason (`Why`).
+      tiers: statistics of each tier outside memory, by label: "disk", "remote", "peer".
     """
 
     hits_exact: int = 0

@@ -1,4 +1,4 @@
-"""Records, which are the cache entries of images, and the interface of the tiers outside host memory."""
+"""Cache entries of images (records), and the interface of the tiers outside host memory."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ from vlcache_jax.inputs.processor import Grid
 Part = tuple[str] | tuple[str, int]
 """Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""
 
-Planes = tuple[npt.NDArray[Any], ...]
-"""The arrays of a record, or of one of its parts: one, or where K, V are coded two, the codes and the scales."""
+Buffers = tuple[npt.NDArray[Any], ...]
+"""Arrays of a record or a part: one, or two (codes and scales) if the KV is coded."""
 
 CHECKSUM = "xxh3_64"
 _LARGE, _HUGE = 2**20, 2**24  # bytes
-_ALIGNMENT = 64  # bytes; a CPU device can then use the memory as it lies
+_ALIGNMENT = 64  # bytes; a CPU device can then use the memory without a copy
 
 
 class Why(enum.Enum):
-    """Why an image was computed, or not reused as far as it could have been."""
+    """Reason why an image was computed, or reused less than possible."""
 
     reuse_off = "reuse_off"
-    unknown_image = "unknown_image"  # never seen, or long forgotten
-    other_context = "other_context"  # known, but computed behind something else
-    coded = "coded"  # known in this context, but its K, V are kept by a codec that is not exact (`codec`)
-    displaced = "displaced"  # known in this context, but it made room for another context of the image (`variants`)
-    evicted = "evicted"  # known, but it had to make room (`host_bytes`), or was told to go
-    too_large = "too_large"  # the cache has no room for it
-    load_failed = "load_failed"  # known, but its record could not be filled or read
-    not_finite = "not_finite"  # known, but what was computed of it was not finite, and is not kept
-    corrupt = "corrupt"  # known, but its record was found damaged
-    cheaper_to_compute = "cheaper_to_compute"  # K, V were found, but not wanted (`load`)
-    expired = "expired"  # known, but older than `ttl`
-    timeout = "timeout"  # known, but its record did not come in time (`timeout`)
+    unknown_image = "unknown_image"  # not cached, no loss remembered
+    other_context = "other_context"  # cached only in other contexts
+    coded = "coded"  # cached in this context, but by a codec that is not exact (`codec`)
+    displaced = "displaced"  # replaced by another context of the image (`max_contexts_per_image`)
+    evicted = "evicted"  # evicted to make room (`host_bytes`) or by the user
+    too_large = "too_large"  # did not fit in the cache
+    load_failed = "load_failed"  # the entry could not be filled or read
+    not_finite = "not_finite"  # the computed values had NaN or infinities and were not stored
+    corrupt = "corrupt"  # the entry was damaged
+    cheaper_to_compute = "cheaper_to_compute"  # KV was found but not used (`load`)
+    expired = "expired"  # older than `ttl`
+    timeout = "timeout"  # the entry was not loaded in time (`timeout`)
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What a record says of itself.
+    """Description of a record.
 
     Attributes:
-      entry: the image's whole entry key.
-      owner: digest of the salt in it (`owner_key`).
-      context: digest of what stood before the image when its K, V were computed; None for encoder rows, which do not
-        depend on it.
-      canonical: every row before and in the image was computed, or reused exactly.
-      grid, tokens: of the image.
-      dtype, shape: of the data, with the token axis padded to a rung: K, V before rotation [L, 2, T, K, D], or coded
-        [L, 2, bytes], all planes counted; encoder rows and DeepStack features [1 + J, T, M].
-      planes: of coded K, V, bytes a token of the codes and of the scales. Empty: they are not coded.
+      entry: entry key of the image.
+      owner: digest of its salt (`owner_key`).
+      context: digest of the image's prefix when its KV was computed; None for encoder output, which does not depend on
+        it.
+      canonical: every token before and in the image was computed, or reused exactly.
+      grid, tokens: patch grid and number of tokens of the image.
+      dtype, shape: dtype and shape of the data, with the token axis padded to a bucket size: KV before rotation [L, 2,
+        T, K, D], or coded [L, 2, bytes] over all buffers; encoder output and DeepStack features [1 + J, T, M].
+      buffers: bytes per token of the codes and of the scales; empty if the KV is not coded.
       model: fingerprint of the model's configuration and weights.
-      codec: of K, V, as keys name it.
-      checksums: of the parts, without padding; empty as long as the record is being filled.
+      codec: dtype or codec of the KV, as in entry keys.
+      checksums: checksum of each part without padding; empty until the record is filled.
     """
 
     entry: str
@@ -77,103 +77,104 @@ class Meta:
     tokens: int
     dtype: str
     shape: tuple[int, ...]
-    planes: tuple[int, ...] = ()
+    buffers: tuple[int, ...] = ()
     model: str = ""
     codec: str = ""
     checksums: tuple[int, ...] = ()
 
     @functools.cached_property
     def name(self) -> str:
-        """Under which the record is found."""
+        """Name of the record, by which it is found."""
         return f"enc/{self.entry}" if self.context is None else f"kv/{self.entry}/{self.context}"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """In the order of the first axis of the data."""
+        """Parts, in the order of the first axis of the data."""
         if self.context is None:
             return ("encoder",), *(("deepstack", j) for j in range(self.shape[0] - 1))
         return tuple(("kv", layer) for layer in range(self.shape[0]))
 
     @functools.cached_property
     def padded(self) -> int:
-        """Tokens that the data have room for."""
+        """Length of the token axis, with padding."""
         if self.context is None:
             return self.shape[1]
-        return self.shape[2] // sum(self.planes) if self.planes else self.shape[2]
+        return self.shape[2] // sum(self.buffers) if self.buffers else self.shape[2]
 
     @property
-    def plane_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the record's arrays; where K, V are coded [L, 2, T, bytes]."""
-        return tuple((*self.shape[:2], self.padded, size) for size in self.planes) or (self.shape,)
+    def buffer_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays; [L, 2, T, bytes] if the KV is coded."""
+        return tuple((*self.shape[:2], self.padded, size) for size in self.buffers) or (self.shape,)
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """With padding, as it lies in memory."""
+        """Size in host memory in bytes, with padding."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def part_bytes(self) -> int:
-        """Of each part without padding, as it is kept outside memory."""
+        """Size of each part in bytes without padding, as stored outside host memory."""
         return self.with_room(self.tokens).nbytes // len(self.parts)
 
     @property
     def is_exact(self) -> bool:
-        """Whether K, V may be linked in their own context as if they had just been computed."""
-        return self.canonical and not self.planes
+        """True if the KV in its own context is equivalent to newly computed KV."""
+        return self.canonical and not self.buffers
 
     def with_room(self, tokens: int) -> Meta:
-        """The same with room for so many tokens."""
+        """Return a copy with a token axis of `tokens`."""
         axis = 1 if self.context is None else 2
-        room = tokens * max(sum(self.planes), 1)
+        room = tokens * max(sum(self.buffers), 1)
         return replace(self, shape=(*self.shape[:axis], room, *self.shape[axis + 1 :]))
 
 
-def checksum(meta: Meta, part: Planes) -> int:
-    """Of a part, without padding."""
+def checksum(meta: Meta, part: Buffers) -> int:
+    """Return the checksum of a part without padding."""
     digest = xxhash.xxh3_64()
     for rows in blocks(meta, part):
         digest.update(rows.view(np.uint8))
     return digest.intdigest()
 
 
-def blocks(meta: Meta, part: Planes) -> Iterator[npt.NDArray[Any]]:
-    """Of a part contiguous arrays without padding, as they follow each other outside memory: of keys all planes, then
-    of values; or rows [T, M]."""
+def blocks(meta: Meta, part: Buffers) -> Iterator[npt.NDArray[Any]]:
+    """Yield the contiguous arrays of a part without padding, in their order outside memory.
+
+    For KV these are all buffers of the keys, then those of the values; for encoder output one array [T, M].
+    """
     for half in [part] if meta.context is None else zip(*part, strict=True):
-        for plane in half:
-            yield plane[: meta.tokens]
+        for buffer in half:
+            yield buffer[: meta.tokens]
 
 
 class State(enum.Enum):
-    """How far a record has come. One that is not filled, or of no use though it was, is `Lost`."""
+    """Fill state of a record. Records that failed to fill or were invalidated are `Lost`."""
 
-    reserved = "reserved"  # it has its place
-    filling = "filling"  # somebody fills it
-    ready = "ready"  # it is filled
+    reserved = "reserved"  # memory is reserved
+    filling = "filling"  # being computed or loaded
+    ready = "ready"  # complete
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A record will not be filled, or is of no use."""
+    """State of a record that will not be filled or was invalidated."""
 
     why: Why
 
 
 class Record:
-    """A record in host memory, at first still to be filled.
+    """Record in host memory, which is filled after its creation.
 
     Attributes:
-      meta: see `Meta`.
-      source: label of the tier that it comes from, its parts in their order; None: it is computed.
-      state: how far it has come. It only goes on: from `State.reserved` to `State.filling` to `State.ready`, and from
-        any of them to `Lost`.
-      pins: how many handles need it to stay.
-      is_kept: whether the user wants it to stay.
-      held: how many requests are going to read it, and tiers outside memory.
-      writes: how many of these are tiers that it is to be written to.
-      missing: tokens whose K, V it still lacks.
-      written: when it was computed, in seconds since the epoch; None: it is not filled yet.
-      lent: its memory as arrays of a device that reads it as it lies, by their first part.
+      meta: description, see `Meta`.
+      source: label of the tier that it is loaded from, part by part in order; None: it is computed.
+      state: fill state: from `State.reserved` to `State.filling` to `State.ready`, and from any of them to `Lost`.
+      pins: number of handles that pin it.
+      is_kept: pinned by the user.
+      held: number of requests and of tiers outside memory that are going to read it.
+      writes: number of tiers among `held`.
+      missing: number of tokens whose KV is still missing.
+      written: time when it was computed, in seconds since the epoch; None: it is not filled.
+      lent: its memory as device arrays without a copy, by their first part.
     """
 
     def __init__(self, meta: Meta, source: str | None = None):
@@ -186,104 +187,106 @@ class Record:
         self.missing = meta.tokens
         self.written: float | None = None
         self.lent: dict[int, Any] = {}
-        self._arrived = 0  # parts
+        self._arrived = 0  # number of parts
         self._changed = threading.Condition()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the record is filled; False if that failed, or has not ended after so many seconds."""
+        """Wait until the record is filled; return False if that failed or took longer than `timeout` seconds."""
         return self.wait_for(len(self.meta.parts) + 1, timeout)
 
     def arrive(self, count: int) -> None:
-        """The first `count` parts are there, and what they are."""
+        """Note that the first `count` parts are filled, and wake the waiting threads."""
         with self._changed:
             self._arrived = count
             self._changed.notify_all()
 
     def has_arrived(self, count: int) -> bool:
-        """Whether the first `count` parts are there."""
+        """Return whether the first `count` parts are filled."""
         state = self.state
         return state is State.ready or (state is State.filling and self._arrived >= count)
 
     def wait_for(self, count: int, timeout: float | None = None) -> bool:
-        """Waits until the first `count` parts are there; False if they do not come, or not within so many seconds."""
+        """Wait until the first `count` parts are filled; return False on failure or after `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_settled or self._arrived >= count, timeout)
         return self.has_arrived(count)
 
     @functools.cached_property
-    def planes(self) -> Planes:
-        """See `Meta.plane_shapes`; beyond the image's tokens they are undefined. They take memory from their first use
-        on."""
-        return tuple(_aligned(shape, np.dtype(self.meta.dtype)) for shape in self.meta.plane_shapes)
+    def buffers(self) -> Buffers:
+        """Arrays of the record, see `Meta.buffer_shapes`; undefined after the image's tokens. Allocated when used."""
+        return tuple(_aligned(shape, np.dtype(self.meta.dtype)) for shape in self.meta.buffer_shapes)
 
     @property
     def data(self) -> npt.NDArray[Any]:
-        """The first plane: all of what is not coded."""
-        return self.planes[0]
+        """First buffer, which is the only one if the KV is not coded."""
+        return self.buffers[0]
 
-    def part(self, number: int) -> Planes:
-        """One of its parts."""
-        return tuple(plane[number] for plane in self.planes)
+    def part(self, number: int) -> Buffers:
+        """Return the arrays of a part."""
+        return tuple(buffer[number] for buffer in self.buffers)
 
     @property
-    def parts(self) -> dict[Part, Planes]:
-        """All of its parts, in their order."""
+    def parts(self) -> dict[Part, Buffers]:
+        """All parts, in order."""
         return {part: self.part(number) for number, part in enumerate(self.meta.parts)}
 
     def put(self, layer: int, half: int, tokens: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
-        """Fills in keys (half 0) or values (1) of some tokens.
+        """Store keys (half 0) or values (half 1) of some tokens of a layer.
 
         Args:
-          rows: as they are stored, [n, K, D], or coded, [n, K, bytes], of each head all planes.
+          layer: number of the layer.
+          half: 0 for keys, 1 for values.
+          tokens: token numbers [n].
+          rows: values in stored form, [n, K, D], or coded, [n, K, bytes] with all buffers of each head.
         """
         done = 0
-        for plane in self.part(layer):
-            own = plane[half]
+        for buffer in self.part(layer):
+            own = buffer[half]
             width = own[0].size // rows.shape[1]
             own[tokens] = rows[..., done : done + width].reshape(len(tokens), *own.shape[1:])
             done += width
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it must never make room."""
+        """True if it must not be evicted."""
         return self.is_kept or self.pins > 0
 
     @property
     def is_awaited(self) -> bool:
-        """Whether requests are going to read it, and it is not filled yet."""
+        """True if requests are going to read it and it is not filled yet."""
         return self.held > 0 and not self.is_settled
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody needs it to stay."""
+        """True if nothing pins or reads it."""
         return not (self.is_kept or self.pins or self.held)
 
     @property
     def is_needed(self) -> bool:
-        """Whether anybody needs it to stay, for more than to write it to another tier."""
+        """True if it is pinned or read other than for writing to another tier."""
         return self.is_pinned or self.held > self.writes
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is filled."""
+        """True if it is filled."""
         return self.state is State.ready
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is filled, or never will be."""
+        """True if it is filled or lost."""
         return self.state is State.ready or isinstance(self.state, Lost)
 
     def begin(self) -> None:
-        """Somebody fills it."""
+        """Change the state from reserved to filling."""
         with self._changed:
             if self.state is State.reserved:
                 self.state = State.filling
 
     def complete(self, checksums: tuple[int, ...] | None = None) -> None:
-        """It is filled, unless it has been lost.
+        """Mark it as filled, unless it is lost.
 
         Args:
-          checksums: of its parts, where they are known.
+          checksums: checksums of its parts; None: compute them.
         """
         if self.is_settled:
             return
@@ -294,10 +297,11 @@ class Record:
             self._changed.notify_all()
 
     def lose(self, why: Why, *, spoiled: bool = False) -> None:
-        """It will not be filled, unless it is already.
+        """Mark it as lost, unless it is filled already.
 
         Args:
-          spoiled: it is of no use, filled or not.
+          why: the reason.
+          spoiled: mark it as lost even if it is filled.
         """
         with self._changed:
             if spoiled or not self.is_settled:
@@ -305,23 +309,23 @@ class Record:
             self._changed.notify_all()
 
     def is_finite(self, parts: slice = slice(None)) -> bool:
-        """Whether it, or some of its parts, hold no NaN and no infinity."""
+        """Return whether its parts, or some of them, have no NaN and no infinity."""
         for number in range(len(self.meta.parts))[parts]:
-            for rows in blocks(self.meta, self.part(number)[-1:]):  # scales say whether what they scale is finite
-                if not is_finite(rows.view(np.float16) if self.meta.planes else rows):
+            for rows in blocks(self.meta, self.part(number)[-1:]):  # of coded KV only the scales can be non-finite
+                if not is_finite(rows.view(np.float16) if self.meta.buffers else rows):
                     return False
         return True
 
     def checksums(self) -> tuple[int, ...]:
-        """Of each part as it is now."""
+        """Return the checksum of each part as it is now."""
         return tuple(checksum(self.meta, part) for part in self.parts.values())
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
     size = math.prod(shape) * dtype.itemsize
-    if size >= _LARGE:  # pages of its own go back to the system at once; the heap would keep them
+    if size >= _LARGE:  # separate pages return to the system at once; the heap would retain them
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:  # what is first touched is then cleared six times as fast
+        if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:  # huge pages are cleared six times faster
             with contextlib.suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(memory, dtype).reshape(shape)
@@ -332,27 +336,27 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
 
 _log = logging.getLogger(__name__)
 
-Place = Callable[[Part], Planes]
-"""Where a part of a record is to be put."""
+Place = Callable[[Part], Buffers]
+"""Function that returns the destination arrays of a part."""
 
 Outcome = Literal["stored", "known", "refused"]
-"""What became of a record that was to be written; "known": it was there, "refused": there is no room for it."""
+"""Result of a write; "known": the record exists already, "refused": there is no room for it."""
 
 
 class TierError(Exception):
-    """A tier could not do what it was asked for."""
+    """An operation of a tier failed."""
 
 
 class DamagedError(TierError):
-    """A record was read, but is not what was written."""
+    """A record that was read differs from what was written."""
 
 
 class EntryGoneError(TierError):
-    """A record was found, and is not there any more."""
+    """A record that was found no longer exists."""
 
 
 class RefusedError(TierError):
-    """Whoever keeps the records does not give them to us; the message says why."""
+    """A peer refuses access; the message has the reason."""
 
 
 def _log_damage(error: DamagedError) -> None:
@@ -360,15 +364,17 @@ def _log_damage(error: DamagedError) -> None:
 
 
 class Found(NamedTuple):
-    """A complete record in a tier, and when it was written: seconds since the epoch."""
+    """Complete record in a tier, and the time when it was written, in seconds since the epoch."""
 
     meta: Meta
     written: float
 
 
 class Line(NamedTuple):
-    """Of a tier's table of contents: bytes as they are kept, and when a record was used last, in seconds since the
-    epoch (where nobody notes that: written)."""
+    """Record in the listing of a tier: name, stored bytes, and last use in seconds since the epoch.
+
+    In tiers that do not note uses, `used` is the time of writing.
+    """
 
     name: str
     bytes: int
@@ -376,18 +382,17 @@ class Line(NamedTuple):
 
 
 class Tier:
-    """A place that keeps records. Tiers never decide anything: the store does.
+    """Storage of records outside host memory. The store decides what tiers contain.
 
-    What a tier gives passes `verified` before anyone uses it; the store sees to that. Every method raises TierError,
-    and nothing else, and may be called from any thread.
+    The store passes everything that a tier returns through `verified` before use. Every method raises only TierError
+    and may be called from any thread.
 
     Attributes:
-      label: what reports call it.
-      is_local: whether a look at it takes no longer than one at a file of this machine, and what was written survives
-        this process.
-      is_read_only: whether nothing can be written to it.
-      report: called with the error of each record that `find` found damaged, and deleted.
-      damaged: records that were found damaged, and deleted, when it was opened.
+      label: name in reports.
+      is_local: a lookup is as fast as one of a local file, and written records survive this process.
+      is_read_only: nothing can be written to it.
+      report: called with the error of each damaged record that `find` found and deleted.
+      damaged: number of damaged records that were deleted on opening.
     """
 
     label: str
@@ -397,43 +402,47 @@ class Tier:
     report: Callable[[DamagedError], object] = staticmethod(_log_damage)
 
     def find(self, entry: str) -> list[Found]:
-        """All complete records of an image, the newest last."""
+        """Return all complete records of an image, newest last."""
         raise NotImplementedError
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
-        """Gives parts of a record that was found, as they arrive: their places, filled, or arrays of the tier's own."""
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Buffers]]:
+        """Yield parts of a found record as they arrive: in the arrays of `place`, or in arrays of the tier."""
         raise NotImplementedError
 
-    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
-        """Keeps a record, visible only when it is complete."""
+    def write(self, meta: Meta, parts: Mapping[Part, Buffers]) -> Outcome:
+        """Store a record, which becomes visible when it is complete."""
         raise NotImplementedError
 
     def delete(self, name: str) -> None:
+        """Delete a record, if it exists."""
         raise NotImplementedError
 
     def lines(self) -> Iterable[Line]:
-        """Of all complete records, in the order of their last use."""
+        """Return a listing of all complete records, least recently used first."""
         raise NotImplementedError
 
     def touch(self, names: Iterable[str]) -> None:
-        """Records were used though they were not read here. Not every tier notes that."""
+        """Note that records were used without being read here. Some tiers ignore it."""
 
     def pin(self, name: str, is_pinned: bool) -> None:
-        """A record stays until told otherwise. Where others decide what stays, nothing happens."""
+        """Pin or unpin a record. Does nothing in tiers without eviction of their own."""
 
     def pinned(self, entry: str) -> set[str]:
-        """Names of an image's records that are to stay."""
+        """Return the names of an image's pinned records."""
         return set()
 
     def date(self, name: str, written: float) -> None:
-        """What a record that was written just now holds was computed then: seconds since the epoch. Where others say
-        when something was written, nothing happens."""
+        """Set the time, in seconds since the epoch, at which a record that was just written was computed.
+
+        Does nothing in tiers whose times cannot be set.
+        """
 
     def prune(self, capacity: int, before: float | None = None) -> None:
-        """Deletes the records that were not used for longest, until the others take a number of bytes at most.
+        """Delete the least recently used records until the others take at most `capacity` bytes.
 
         Args:
-          before: what was written before leaves in any case: seconds since the epoch.
+          capacity: maximum size in bytes.
+          before: also delete all records written before this time, in seconds since the epoch.
         """
         lines = list(self.lines())
         left = sum(line.bytes for line in lines)
@@ -443,31 +452,31 @@ class Tier:
                 left -= line.bytes
 
     def older(self) -> dict[str, int]:
-        """Folders of older formats, which no engine of this one reads, and the bytes of each."""
+        """Return the size in bytes of each folder of an older format, which this version does not read."""
         return {}
 
     def remove_older(self, name: str) -> None:
-        """Deletes such a folder."""
+        """Delete a folder of an older format."""
         raise NotImplementedError
 
     def counts(self) -> dict[str, int]:
-        """`records`, `bytes` and `capacity`, where it is known what is kept now."""
+        """Return current `records`, `bytes` and `capacity`; empty if they are unknown."""
         return {}
 
     def close(self) -> None:
-        """Nothing is asked of it any more."""
+        """Close it. No method is called afterwards."""
 
 
-def verified(meta: Meta, part: Part, planes: Planes) -> Planes:
-    """A part of a record as it came from outside host memory, once it is known to be what was written.
+def verified(meta: Meta, part: Part, buffers: Buffers) -> Buffers:
+    """Return a part that was read from outside host memory, verified by shape, dtype and checksum.
 
     Raises:
-      DamagedError: it is not.
+      DamagedError: it differs from what was written.
     """
-    is_whole = [(*plane.shape, plane.dtype) for plane in planes] == [
-        (*own[1:], meta.dtype) for own in meta.plane_shapes
+    is_whole = [(*buffer.shape, buffer.dtype) for buffer in buffers] == [
+        (*own[1:], meta.dtype) for own in meta.buffer_shapes
     ]
     expected = dict(zip(meta.parts, meta.checksums, strict=False)).get(part)
-    if not is_whole or checksum(meta, planes) != expected:
+    if not is_whole or checksum(meta, buffers) != expected:
         raise DamagedError(f"{meta.name}: {part} is damaged")
-    return planes
+    return buffers

@@ -1,4 +1,4 @@
-"""The records in host memory: which exist, who needs them, why others are gone, and what was counted."""
+"""Records in host memory: lookup, reservation, pinning, eviction, the reasons of losses, and counters."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from vlcache_jax.inputs.processor import Grid
 
 
 class Handle:
-    """What was found for an image. Its records, which are pinned, stay until it is released, at the end of a `with`.
+    """Result of a lookup. Its records are pinned until `release`, which the end of a `with` block calls.
 
     Attributes:
-      encoder: record of the encoder rows, or None.
-      kv: record of K, V, or None.
-      exact: K, V were computed in this very context, and are kept as they were.
-      is_coded: they were, but are kept by a codec.
-      why: the reason if not.
-      passed_over: the records that were found, but are computed all the same.
-      brought: names of the records that the look-up brings in, and the label of the tier that each comes from.
+      encoder: record of the encoder output, or None.
+      kv: record of KV, or None.
+      exact: the KV was computed in this context and is not coded.
+      is_coded: KV was computed in this context, but is stored by a codec.
+      why: the reason if not `exact`.
+      passed_over: records that were found but are computed nevertheless.
+      brought: label of the source tier by the name of each record that the lookup loads.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Handle:
         self._count = records.pin
 
     def pass_over(self, *, encoder: bool) -> None:
-        """Lets go of K, V, if there are any, as computing them is cheaper.
+        """Release the KV, if there is any, because computing it is cheaper.
 
         Args:
-          encoder: of the encoder rows, too.
+          encoder: also release the encoder output.
         """
         if self.kv is not None:
             self.why = Why.cheaper_to_compute
@@ -62,7 +62,7 @@ class Handle:
         self._count(self.passed_over, -1)
 
     def prefer(self, other: Handle) -> Handle:
-        """The better of two, with the encoder rows of either; the rest of them is released."""
+        """Return the better of two handles, with the encoder output of either, and release the rest."""
         is_better = other.exact or (self.kv is None and other.kv is not None)
         better, worse = (other, self) if is_better else (self, other)
         if better.why is Why.unknown_image:
@@ -76,16 +76,16 @@ class Handle:
         return better
 
     def hold(self) -> None:
-        """Holds the records from now on, instead of pinning them: they may lose their place, not their contents."""
+        """Hold the records instead of pinning them: they may be evicted, but their contents stay."""
         Handle.hold_all([self])
 
     def release(self) -> None:
-        """Lets go of the records."""
+        """Release the records."""
         Handle.release_all([self])
 
     @staticmethod
     def hold_all(handles: Sequence[Handle]) -> None:
-        """Does what `hold` does for handles of one store."""
+        """Call `hold` for handles of one store, under one lock each."""
         records = [record for handle in handles for record in handle._records]
         for first in handles[:1]:
             first._store.hold(records, 1)
@@ -95,7 +95,7 @@ class Handle:
 
     @staticmethod
     def release_all(handles: Sequence[Handle]) -> None:
-        """Does what `release` does for handles of one store, all of which are held, or none is."""
+        """Call `release` for handles of one store, of which all or none are held."""
         records = [record for handle in handles for record in handle._records]
         for handle in handles:
             handle._records = []
@@ -110,14 +110,14 @@ class Handle:
 
 
 class MemoryTier:
-    """Records in host memory, counted at their padded size from the moment they get their place.
+    """Records in host memory. Their padded size counts from the reservation on.
 
-    A record that leaves is found no more, and its room is another's. Its memory goes when the last request that still
-    reads it has run.
+    An evicted record is not found any more, and its room is free. Its memory is freed after the last request that reads
+    it.
 
     Args:
-      capacity: bytes at most.
-      shares: of it, of those who pay for records; None: they have no limits.
+      capacity: maximum size in bytes.
+      shares: quotas of payers within the capacity; None: no quotas.
     """
 
     def __init__(self, capacity: int, *, shares: Quotas | None = None):
@@ -128,11 +128,11 @@ class MemoryTier:
         self._lock = threading.RLock()
 
     def get(self, name: str) -> Record | None:
-        """The record of this name, which may still be being filled."""
+        """Return the record of this name, which may not be filled yet."""
         return self.get_all([name])[0]
 
     def get_all(self, names: Sequence[str]) -> list[Record | None]:
-        """The records of these names."""
+        """Return the records of these names."""
         with self._lock:
             found = [self._records.get(_place(name)) for name in names]
             for i, name in enumerate(names):
@@ -142,7 +142,7 @@ class MemoryTier:
             return found
 
     def touch(self, records: Sequence[Record]) -> None:
-        """Makes them the most recently used ones, the last one most of all."""
+        """Mark records as used now, the last one most recently."""
         with self._lock:
             for record in records:
                 if self._records.get(place := _place(record.meta.name)) is record:
@@ -151,49 +151,52 @@ class MemoryTier:
     def allocate(
         self, metas: Sequence[Meta], displaced: Sequence[Record] = (), source: str | None = None
     ) -> tuple[list[Record | None], dict[Record, Why]]:
-        """Records to be filled, None where one is larger than what is not pinned; and those that leave, and why.
+        """Reserve memory for new records, evicting others.
 
         Args:
-          metas: of the new records.
-          displaced: records that have to leave in any case.
+          metas: descriptions of the new records.
+          displaced: records to evict in any case.
           source: see `Record`.
+
+        Returns:
+          The new records, None for those that do not fit; and the reasons of the evicted ones.
         """
         with self._lock:
             gone = list(displaced)
             free = self.capacity - self.used + sum(record.meta.nbytes for record in gone)
             fits = []
-            taken: Counter[str] = Counter()  # by what is new, of each payer's share
+            taken: Counter[str] = Counter()  # bytes of new records by payer
             for meta in metas:
-                # Whatever has its place, and then the least recently used ones.
+                # First evict a record with the same name, then the least recently used ones.
                 there = self._records.get(_place(meta.name))
-                more = [] if there is None or there in gone else [there]
+                leaving = [] if there is None or there in gone else [there]
                 others = [r for r in self._records.values() if not (r.is_pinned or r in gone or r is there)]
-                # A payer's records make room in its own share,
+                # Evict records of the payer until the new one fits in the payer's quota.
                 who = payer(meta.owner)
-                share = self._share(meta.owner, [*gone, *more]) - taken[who]
+                share = self._share(meta.owner, [*gone, *leaving]) - taken[who]
                 own = (record for record in others if payer(record.meta.owner) == who)
                 while share < meta.nbytes and (record := next(own, None)) is not None:
-                    more.append(record)
+                    leaving.append(record)
                     share += record.meta.nbytes
-                # and then anybody's in the whole.
-                room = free + sum(record.meta.nbytes for record in more)
-                left = (record for record in others if record not in more)
+                # Then evict records of any payer until it fits in the capacity.
+                room = free + sum(record.meta.nbytes for record in leaving)
+                left = (record for record in others if record not in leaving)
                 while room < meta.nbytes and (record := next(left, None)) is not None:
-                    more.append(record)
+                    leaving.append(record)
                     room += record.meta.nbytes
-                # Nothing leaves for a record that does not fit after all.
-                fits.append(min(room, share) >= meta.nbytes and not any(record.is_pinned for record in more))
+                # Evict nothing for a record that does not fit.
+                fits.append(min(room, share) >= meta.nbytes and not any(record.is_pinned for record in leaving))
                 if fits[-1]:
-                    gone += more
+                    gone += leaving
                     free = room - meta.nbytes
                     taken[who] += meta.nbytes
-            leaving = {
+            whys = {
                 record: Why.displaced if record in displaced else Why.evicted for record in gone if self.remove(record)
             }
-            return [self._insert(meta, source) if fit else None for meta, fit in zip(metas, fits, strict=True)], leaving
+            return [self._insert(meta, source) if fit else None for meta, fit in zip(metas, fits, strict=True)], whys
 
     def _share(self, owner: str, gone: Sequence[Record]) -> float:
-        """Bytes that are left to an owner's new records when some have gone."""
+        """Return the bytes left in the quota of an owner's payer when the records `gone` are evicted."""
         if (most := self._shares.of(owner)) is None:
             return math.inf
         who = payer(owner)
@@ -206,7 +209,7 @@ class MemoryTier:
         return record
 
     def remove(self, record: Record) -> bool:
-        """Forgets a record; who holds it may go on using it. Whether it was here."""
+        """Remove a record and return whether it was here. Its holders may continue to use it."""
         with self._lock:
             is_here = self._records.get(place := _place(record.meta.name)) is record
             if is_here:
@@ -215,17 +218,17 @@ class MemoryTier:
             return is_here
 
     def records(self) -> list[Record]:
-        """All of them, the least recently used first."""
+        """Return all records, least recently used first."""
         with self._lock:
             return list(self._records.values())
 
     @property
     def pinned_bytes(self) -> int:
-        """Of records that the user wants to stay."""
+        """Bytes of the records that users pin."""
         return sum(record.meta.nbytes for record in self.records() if record.is_kept)
 
     def counts(self) -> dict[str, int]:
-        """Of what it keeps now, as `CacheStats` calls them."""
+        """Return current counts, by their names in `CacheStats`."""
         records = [record for record in self.records() if record.is_ready]
         kv = sum(record.meta.context is not None for record in records)
         return {
@@ -240,17 +243,18 @@ class MemoryTier:
 
 
 class Records:
-    """Keeps and forgets records in host memory. Every method may be called from any thread.
+    """Records in host memory with the rules of the cache. Methods may be called from any thread.
 
     Args:
       config: sizes and rules.
-      clock: seconds since the epoch.
-      forgotten: called with every record that leaves.
+      shares: quotas of payers.
+      clock: returns seconds since the epoch.
+      forgotten: called with every record that leaves host memory.
 
     Attributes:
-      ages: of images.
-      shares: how much each payer may take, of host memory and of a disk.
-      tier: where the records lie.
+      ages: ages of images.
+      shares: quotas of payers in host memory and on disk, each.
+      tier: memory of the records.
     """
 
     def __init__(
@@ -264,24 +268,22 @@ class Records:
         self._whys = Counter[str]()
         self._forgotten = forgotten
         self._lost = Losses(REMEMBERED)
-        self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
-        self._left: set[Record] = set()  # have lost their place, and are still to be read
+        self._variants: dict[str, list[Record]] = {}  # records of KV by entry key, newest last
+        self._left: set[Record] = set()  # evicted records that requests still read
 
     def is_owner(self, owner: str, entry: str) -> bool:
-        """Whether an entry key, of which something is known, was made under the owner's salt."""
+        """Return whether a known entry key was made with the owner's salt."""
         with self._lock:
             if records := self._records(entry):
                 return records[0].meta.owner == owner
             return (lost := self._lost.get(entry)) is not None and lost[1] == owner
 
-    # Look-up.
-
     def find(self, entry: str, context: str, *, grid: Grid | None, approximate: bool) -> Handle:
-        """Finds what is here of an image and pins it; see `Store.lookup`."""
+        """Find an image's records in host memory and pin them; see `Store.lookup`."""
         with self._lock:
             encoder, same = self._get_all([f"enc/{entry}", name := f"kv/{entry}/{context}"], grid)
             is_own = same is not None and same.meta.canonical
-            is_coded = same is not None and is_own and bool(same.meta.planes)
+            is_coded = same is not None and is_own and bool(same.meta.buffers)
             exact = is_own and not is_coded
             kv, why = same, None
             if is_coded:
@@ -294,17 +296,17 @@ class Records:
                 lost = (self._lost.get(name) if same is None else None) or (None if variants else self._lost.get(entry))
                 why = lost[0] if lost else Why.other_context if variants else Why.unknown_image
             found = [record for record in (kv, encoder) if record is not None]
-            self.tier.touch(found)  # the encoder's rows last: they are of use for longer
+            self.tier.touch(found)  # encoder output last, as it is useful in every context
             for record in found:
                 record.pins += 1
             return Handle(self, encoder, kv, exact, why, is_coded)
 
     def is_of_use(self, meta: Meta, approximate: bool) -> bool:
-        """Whether `find` in the context of K, V would take them."""
+        """Return whether `find` would return this KV in its own context."""
         return meta.is_exact or (approximate and (meta.canonical or not self.has_variants(meta.entry, canonical=True)))
 
     def count(self, handles: Sequence[Handle]) -> None:
-        """Enters look-ups in the counters."""
+        """Add lookups to the counters."""
         with self._lock:
             for handle in handles:
                 self._counts.encoder_hits += handle.encoder is not None
@@ -324,24 +326,23 @@ class Records:
                 found[i] = None
         return found
 
-    # Making records.
-
     def reserve(self, metas: Sequence[Meta], *, source: str | None = None) -> list[Record | None]:
-        """Places for a request's new records, to be filled, and told of by `publish`. None: there is no room for one.
+        """Reserve records of a request, to be filled and published. None: there is no room for one.
+
+        The first canonical KV record of an image replaces those that are not canonical. If the number of variants is
+        limited, new ones replace the oldest.
 
         Args:
+          metas: descriptions of the records.
           source: see `Record`.
-
-        The first canonical record of K, V of an image replaces those that are not canonical, and where the variants of
-        an image are limited, the oldest one makes room for a new one.
         """
         with self._lock:
             new: defaultdict[str, list[Meta]] = defaultdict(list)
             for meta in metas:
                 if meta.context is not None:
                     new[meta.entry].append(meta)
-            most, variants = self.config.variants, self._variants
-            displaced = [one for entry, own in new.items() for one in _displaced(variants.get(entry, ()), own, most)]
+            limit, variants = self.config.max_contexts_per_image, self._variants
+            displaced = [one for entry, own in new.items() for one in _displaced(variants.get(entry, ()), own, limit)]
             made, gone = self.tier.allocate(metas, displaced, source)
             for leaving, why in gone.items():
                 self._forget(leaving, why)
@@ -356,14 +357,15 @@ class Records:
             return made
 
     def publish(self, record: Record, checksums: tuple[int, ...] | None = None) -> None:
-        """The record is filled. Unless somebody has looked at its parts and gives their checksums, one that is not
-        finite is withdrawn, so that nobody reuses what is damaged."""
+        """Mark a record as filled. A record that is not finite is withdrawn, unless `checksums` show that it was
+        checked.
+        """
         if checksums is None and not (record.is_settled or record.is_finite()):
             self.withdraw(record, Why.not_finite)
         self.ages.date(record)
         record.complete(checksums)
         with self._lock:
-            if self.tier.get(record.meta.name) is record:  # it may have had to go already
+            if self.tier.get(record.meta.name) is record:  # it may be evicted already
                 self._counts.stored += 1
                 self.ages.note(record)
                 if record.meta.context is not None:
@@ -374,10 +376,10 @@ class Records:
         self._let_pass([record])
 
     def published(self, record: Record) -> None:
-        """A record has been filled. The `Store` hands it to the tiers outside; here nobody is told."""
+        """Hook for a filled record. `Store` writes it to the other tiers."""
 
     def withdraw(self, record: Record, why: Why = Why.load_failed) -> None:
-        """The record will not be filled, unless it is already; who waits for it computes instead."""
+        """Mark a record as lost, unless it is filled. Requests that wait for it compute instead."""
         with self._lock:
             if not record.is_settled:
                 record.lose(why)
@@ -387,13 +389,13 @@ class Records:
                 self.remove(record, why)
 
     def found_damaged(self, meta: Meta) -> None:
-        """A tier has a record that must not be read; its image is computed."""
+        """Note that a tier has a damaged record. Its image is computed."""
         self._lost.note(meta, Why.corrupt)
         with self._lock:
             self._counts.corrupt += 1
 
     def discard(self, record: Record) -> None:
-        """The record came from a request that failed."""
+        """Mark a record of a failed request as lost, filled or not."""
         with self._lock:
             if isinstance(record.state, Lost):
                 return
@@ -402,16 +404,16 @@ class Records:
             self.remove(record, Why.load_failed)
 
     def cancel(self, record: Record) -> None:
-        """The record is not wanted after all, unless it is filled already."""
+        """Cancel a record that is no longer needed, unless it is filled."""
         with self._lock:
             if not record.is_settled:
                 record.lose(Why.load_failed)
                 self.remove(record, None)
 
-    # Staying and leaving.
+    # Pinning and eviction.
 
     def pin(self, records: Sequence[Record], by: int) -> None:
-        """Counts handles that need records to stay."""
+        """Change the number of handles that pin records by `by`."""
         with self._lock:
             for record in records:
                 record.pins += by
@@ -419,18 +421,19 @@ class Records:
                 self._let_pass(records)
 
     def keep(self, entry: str, is_kept: bool) -> int:
-        """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes.
+        """Pin an image's present records for the user, or unpin them; return how many change.
 
         Raises:
-          ValueError: they do not fit in `CacheConfig.pinned_share`. None of them stays then.
+          ValueError: they exceed `CacheConfig.pinned_share`. None of them is pinned then.
         """
         with self._lock:
             records = [record for record in self.records(entry) if record.is_kept is not is_kept]
-            asked = sum(record.meta.nbytes for record in records)
+            size = sum(record.meta.nbytes for record in records)
             share = int(self.config.pinned_share * self.tier.capacity)
-            if is_kept and asked > (left := share - self.tier.pinned_bytes):
+            if is_kept and size > (left := share - self.tier.pinned_bytes):
                 raise ValueError(
-                    f"image must fit in the {left} bytes that pinned_share leaves, got {asked} bytes of entry {entry}"
+                    f"image must fit in the {left} bytes left for pinned entries, got {size} bytes of entry {entry}; "
+                    "increase pinned_share or unpin other images"
                 )
             for record in records:
                 record.is_kept = is_kept
@@ -438,22 +441,22 @@ class Records:
             return len(records)
 
     def hold(self, records: Sequence[Record], by: int, *, to_write: bool = False) -> None:
-        """Counts requests that are going to read records, and those that are to write them to another tier."""
+        """Change the number of requests that will read records, or of tiers that will write them, by `by`."""
         with self._lock:
             for record in records:
                 record.held += by
                 record.writes += by * to_write
-                # A record that nobody holds, and that has lost its place, is gone.
+                # An evicted record without holders is lost.
                 may_be_gone = record in self._left or record.state is State.reserved
                 if not record.held and may_be_gone and self.tier.get(record.meta.name) is not record:
                     self._left.discard(record)
                     if record.state is State.reserved:
-                        record.lose(Why.load_failed)  # nobody needs to fill it any more
+                        record.lose(Why.load_failed)  # it need not be filled
             if by < 0:
                 self._let_pass(records)
 
     def _let_pass(self, records: Sequence[Record]) -> None:
-        """Lets go of records that nobody needs: those that are being loaded, or of which no memory is to be kept."""
+        """Drop unused records that are being loaded, or all unused ones if host memory only passes records on."""
         with self._lock:
             for record in records:
                 if (record.source is None and not self.config.passes_on) or not record.is_free:
@@ -464,12 +467,12 @@ class Records:
                     self.remove(record, None)
 
     def has_variants(self, entry: str, *, canonical: bool = False) -> bool:
-        """Whether K, V of an image, or canonical ones, are kept, or being filled."""
+        """Return whether KV of an image, or canonical KV, is stored or being filled."""
         with self._lock:
             return any(record.meta.canonical or not canonical for record in self._variants.get(entry, ()))
 
     def records(self, entry: str) -> list[Record]:
-        """All records of an image that are complete."""
+        """Return all complete records of an image."""
         with self._lock:
             return [record for record in self._records(entry) if record.is_ready]
 
@@ -478,7 +481,7 @@ class Records:
         return [*self._variants.get(entry, ()), *([] if encoder is None else [encoder])]
 
     def evict(self, entry: str) -> set[str]:
-        """Removes an image's records that nobody has pinned or is going to use; returns their names."""
+        """Evict an image's records that are neither pinned nor about to be read; return their names."""
         with self._lock:
             leaving = [record for record in self.records(entry) if not record.is_needed]
             for record in leaving:
@@ -486,14 +489,14 @@ class Records:
             return {record.meta.name for record in leaving}
 
     def expire(self, entry: str) -> None:
-        """An image has become too old."""
+        """Remove an image that is older than `ttl`."""
         with self._lock:
             self._counts.expired += 1
             for record in self.records(entry):
                 self.remove(record, Why.expired)
 
     def verify(self) -> list[str]:
-        """Computes all checksums again and removes records that are damaged; returns their names."""
+        """Compare all checksums and remove damaged records; return their names."""
         records = [record for record in self.tier.records() if record.is_ready]
         damaged = [record for record in records if record.checksums() != record.meta.checksums]
         with self._lock:
@@ -503,7 +506,7 @@ class Records:
         return [record.meta.name for record in damaged]
 
     def clear(self) -> None:
-        """Forgets every record. Counters go on."""
+        """Remove every record. Counters continue."""
         with self._lock:
             for record in self.tier.records():
                 self.remove(record, None)
@@ -519,18 +522,18 @@ class Records:
             return replace(self._counts, left_bytes=left, whys=dict(self._whys), **cast(Mapping[str, Any], kept))
 
     def remove(self, record: Record, why: Why | None = Why.evicted) -> None:
-        """A record leaves, if it has not; why is not remembered if that is None."""
+        """Remove a record, if it is still here, and remember the reason unless it is None."""
         with self._lock:
             if self.tier.remove(record):
                 self._forget(record, why)
 
     def _forget(self, record: Record, why: Why | None) -> None:
-        """A record has left."""
+        """Update the index after a record was removed."""
         self._forgotten(record)
         if record.held:
             self._left.add(record)
         elif record.state is State.reserved:
-            record.lose(Why.load_failed)  # nobody needs to fill it any more
+            record.lose(Why.load_failed)  # it need not be filled
         self._counts.evicted += record.is_ready and why in (Why.displaced, Why.evicted)
         if record.meta.context is not None:
             entry = record.meta.entry
@@ -542,7 +545,7 @@ class Records:
 
 
 def _displaced(variants: Sequence[Record], new: Sequence[Meta], most: int | None) -> list[Record]:
-    """The variants of an image that leave because of its new ones."""
+    """Return the variants of an image that its new ones replace."""
     contexts = {meta.context for meta in new}
     staying = [record for record in variants if record.meta.context not in contexts]
     leaving = []
@@ -555,5 +558,5 @@ def _displaced(variants: Sequence[Record], new: Sequence[Meta], most: int | None
 
 
 def _place(name: str) -> str:
-    """Where a record is kept. Two names might share a place; the name in the record decides whose it is."""
+    """Return the dictionary key of a name. If two names share a key, the name in the record decides."""
     return name

@@ -1,8 +1,8 @@
-"""The one owner of the cache's state: which images are known, what is kept of them, here and in the tiers outside.
+"""Owner of the cache's state: known images, and their records in host memory and other tiers.
 
-Records move between host memory and these tiers in the background. What a request looks up and host memory lacks gets
-its place there at once, and comes part by part. What has been filled is written to every tier. A fault of a tier is
-counted, and the request computes.
+Records move between host memory and the tiers in the background. A lookup reserves memory for records that host memory
+lacks, and they load part by part. Filled records are written to every tier. A fault of a tier is counted, and the
+request computes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import REMEMBERED, Bounded, Quotas, RememberedRequests
 from vlcache_jax.cache.lookups import CacheStats, Form, Meter, any_form
 from vlcache_jax.cache.record import (
+    Buffers,
     DamagedError,
     Found,
     Lost,
     Meta,
     Part,
-    Planes,
     Record,
     Tier,
     TierError,
@@ -39,17 +39,17 @@ from vlcache_jax.inputs.processor import Grid
 
 _log = logging.getLogger(__name__)
 
-_REFUSED = 4096  # files that are no pictures
-_DESCRIBED = 16384  # pictures with their limits; half a kilobyte apiece
-_LOOK = 1.0  # seconds that a request waits at most to hear what a tier elsewhere has
-_LOOK_HERE = 10.0  # and at most for what one of this machine has, unless `timeout` says otherwise
-_TICK = 0.05  # seconds between two looks at what is late
-_UNCHECKED = 2  # parts that may have come and not be checked
+_REFUSED = 4096  # files that are not images
+_DESCRIBED = 16384  # images with their limits, half a kilobyte each
+_LOOK = 1.0  # maximum wait of a request for lookups in remote tiers, in seconds
+_LOOK_HERE = 10.0  # maximum wait for lookups in tiers of this machine, unless `timeout` is set
+_TICK = 0.05  # seconds between checks for late loads
+_UNCHECKED = 2  # parts that may be loaded but not checked yet
 
 
 @dataclass(frozen=True)
 class PictureKey:
-    """What an alias leads to: the content key of a picture, and its size in pixels."""
+    """Image that an alias maps to: content key, and size in pixels."""
 
     content: str
     height: int
@@ -57,11 +57,13 @@ class PictureKey:
 
 
 class _Load(NamedTuple):
-    """A record that is being loaded.
+    """Record that is being loaded.
 
     Attributes:
-      begun: by the steady clock.
-      limit: seconds that it may take.
+      record: the record.
+      channel: channel of its tier.
+      begun: start by the steady clock, in seconds.
+      limit: time limit in seconds.
     """
 
     record: Record
@@ -70,38 +72,40 @@ class _Load(NamedTuple):
     limit: float
 
     def until(self, timeout: float | None) -> float:
-        """When it is late. By its own limit not before the channel has had as long since it last gave one: of several,
-        each would have to be computed."""
+        """Return the time at which it is late. Its own limit restarts with every progress of the channel.
+
+        Otherwise the later ones of several loads would all be given up and computed.
+        """
         if timeout is not None:
             return self.begun + timeout
         return max(self.begun, self.channel.progressed) + self.limit
 
 
 class Store(Records):
-    """Finds, keeps and forgets records. Every method may be called from any thread.
+    """Cache of images. Methods may be called from any thread.
 
     Args:
       config: sizes and rules.
-      tiers: outside host memory, the fastest first; may be none.
-      shares: of host memory and of a disk; None: those of the configuration.
-      room: for how many tokens records of so many have room in memory.
-      limit: seconds that a record may take to come; who needs it computes then.
+      tiers: tiers outside host memory, fastest first; may be empty.
+      shares: quotas in host memory and on disk, each; None: those of the configuration.
+      room: returns the padded number of tokens of a record.
+      limit: time limit for loading a record in seconds; requests compute afterwards.
       forgotten: called with every record that leaves host memory.
-      expired: called with the entry key of an image that has become too old.
-      form: of the records that this engine writes; whatever else is found is damaged.
-      together: layers of a record that are loaded together where others are to be loaded, too, so that the first ones
-        of all come first; None: all.
-      clock: seconds since the epoch.
-      steady: seconds that only grow.
+      expired: called with the entry key of every image older than `ttl`.
+      form: form of the records that this engine writes; found records of another form are damaged.
+      together: layers of a record that are loaded before other records take a turn, so that the first layers of all
+        come first; None: all.
+      clock: returns seconds since the epoch.
+      steady: returns monotonic seconds.
 
     Attributes:
-      pictures: what an alias stands for.
-      described: what follows from that picture, by alias and limits of pixels. It is cleared with the aliases.
-      refusals: why the file under an alias is no picture.
-      requests: the lists of images that came together.
-      shared: the entry keys of what an operator keeps for everyone, by those without a salt.
-      channels: the ways to the tiers.
-      meter: counts what they do.
+      pictures: images by alias.
+      described: data derived from an image, by alias and pixel limits; cleared with the aliases.
+      refusals: reason by alias why a file is not an image.
+      requests: lists of images that were sent together.
+      shared: entry keys of images that an operator shares, by the entry keys without a salt.
+      channels: channels of the tiers.
+      meter: counters of the tiers.
     """
 
     def __init__(
@@ -134,20 +138,20 @@ class Store(Records):
             patience=_LOOK_HERE if config.timeout is None else config.timeout, damaged=self.found_damaged,
         )  # fmt: skip
         self.channels = [make(tier) for tier in tiers]
-        self._sighted = Bounded[bool](REMEMBERED)  # images; whether more than once
+        self._sighted = Bounded[bool](REMEMBERED)  # by entry key; True if requested more than once
         self._loading: dict[Future[None], _Load] = {}
         self._moving = threading.Lock()
         self._ticking: threading.Thread | None = None
         self._is_closing = False
 
-    # What a request needs.
+    # For requests.
 
     def look(self, entries: Sequence[str]) -> None:
-        """Asks the tiers that are not on this machine for images, before their requests are planned."""
-        asked = [(channel, channel.looks.ask(entries)) for channel in self.channels]
+        """Look images up in remote tiers before their requests are planned."""
+        lookups = [(channel, channel.looks.ask(entries)) for channel in self.channels]
         until = time.perf_counter() + self._patience
-        for channel, looking in asked:
-            # Of what is in memory, the others have little more; what they say is for the next time.
+        for channel, looking in lookups:
+            # Do not wait for images in host memory. The results for them count next time.
             needed = {entry: future for entry, future in looking.items() if not self.has_variants(entry)}
             channel.looks.hear(needed, max(0.0, until - time.perf_counter()))
 
@@ -155,16 +159,15 @@ class Store(Records):
         self, entry: str, context: str, *, grid: Grid | None, approximate: bool, owner: str | None = None,
         waits: bool = False,
     ) -> Handle:  # fmt: skip
-        """Finds what is kept for an image and pins it. What host memory lacks begins to come; records that are still
-        being filled are found too.
+        """Find and pin the records of an image, and start loading those that host memory lacks.
 
         Args:
           entry: entry key of the image.
-          context: digest of what stands before it.
-          grid: of the image; a record with another one is not its record. None: it is not known.
-          approximate: whether K, V computed in another context may be returned.
-          owner: whose records of it are, see `Meta`. None: it is not known.
-          waits: for what comes.
+          context: digest of its prefix.
+          grid: patch grid of the image, which its records must have; None: unknown.
+          approximate: also accept KV computed in another context.
+          owner: owner of the records, see `Meta`; None: unknown.
+          waits: wait for records that are loading.
         """
         coming = self._bring_in(entry, context, approximate, grid, owner) if self.channels else {}
         try:
@@ -183,41 +186,40 @@ class Store(Records):
     def _bring_in(
         self, entry: str, context: str, approximate: bool, grid: Grid | None, owner: str | None
     ) -> dict[Record, str]:
-        """Begins to load what is kept of an image, and is not in host memory; the records, pinned, and where each comes
-        from."""
+        """Start loading an image's records that host memory lacks; return them pinned, with labels of their tiers."""
         self._sight(entry)
         wanted = _wanted(
             self, entry, context, approximate, lambda: _outside(self.channels, entry, self.ages.oldest(), grid, owner)
         )
-        # Records that are used in host memory should not leave the disk as if nobody had.
+        # Uses in host memory count on the disk, too, so that these records are not evicted there.
         names = {f"kv/{entry}/{context}", f"enc/{entry}"} - wanted.keys()
         here = [name for name in names if self.tier.get(name) is not None]
         for channel in self.channels if here else ():
             channel.tier.touch(here)
         begun = [(channel, found, self._place(channel, found)) for channel, found in wanted.values()]
         coming = {record: (channel, found.meta) for channel, found, record in begun if record is not None}
-        self.pin([*coming], 1)  # nobody lets them pass before they have been found
+        self.pin([*coming], 1)  # so that they are not dropped before they are found
         for record, (channel, meta) in coming.items():
             self._start(channel, meta, record)
         return {record: channel.tier.label for record, (channel, _) in coming.items()}
 
     def knows(self, entry: str) -> bool:
-        """Whether any record of an image exists, or is being filled, or can be brought in."""
+        """Return whether any record of an image is here, being filled, or in another tier."""
         with self._lock:
             is_here = entry in self._variants or self.tier.get(f"enc/{entry}") is not None
         return is_here or f"enc/{entry}" in _outside(self.channels, entry, self.ages.oldest())
 
     def wait(self) -> None:
-        """Until all that has been begun to load is there, or is known not to come."""
+        """Wait until all records that are being loaded are filled or lost."""
         with self._moving:
             loading = list(self._loading.values())
         for record, *_ in loading:
             record.wait()
 
-    # What a request has computed.
+    # After a request.
 
     def published(self, record: Record) -> None:
-        """Begins to write a record that has been filled to every tier that admits it."""
+        """Start writing a filled record to every tier that admits it."""
         if record.source is None and (self.config.admit == "always" or self._sighted.get(record.meta.entry)):
             self._keep(record, self.channels)
 
@@ -227,7 +229,7 @@ class Store(Records):
             channel.keep(record, lambda: self.hold([record], -1, to_write=True))
 
     def _sight(self, entry: str) -> None:
-        """An image is asked for. Records that wait for its second time are written now."""
+        """Note a request for an image, and at the second one write its records that wait for it."""
         if self.config.admit == "always":
             return
         times = self._sighted.get(entry)
@@ -236,32 +238,33 @@ class Store(Records):
             for record in self.records(entry):
                 self.published(record)
 
-    # What users do.
+    # For users.
 
     def delete(self, entry: str, pinned: Collection[str] = ()) -> set[str]:
-        """Removes an image's records from every tier, but not what is pinned there, and some names; returns those that
-        it removed."""
+        """Delete an image's records in all tiers, except pinned ones and the names in `pinned`; return the deleted
+        names.
+        """
         names: set[str] = set()
-        self._sighted.pop(entry)  # it has not been asked for yet
+        self._sighted.pop(entry)  # the next request counts as the first
         for channel in (channel for channel in self.channels if not channel.tier.is_read_only):
-            there = channel.to_write(entry)  # or written by the time of the look
+            there = channel.to_write(entry)  # possibly written by the time of the lookup
             channel.looks.forget(entry)
             channel.looks.hear(channel.looks.ask([entry]), self._patience)
             names |= channel.delete_all(entry, there, pinned)
         return names
 
     def write_out(self, entry: str) -> None:
-        """Begins to write an image's records to the tiers of this machine, though it was not asked for twice."""
+        """Start writing an image's records to the tiers of this machine, even if it was requested only once."""
         for record in self.records(entry) if self.config.admit != "always" else ():
             if record.source is None:
                 self._keep(record, [channel for channel in self.channels if channel.tier.is_local])
 
     def keep_outside(self, entry: str, is_pinned: bool) -> int:
-        """An image's records stay in the tiers of this machine, or no longer; returns of how many K, V are there."""
+        """Pin or unpin an image's records in the tiers of this machine; return the number of its KV records there."""
         return sum(channel.pin(entry, is_pinned) for channel in self.channels if channel.tier.is_local)
 
     def is_owner(self, owner: str, entry: str) -> bool:
-        """Whether an entry key, of which something is known, was made under the owner's salt."""
+        """Return whether a known entry key was made with the owner's salt, also by records in other tiers."""
         if super().is_owner(owner, entry):
             return True
         self.look([entry])
@@ -269,24 +272,24 @@ class Store(Records):
         return bool(found) and all(one.meta.owner == owner for one in found)
 
     def flush(self) -> None:
-        """Waits until everything published so far is kept in every tier of this machine."""
+        """Wait until all published records are written to every tier of this machine."""
         for channel in self.channels:
             if channel.tier.is_local:
                 channel.flush()
 
     def clear(self) -> None:
-        """Forgets every record in host memory, alias and request. Counters go on."""
+        """Remove every record in host memory, alias and request. Counters continue."""
         with self._lock:
             super().clear()
             for memory in (self.pictures, self.described, self.refusals, self.requests, self.shared):
                 memory.clear()
 
     def stats(self) -> CacheStats:
-        """Counters, and what is kept now."""
+        """Return the counters and the current contents."""
         return replace(super().stats(), tiers={channel.tier.label: channel.stats() for channel in self.channels})
 
     def close(self) -> None:
-        """What was published is kept, what is being loaded is given up."""
+        """Write published records, cancel loads, and close the tiers."""
         with self._moving:
             self._is_closing = True
             loading = list(self._loading.values())
@@ -298,7 +301,7 @@ class Store(Records):
     # Loading.
 
     def give_up_late(self) -> None:
-        """Who waits for a record that is late computes instead."""
+        """Withdraw the records that are late. Requests that wait for them compute instead."""
         now = self._steady()
         with self._moving:
             late = [load for load in self._loading.values() if now >= load.until(self.config.timeout)]
@@ -308,7 +311,7 @@ class Store(Records):
                 self.withdraw(record, Why.timeout)
 
     def _place(self, channel: Channel, found: Found) -> Record | None:
-        """The place of a record that is to come; None: it does not."""
+        """Reserve a record to load; None: it is not loaded."""
         meta = found.meta
         with self._moving:
             if self._is_closing or self.tier.get(meta.name) is not None:  # another request has begun it
@@ -323,13 +326,13 @@ class Store(Records):
             return record
 
     def _start(self, channel: Channel, meta: Meta, record: Record) -> None:
-        """Begins to load a record."""
+        """Start loading a record."""
         together = self._together if meta.context is not None else None
         filling = PendingWrite(self, channel.tier, meta, record, together)
         with self._moving:
             try:
                 future = channel.load(functools.partial(self._load, channel, filling))
-            except RuntimeError:  # it was closed meanwhile
+            except RuntimeError:  # closed in the meantime
                 self.withdraw(record)
                 return
             self._loading[future] = _Load(record, channel, self._steady(), self._limit(meta))
@@ -341,7 +344,7 @@ class Store(Records):
     def _has_ended(self, future: Future[None]) -> None:
         with self._moving:
             load = self._loading.pop(future, None)
-        if load is not None and future.exception() is not None:  # the threads were shut down between two turns
+        if load is not None and future.exception() is not None:  # the threads were shut down
             self.withdraw(load.record)
 
     def _tick(self) -> None:
@@ -354,13 +357,13 @@ class Store(Records):
                     return
 
     def _load(self, channel: Channel, filling: PendingWrite) -> bool:
-        """Goes on loading a record; whether it is to go on behind others."""
+        """Load parts of a record; return whether to continue after other records."""
         record, meta, has_more = filling.record, filling.meta, False
         try:
             with self.meter.timing(channel.tier.label, "read"):
                 has_more = filling.read(lambda: channel.is_busy)
                 channel.note_progress()
-        except Exception as error:  # whatever it was, the answer does not depend on it
+        except Exception as error:  # no output depends on it
             channel.fault(error)
             channel.looks.forget(meta.entry)
             if isinstance(error, DamagedError):
@@ -371,11 +374,11 @@ class Store(Records):
                 channel.loaded(record)
                 faster = self.channels[: self.channels.index(channel)]
                 self._keep(record, [one for one in faster if one.tier.is_local])
-            elif record.state == Lost(Why.not_finite):  # it is gone
+            elif record.state == Lost(Why.not_finite):  # deleted
                 channel.looks.forget(meta.entry)
         finally:
             if not has_more:
-                self.withdraw(record)  # unless it is settled by now
+                self.withdraw(record)  # does nothing if it is settled
         return has_more
 
 
@@ -386,10 +389,10 @@ def _wanted(
     approximate: bool,
     outside: Callable[[], dict[str, tuple[Channel, Found]]],
 ) -> dict[str, tuple[Channel, Found]]:
-    """What a request wants of an image that host memory lacks, by name.
+    """Return the records of an image that a request needs and host memory lacks, by name.
 
     Args:
-      outside: gives what the other tiers have.
+      outside: returns the records in the other tiers.
     """
     kv = store.tier.get(name := f"kv/{entry}/{context}")
     known = None if kv is None else kv.meta
@@ -402,7 +405,7 @@ def _wanted(
         elif approximate and not store.has_variants(entry):
             wanted |= _variant(there)
         known = next((found.meta for _, found in wanted.values()), None)
-    computes = known is None or known.name != name or not known.is_exact  # some rows, from the encoder's
+    computes = known is None or known.name != name or not known.is_exact  # some tokens, from encoder output
     if computes and store.tier.get(name := f"enc/{entry}") is None:
         there = outside() if there is None else there
         if name in there:
@@ -411,7 +414,7 @@ def _wanted(
 
 
 def _with_room(meta: Meta, room: Callable[[int], int]) -> Meta | None:
-    """The same, padded and still to be filled; None: it is larger than the images that this engine takes."""
+    """Return the description of a padded, unfilled record; None: it is larger than the images of this engine."""
     try:
         return replace(meta.with_room(room(meta.tokens)), checksums=())
     except ValueError:
@@ -421,8 +424,10 @@ def _with_room(meta: Meta, room: Callable[[int], int]) -> Meta | None:
 def _outside(
     channels: Sequence[Channel], entry: str, oldest: float | None, grid: Grid | None = None, owner: str | None = None
 ) -> dict[str, tuple[Channel, Found]]:
-    """The records of an image outside host memory, each in the fastest tier that has it, the newest last; but none that
-    were written before `oldest`, and none that this engine would not have written so."""
+    """Return an image's records outside host memory by name, newest last, each from the fastest tier that has it.
+
+    Records written before `oldest`, and records that this engine would not have written, are left out.
+    """
     there: dict[str, tuple[Channel, Found]] = {}
     for channel in channels:
         for one in channel.looks.found(entry, grid, owner):
@@ -432,14 +437,16 @@ def _outside(
 
 
 class PendingWrite:
-    """Fills a record that has its place, until nobody wants it any more, and publishes it. One that is not finite is
-    deleted, or what is computed in its place would not be written.
+    """Load of a reserved record, which is published at the end or given up when it is no longer wanted.
+
+    A record that is not finite is deleted from its tier; otherwise the recomputed one would not be written.
 
     Args:
-      store: publishes it.
-      tier: has it.
-      meta: as the tier says it.
-      together: parts that are read before others may come first; None: all.
+      store: store that publishes it.
+      tier: tier that has it.
+      meta: description of the stored record.
+      record: record to fill.
+      together: number of parts that are read before other records may take a turn; None: all.
     """
 
     def __init__(self, store: Records, tier: Tier, meta: Meta, record: Record, together: int | None = None):
@@ -451,17 +458,17 @@ class PendingWrite:
         self._is_finite = True
 
     def read(self, is_busy: Callable[[], bool] = lambda: False) -> bool:
-        """Reads all parts that are left, or only some where others wait; whether there are more.
+        """Read the missing parts, or only some of them if other records wait; return whether parts are left.
 
         Raises:
-          TierError, or whatever the tier raises: it is not filled.
+          TierError, or an error of the tier: the record cannot be filled.
         """
         parts, makes_way = [part for part in self.meta.parts if part in self._missing], False
-        with ThreadPoolExecutor(1, "vlcache-check") as checker:  # one part is checked while the next one comes
+        with ThreadPoolExecutor(1, "vlcache-check") as checker:  # checks one part while the next one is read
             checks: deque[Future[None]] = deque()
             given = self._tier.read(self.meta, parts, self._places.__getitem__)
-            for count, (part, planes) in enumerate(given, 1):
-                checks.append(checker.submit(self._check, part, planes))
+            for count, (part, buffers) in enumerate(given, 1):
+                checks.append(checker.submit(self._check, part, buffers))
                 if len(checks) > _UNCHECKED:
                     checks.popleft().result()
                 if self.record.is_settled:
@@ -481,17 +488,17 @@ class PendingWrite:
         if makes_way:
             return True
         if self._missing:
-            raise TierError(f"{self.meta.name}: {self._missing} did not come")
+            raise TierError(f"{self.meta.name}: parts {self._missing} are missing")
         self._store.publish(self.record, self.meta.checksums)
         return False
 
-    def _check(self, part: Part, planes: Planes) -> None:
+    def _check(self, part: Part, buffers: Buffers) -> None:
         place = self._places[part]
-        if verified(self._whole, part, planes) is not place:
-            for own, plane in zip(place, planes, strict=True):
-                own[:] = plane
+        if verified(self._whole, part, buffers) is not place:
+            for own, buffer in zip(place, buffers, strict=True):
+                own[:] = buffer
         number = self.meta.parts.index(part)
-        if not self.record.is_finite(slice(number, number + 1)):  # it may be linked from here on
+        if not self.record.is_finite(slice(number, number + 1)):  # before it can be loaded into the KV cache
             self._is_finite = False
             return
         self._missing.discard(part)
@@ -500,7 +507,7 @@ class PendingWrite:
 
 
 def _variant(there: dict[str, tuple[Channel, Found]]) -> dict[str, tuple[Channel, Found]]:
-    """K, V of an image in any context: of the canonical ones the newest, if there is one."""
+    """Return the newest KV of an image in any context, preferring canonical KV."""
     usable = {name: place for name, place in there.items() if place[1].meta.context is not None}
     canonical = [name for name, (_, found) in usable.items() if found.meta.canonical]
     newest = (canonical or list(usable))[-1:]

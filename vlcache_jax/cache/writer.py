@@ -1,4 +1,4 @@
-"""Fills records off the critical path, from what a run leaves on the device."""
+"""Filling of cache entries off the critical path, from arrays on the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Captured(NamedTuple):
-    """Row `rows[i]` of a step is token `tokens[i]` of the image whose K, V the record is to hold."""
+    """Tokens of a cache entry that a prefill chunk computed: row `rows[i]` of the chunk is token `tokens[i]`."""
 
     record: Record
     tokens: npt.NDArray[np.int64]
@@ -28,12 +28,12 @@ class Captured(NamedTuple):
 
 
 class _PendingCopy(NamedTuple):
-    """What the thread is to do.
+    """Copy that waits for the writer thread.
 
     Attributes:
-      work: this.
-      records: that it settles.
-      sizes: bytes of the arrays that it reads, which occupy the device until it is done, by their identity.
+      work: function that copies.
+      records: cache entries that it settles.
+      sizes: bytes of the device arrays that it reads, by their identity; they stay allocated until it is done.
     """
 
     work: Callable[[], None]
@@ -42,17 +42,17 @@ class _PendingCopy(NamedTuple):
 
 
 class Writer:
-    """One thread that copies to the host and settles records.
+    """Thread that copies to the host and settles cache entries.
 
-    What is asked for waits for `begin`: a device copies to the host one thing after the other, these are large, and an
-    answer waits for its tokens.
+    Requested copies start with `begin`. A device copies to the host one array at a time, and these copies are large, so
+    they must not delay the copies of new tokens.
 
     Attributes:
-      asked: how many copies have been asked for so far.
+      asked: number of copies requested so far.
 
     Args:
-      store: of the records.
-      copies: of each KV head among what a run leaves; a record has one.
+      store: store of the cache entries.
+      copies: number of copies of each KV head in computed arrays; a cache entry has one.
     """
 
     def __init__(self, store: Store, copies: int = 1):
@@ -64,7 +64,7 @@ class Writer:
         self._lock = threading.Lock()
 
     def encoder(self, record: Record, encoded: jax.Array, first: int) -> None:
-        """The record's rows begin at row `first` of `encoded`, [1 + J, T, M]."""
+        """Request to fill `record` from `encoded`, [1 + J, T, M], starting at row `first`."""
 
         def fill() -> None:
             if not record.is_settled:
@@ -75,12 +75,14 @@ class Writer:
         self._ask([encoded], [record], fill)
 
     def kv(self, captured: Sequence[Captured], layers: Sequence[tuple[jax.Array, jax.Array] | jax.Array]) -> None:
-        """Rows of a step are what these are to hold. Two layers are on their way at most: tokens, which may be launched
-        and copied meanwhile, wait for no more.
+        """Request to fill cache entries with keys and values of a prefill chunk.
+
+        At most two layers are copied at a time, so that copies of new tokens do not wait long.
 
         Args:
-          layers: of each, keys before rotation and values as they are stored, see `Record.put`: [N, K, ...] twice, or
-            [2, N, K, ...].
+          captured: tokens of the chunk and their cache entries.
+          layers: per layer keys before rotation and values in stored form, see `Record.put`: a pair of [N, K, ...], or
+            one array [2, N, K, ...].
         """
 
         def fill() -> None:
@@ -102,10 +104,10 @@ class Writer:
         self._ask(jax.tree.leaves(layers), [part.record for part in captured], fill)
 
     def begin(self, last: int | None = None) -> None:
-        """Begins what has been asked for; others need what was launched before it no more, or cannot wait.
+        """Start requested copies. The results launched before them are no longer urgent, or the caller cannot wait.
 
         Args:
-          last: number of the last copy, as `asked` counts; None: all.
+          last: number of the last copy to start, counted like `asked`; None: all.
         """
         with self._lock:
             count = len(self._waiting) if last is None else last - (self.asked - len(self._waiting))
@@ -113,10 +115,11 @@ class Writer:
                 self._begin_next()
 
     def end(self, records: Sequence[Record], *, failed: bool) -> None:
-        """Whoever was to have these filled has ended; what nobody has begun to fill, nobody will.
+        """Settle the entries of a request that has ended: those not being filled are cancelled.
 
         Args:
-          failed: they are of no use, filled or not.
+          records: cache entries that the request was to fill.
+          failed: discard all of them, filled or not.
         """
         filling = [record for record in records if record.state is State.filling]
         for record in records:
@@ -130,13 +133,13 @@ class Writer:
                 self._store.discard(record)
 
         if failed and filling:
-            # Behind what fills them: one that is not finite is to be counted as that.
+            # Queue it after the copies that fill them, so that non-finite ones are counted as such.
             self.begin()
             with self._lock:
                 self._submit(_PendingCopy(drop, filling, {}))
 
     def throttle(self, most: int) -> None:
-        """Waits until what copies read occupies at most so many bytes of the device. It lets copies begin for that."""
+        """Wait until pending copies occupy at most `most` bytes of device memory, starting copies as necessary."""
         while True:
             with self._lock:
                 while self._running and self._running[0][0].done():
@@ -148,10 +151,10 @@ class Writer:
                     self._begin_next()
                     continue
                 first, _ = self._running[0]
-            first.result()  # it stays in the queue, for whoever else waits
+            first.result()  # it stays in the queue for other waiting threads
 
     def flush(self) -> None:
-        """Waits for everything that has been asked for."""
+        """Wait for all requested copies."""
         self.begin()
         with self._lock:
             running = [future for future, _ in self._running]
@@ -173,18 +176,18 @@ class Writer:
         self._submit(self._waiting.popleft())
 
     def _submit(self, copy: _PendingCopy) -> None:
-        """The lock is held, so that they run in their order."""
+        """Submit a copy. The caller has the lock, so that copies run in order."""
         work, records, sizes = copy
 
         def run() -> None:
             try:
                 work()
-            except Exception:  # whatever it was, the answer does not depend on it
-                _log.exception("%d records could not be filled", len(records))
+            except Exception:  # no output depends on it
+                _log.exception("%d cache entries could not be filled", len(records))
                 for record in records:
                     self._store.withdraw(record)
 
         try:
             self._running.append((self._thread.submit(run), sizes))
-        except RuntimeError:  # the process ends, and nobody will ask for these records
-            _log.warning("%d records were not stored, as the process ends; close() waits for them", len(records))
+        except RuntimeError:  # the process ends
+            _log.warning("%d cache entries were not stored because the process ends; call close() first", len(records))

@@ -1,5 +1,5 @@
 """Calls of the Python API: from checked requests to results.
 
-`caller` starts and ends the requests of a call, `groups` takes them in groups, `in_flight` admits and aborts requests
-of programs that serve, and `verification` compares outputs with a cold run.
+`caller` starts and ends the requests of a call, `groups` submits them in groups, `in_flight` admits and aborts the
+requests of `AsyncLLM`, and `verification` compares outputs with a cold run.
 """

@@ -1,4 +1,4 @@
-"""From checked arguments of the public API to what a call returns."""
+"""Execution of calls: starts the requests of a call and collects their results."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PromptLike = str | Mapping[str, Any] | Sequence[int]
 
 
 def is_token_ids(prompt: Any) -> bool:
-    """Whether it is one prompt, as token ids, rather than several."""
+    """Return whether `prompt` is one prompt given as token IDs, rather than a list of prompts."""
     return isinstance(prompt, list | tuple | np.ndarray) and len(prompt) > 0 and is_a(prompt[0], int | np.integer)
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerKind(ResultKind[RequestOutput]):
-    """Generated answers.
+    """Results of `LLM.chat` and `LLM.generate`.
 
     Attributes:
-      params: of each row, resolved, or what is wrong with them.
+      params: resolved sampling parameters of each request, or their error.
     """
 
     params: Sequence[SamplingParams | ValueError]
@@ -69,11 +69,11 @@ class AnswerKind(ResultKind[RequestOutput]):
 
 @dataclass(frozen=True, eq=False)
 class ScoreKind(ResultKind[Score]):
-    """Log-probabilities of continuations.
+    """Results of `LLM.score`.
 
     Attributes:
-      tokens: of the continuation of each row, or what is wrong with it.
-      keep_logits: whether results have the logits.
+      tokens: token IDs of each request's continuation, or its error.
+      keep_logits: include the logits in the results.
     """
 
     tokens: Sequence[list[int] | ValueError]
@@ -100,7 +100,7 @@ class ScoreKind(ResultKind[Score]):
 
 @dataclass(frozen=True, eq=False)
 class HiddenStateKind(ResultKind[HiddenState]):
-    """Hidden states of the last tokens of prompts."""
+    """Results of embedding and reranking: the hidden states of the prompts' last tokens."""
 
     def new_slots(self, row: int, length: int) -> int:
         return 0
@@ -118,11 +118,11 @@ class HiddenStateKind(ResultKind[HiddenState]):
 
 
 class Caller:
-    """Answers and scores prompts.
+    """Runner of calls that answer, score or pool prompts.
 
     Args:
-      identifier, planner, loop, sequences, reporter: of the model.
-      ahead: is told what was answered.
+      identifier, planner, loop, sequences, reporter: parts of the open model.
+      ahead: compiler of the programs that repeated requests will need.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Caller:
         self._identifier, self._planner = identifier, planner
         self._sequences = sequences
         self._ahead = ahead
-        self._arriving = threading.Lock()  # what is planned first runs first
+        self._arriving = threading.Lock()  # requests are submitted in the order of their plans
 
     def answers(
         self,
@@ -149,13 +149,14 @@ class Caller:
         verify: bool = False,
         returns_all: bool = True,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yields rows with their outputs as they end; see `LLM.chat`.
+        """Yield (request number, output) as the requests end; see `LLM.chat`.
 
         Args:
-          calls: rows that are checked together, each behind those of the one before.
-          total: rows of all calls; None: nobody knows.
-          show: whether progress is shown.
-          returns_all: nobody gets any output if the engine fails in the middle.
+          calls: calls whose requests are checked together; each runs after the requests of the call before.
+          total: number of requests in all calls; None if unknown.
+          show: show progress.
+          verify: compare each output with a cold run.
+          returns_all: the caller gets no output at all if the engine fails in the middle.
         """
         kept: list[tuple[Job, RequestOutput]] = []
         bar = Progress("answering", total, show=show)
@@ -176,37 +177,39 @@ class Caller:
     def scores(
         self, call: Call, continuations: Sequence[str | Sequence[int]], *, keep_logits: bool, show: bool
     ) -> Iterator[tuple[int, Score]]:
-        """Yields rows with their scores as they end; see `LLM.score`."""
+        """Yield (request number, score) as the requests end; see `LLM.score`."""
         tokens = self._sequences.continuations(continuations, len(call.listed))
         kind = ScoreKind(call, self._sequences, self.reporter, tokens, keep_logits)
         chunk, bar = self._checked(kind), Progress("scoring", len(call.listed), show=show)
         return _watched(self._serve([chunk], bar), bar)
 
     def hidden_states(self, call: Call, *, doing: str, show: bool) -> Iterator[tuple[int, HiddenState]]:
-        """Yields rows with the hidden states of their last tokens as they end; see `LLM.embed`.
+        """Yield (request number, hidden state) as the requests end; see `LLM.embed`.
 
         Args:
-          doing: what progress calls it.
-          show: whether progress is shown.
+          doing: label of the progress bar.
+          show: show progress.
         """
         chunk, bar = self.to_pool(call), Progress(doing, len(call.listed), show=show)
         return _watched(self._serve([chunk], bar), bar)
 
     def to_answer(self, call: Call) -> RequestChunk[RequestOutput]:
-        """The rows of a call, checked."""
+        """Return the checked requests of a call that generates text."""
         params = self._sequences.sampling_params(call.params, len(call.listed), call.first)
         return self._checked(AnswerKind(call, self._sequences, self.reporter, params))
 
     def to_pool(self, call: Call) -> RequestChunk[HiddenState]:
-        """The rows of a call, checked, of which the last hidden states are wanted."""
+        """Return the checked requests of a call that needs hidden states."""
         return self._checked(HiddenStateKind(call, self._sequences, self.reporter))
 
     def _checked[T: CallResult](self, kind: ResultKind[T]) -> RequestChunk[T]:
-        """Return the rows of a call, with the errors that arguments and headers of files show."""
+        """Return the requests of a call, with the errors that arguments and file headers show."""
         call, options, given = kind.call, kind.call.options, []
         if options.compress is not None and not kind.generates:
-            raise ValueError(f"compress must be left out where no answer is generated, got {options.compress.name}")
-        # Side by side, as images may come from the network; behind all other checks for the same reason.
+            raise ValueError(
+                f"compress must be None for a method that does not generate text, got {options.compress.name}"
+            )
+        # In parallel and after all other checks, since images may come from the network.
         prompts = self._identifier.side_by_side(call.prompt, range(len(call.listed)))
         for row, prompt in enumerate(prompts):
             wrong = None if isinstance(prompt, ValueError) else kind.error(row, prompt)
@@ -227,7 +230,7 @@ class Caller:
         *,
         streams: bool = False,
     ) -> Job:
-        """Plans a request and submits the sequences that run for it, behind all that were planned before."""
+        """Plan a request and submit its sequences, after all that were planned before."""
         kind, call = chunk.kind, chunk.kind.call
         with self._arriving:
             self.loop.check_open()
@@ -240,10 +243,10 @@ class Caller:
         return job
 
     def arrive(self, chunk: RequestChunk[Any], heard: Callable[[Job], object]) -> Job:
-        """Identifies, plans and submits the one request of a chunk; `heard` is called whenever there is more of it.
+        """Identify, plan and submit the only request of a chunk; `heard` is called at each progress of its job.
 
         Raises:
-          RequestError: it is wrong.
+          RequestError: the request is wrong.
         """
         for error in chunk.arrivals.errors.values():
             raise RequestError({0: str(error)})
@@ -254,10 +257,10 @@ class Caller:
                 job = self.start(chunk, row, request, heard, streams=True)
                 self.loop.begin()
                 return job
-        raise AssertionError("a call has a row")
+        raise AssertionError("a chunk has at least one request")
 
     def end(self, job: Job) -> None:
-        """Nobody reads what a job came to any more; one that still runs is aborted."""
+        """Release a job whose results are no longer read; abort it if it still runs."""
         has_failed = not job.has_ended or any(
             one.end.is_aborted or one.end.error is not None or one.end.fault is not None for one in job.sequences
         )
@@ -275,11 +278,15 @@ class Caller:
         *,
         returns_all: bool = True,
     ) -> Generator[tuple[int, T]]:
-        """See `serve`. A call that returns all at once, and that the engine's error or Ctrl-C ends, served nothing.
+        """Run chunks; see `serve`.
+
+        If the engine's error or Ctrl-C ends a call that returns all outputs at once, its image lists count as not
+        served.
 
         Args:
-          bar: shows how many have ended.
-          kept: gets jobs and results of the rows that did not fail, which go on to need the cache; None: none does.
+          bar: progress bar that counts the requests that have ended.
+          kept: list that receives the jobs and results of successful requests, whose cache entries stay reserved; None
+            releases them.
         """
         served: list[str] = []
 
@@ -301,7 +308,7 @@ class Caller:
             raise
 
     def _finish(self, job: Job, kept: list[tuple[Job, Any]] | None) -> Any:
-        """The result of a job that has ended, None if it was given up. It lets go of the cache unless it is kept."""
+        """Return the result of a finished job, None if it was aborted. Release its entries unless `kept` gets it."""
         fault = next((one.end.fault for one in job.sequences if one.end.fault is not None), None)
         has_failed = fault is not None or any(one.end.is_aborted or one.end.error is not None for one in job.sequences)
         keeps = kept is not None and not has_failed
@@ -320,17 +327,17 @@ class Caller:
                 job.leave(failed=has_failed)
 
     def _verified(self, answered: Sequence[tuple[Job, RequestOutput]]) -> Iterator[tuple[int, RequestOutput]]:
-        """The outputs once more, beside those of a cold run."""
+        """Yield the outputs again, with their comparison to a cold run."""
         jobs = [job for job, _ in answered]
         first = [job.answers[0] for job in jobs]
         compared = verify_answers(self.loop, self._sequences, [job.planned for job in jobs], first)
-        for (job, told), found in zip(answered, compared, strict=True):
+        for (job, output), found in zip(answered, compared, strict=True):
             error = self.reporter.error(job.planned, *job.answers)
-            yield job.row, dataclasses.replace(told, verification=found, error=error)
+            yield job.row, dataclasses.replace(output, verification=found, error=error)
 
 
 def _watched[T](results: Generator[T], bar: Progress) -> Iterator[T]:
-    """The results. Each is worked at within the bar, and not while whoever asked looks at the one before."""
+    """Yield results with the progress bar active only while the next result is computed, not while the caller runs."""
     bar.open()
     try:
         while True:
@@ -349,10 +356,10 @@ def _watched[T](results: Generator[T], bar: Progress) -> Iterator[T]:
 
 
 def in_order[T: CallResult](results: Iterator[tuple[int, T]]) -> list[T]:
-    """All results of a call, by row; of several for a row the last one.
+    """Return the results of a call in request order; of several results of a request, the last one counts.
 
     Raises:
-      RequestError: a row is wrong. It has the outputs of those that were answered.
+      RequestError: a request is wrong. `outputs` has the results of those that were answered.
     """
     found: dict[int, T] = {}
     try:

@@ -1,4 +1,4 @@
-"""A call from its checked rows to its results: windows of rows, submitted in order, and told of as they end."""
+"""Running a call: submits groups of its requests in order, and yields their results as they end."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from vlcache_jax.preparation.sequences import SequenceBuilder
 from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.sampling import SamplingParams
 
-_NAMED = 20  # rows that one message names
-_AHEAD = 4  # times as many requests as run together are submitted ahead
+_NAMED = 20  # maximum number of requests that an error message lists
+_AHEAD = 4  # maximum number of submitted requests, as a multiple of those that run together
 
 
 class RequestError(ValueError):
-    """Rows of a call that cannot be answered.
+    """One or more requests of a call are wrong.
 
     Attributes:
-      errors: why, by row.
-      outputs: of the rows that were answered until then, in their places; None elsewhere. Empty if none was.
+      errors: error message by request number.
+      outputs: outputs of the requests answered until then, by request number, None for others; empty if there are none.
     """
 
     def __init__(self, errors: Mapping[int, str], outputs: Sequence[Any] = ()):
@@ -43,40 +43,40 @@ class RequestError(ValueError):
         message = "\n".join(
             [*lines[:_NAMED], *([f"... and {len(lines) - _NAMED} more"] if len(lines) > _NAMED else [])]
         )
-        super().__init__(message if len(lines) == 1 else f"{len(lines)} requests are wrong:\n{message}")
+        super().__init__(message if len(lines) == 1 else f"{len(lines)} requests failed:\n{message}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it was made: on its way from process to process it would be made anew of its message."""
+        """Pickle the arguments: by default, an exception is recreated from its message alone."""
         return type(self), (self.errors, self.outputs)
 
 
 class NotFiniteError(RequestError):
-    """Logits were not finite, which is no fault of the request's."""
+    """Logits were not finite: an error of the engine or the model, not of the request."""
 
 
 class CallResult(Protocol):
-    """What a row of a call comes to."""
+    """Result of one request of a call."""
 
     @property
     def error(self) -> str | None:
-        """What is wrong with it; None: nothing."""
+        """Reason if the request failed, otherwise None."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `LLM`; see `LLM.chat`.
+    """Call of a public method; see `LLM.chat`.
 
     Attributes:
-      name: of a request, with {} for its number: "conversations[{}]".
-      listed: the requests as they came.
-      render: makes a prompt of one.
-      options, on_error: of all of them.
-      params: sampling parameters for all of them, or of each; None: the checkpoint's own.
-      compressors: what replaces `options.compress` in each of them, or what is wrong with it; None: nothing does.
-      first: number of the first one.
-      group: of its rows, if a wrong one ends the call; calls that belong together share it.
-      apart: what is kept for everyone does not stand in for what is kept under its salt, so that this is made.
-      called_at: when it came.
+      name: name of its requests in errors, with {} for the request number: "conversations[{}]".
+      listed: the requests as given.
+      render: function that renders one of them to a prompt.
+      options, on_error: see `LLM.chat`.
+      params: sampling parameters of all requests, or one per request; None: the checkpoint's.
+      compressors: compressor of each request in place of `options.compress`, or its error; None: no replacement.
+      first: number of the first request.
+      group: scheduler group that a wrong request ends, if `on_error` is "raise"; related calls share it.
+      apart: do not use shared cache entries in place of those under the call's salt, so that the latter are made.
+      called_at: time of the call (`time.perf_counter`).
     """
 
     name: str
@@ -96,18 +96,21 @@ class Call:
             raise ValueError(f'on_error must be "raise" or "return", got {self.on_error!r}')
         if not is_a(priority := self.options.priority, int):
             raise ValueError(f"priority must be an integer, got {priority!r}")
-        owner_key(self.options.cache_salt)  # checks the salt
+        owner_key(self.options.cache_salt)  # raises if the salt is wrong
         if self.group is None and self.stops:
             object.__setattr__(self, "group", Group())
 
     @property
     def stops(self) -> bool:
-        """Whether a wrong row ends it: before its chunk runs; or, where only pixels or logits show it, after what runs
-        then."""
+        """True if a wrong request ends the call.
+
+        The call ends before the request's chunk runs, or, if only pixels or logits show the fault, after the running
+        requests.
+        """
         return self.on_error == "raise"
 
     def prompt(self, row: int) -> Prompt | ValueError:
-        """The prompt of a request, or what is wrong with it."""
+        """Return the prompt of a request, or its error."""
         name = self.name.format(self.first + row)
         try:
             return self.render(self.listed[row], name=name)
@@ -118,18 +121,18 @@ class Call:
 
 
 class Job:
-    """A request under way.
+    """Request in flight.
 
     Args:
-      row: of the call.
-      planned: the request.
-      sequences: that run for it.
-      heard: is called with it when it begins, and when it ends, by the engine's thread.
-      kind: of what it comes to; names its call.
-      streams: it is also called whenever there are more tokens.
+      row: number of the request in its call.
+      planned: the planned request.
+      sequences: its running sequences.
+      heard: callback that the engine's thread calls with the job when it begins and when it ends.
+      kind: kind of its result; it has the call.
+      streams: also call `heard` whenever there are new tokens.
 
     Attributes:
-      has_begun: its prompt is computed, or it ended before that.
+      has_begun: True once its prompt is computed, or it ended before that.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class Job:
 
     @property
     def answers(self) -> list[Generation]:
-        """Its sequences, if it is to be answered."""
+        """Sequences that generate text; empty for other kinds of results."""
         return [sequence for sequence in self.sequences if isinstance(sequence, Generation)]
 
     @property
@@ -161,12 +164,12 @@ class Job:
         return all(sequence.end.is_finished for sequence in self.sequences)
 
     def leave(self, *, failed: bool = False) -> None:
-        """End the use of the cache that its plan began; see `Holding.leave`."""
+        """Release the cache reservation of the request; see `CacheReservation.leave`."""
         if self.planned.hold is not None:
             self.planned.hold.leave(failed=failed)
 
     def abort(self) -> None:
-        """Nobody wants it any more."""
+        """Abort all sequences of the job."""
         for sequence in self.sequences:
             sequence.abort()
 
@@ -178,13 +181,13 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class ResultKind[T: CallResult](ABC):
-    """A kind of result: which sequences run for a row of a call, and the result that they make. Rows count from 0.
+    """Kind of result: builds the sequences of a request, and its result. Requests of a call count from 0.
 
     Attributes:
-      call: theirs.
-      builder: of their sequences.
-      reporter: makes their results.
-      generates: whether there are answers, whose prompts may be compressed.
+      call: the call.
+      builder: builds sequences.
+      reporter: builds results.
+      generates: True if the requests generate text, so that their prompts may be compressed.
     """
 
     call: Call
@@ -194,34 +197,34 @@ class ResultKind[T: CallResult](ABC):
     generates: ClassVar[bool] = False
 
     def error(self, row: int, prompt: Prompt) -> ValueError | None:
-        """Return what is wrong with what is asked of a row beside its prompt."""
+        """Return the error of a request's other arguments, or None."""
         return None
 
     @abstractmethod
     def new_slots(self, row: int, length: int) -> int:
-        """Return the slots that a row takes behind a prompt of `length` tokens."""
+        """Return the number of KV slots that a request needs after its prompt of `length` tokens."""
 
     @abstractmethod
     def sequences(self, row: int, planned: Planned) -> Sequence[Running]:
-        """Return what runs for a row."""
+        """Return the sequences of a request."""
 
     @abstractmethod
     def result(self, job: Job) -> T:
-        """Return what a row came to whose job has ended."""
+        """Return the result of a finished job."""
 
     @abstractmethod
     def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> T:
-        """Return the result of a row that is wrong, and never ran."""
+        """Return the result of a request that is wrong and never ran."""
 
 
 @dataclass(frozen=True, eq=False)
 class RequestChunk[T: CallResult]:
-    """Rows of a call that are checked together, counted from 0.
+    """Requests of a call that are checked together, counted from 0.
 
     Attributes:
-      kind: of their results; names the call.
-      prompts: of each row, or what is wrong with it.
-      arrivals: the requests.
+      kind: kind of their results; it has the call.
+      prompts: prompt of each request, or its error.
+      arrivals: the identified requests.
     """
 
     kind: ResultKind[T]
@@ -229,15 +232,15 @@ class RequestChunk[T: CallResult]:
     arrivals: Arrivals
 
     def failed(self, row: int, error: object) -> tuple[int, T]:
-        """Return a row's number in all calls, and its result, as it is wrong."""
+        """Return the number of a wrong request among all calls, and its result."""
         return self.kind.call.first + row, self.kind.failed(row, self.prompts[row], str(error))
 
 
 class _Serving[T: CallResult]:
-    """The rows of a call under way; see `serve`.
+    """Requests of a call in flight; see `serve`.
 
     Attributes:
-      wrong: what is wrong with rows that end the call.
+      wrong: errors that end the call, by request number.
     """
 
     def __init__(
@@ -252,7 +255,7 @@ class _Serving[T: CallResult]:
         self._running: dict[int, Job] = {}
 
     def answered(self, chunk: RequestChunk[T]) -> Iterator[tuple[int, T]]:
-        """Submits a chunk, and yields what ends meanwhile."""
+        """Submit a chunk, and yield the results that become ready meanwhile."""
         call, errors = chunk.kind.call, chunk.arrivals.errors
         if errors and call.stops:
             self.wrong |= {call.first + row: str(error) for row, error in errors.items()}
@@ -260,9 +263,9 @@ class _Serving[T: CallResult]:
             yield from itertools.starmap(chunk.failed, errors.items())
             yield from self._submitted(chunk)
 
-    def ended(self, most: int = 0, begun: Iterable[Job] | None = None) -> Iterator[tuple[int, T]]:
-        """Yields results until at most so many are running, or these have begun."""
-        while len(self._running) > most if begun is None else not all(job.has_begun for job in begun):
+    def ended(self, max_running: int = 0, begun: Iterable[Job] | None = None) -> Iterator[tuple[int, T]]:
+        """Yield results until at most `max_running` jobs run, or until all jobs in `begun` have begun."""
+        while len(self._running) > max_running if begun is None else not all(job.has_begun for job in begun):
             self._loop.begin()
             job = self._heard.get()
             if not job.has_ended or self._running.pop(job.row, None) is None:
@@ -274,7 +277,7 @@ class _Serving[T: CallResult]:
                 yield job.row, result
 
     def give_up(self) -> None:
-        """Ends what runs."""
+        """Abort all running jobs."""
         if self._running:
             for job in self._running.values():
                 job.leave(failed=True)
@@ -290,14 +293,14 @@ class _Serving[T: CallResult]:
                     if isinstance(found, Request):
                         job = self._running[number] = self._start(chunk, row, found, self._heard.put)
                         begun.append(job)
-                        yield from self.ended(_AHEAD * self._loop.engine.runner.ladder.max_sequences)
+                        yield from self.ended(_AHEAD * self._loop.engine.runner.buckets.max_sequences)
                     elif call.stops:
                         self.wrong[number] = str(found)
                     else:
                         yield chunk.failed(row, found)
                     if self.wrong:
                         return
-                # Pixels of the next window are decoded meanwhile; those of this one are given up then.
+                # Meanwhile, threads decode the images of the next group. The pixels of this one are freed then.
                 yield from self.ended(begun=begun)
                 if self.wrong:
                     return
@@ -309,16 +312,15 @@ def serve[T: CallResult](
     start: Callable[[RequestChunk[T], int, Request, Callable[[Job], object]], Job],
     finish: Callable[[Job], T | None],
 ) -> Iterator[tuple[int, T]]:
-    """Yields the rows of a call with their results, as they end.
+    """Run the requests of a call; yield (request number, result) as they end.
 
     Args:
-      chunks: one is asked for when the rows of the one before are under way.
-      start: plans and submits the request of a row; what it is given last is called with the job when it begins, and
-        when it ends.
-      finish: the result of a request that has ended, None if it was given up; called once for each that was started.
+      chunks: iterable of chunks; the next one is read once the requests of the one before are in flight.
+      start: plans and submits a request. Its last argument is a callback for the beginning and the end of the job.
+      finish: returns the result of a finished job, or None if it was aborted; called once per started job.
 
     Raises:
-      RequestError: a row is wrong, and that ends the call. It has no outputs: they have been yielded.
+      RequestError: a wrong request ended the call. Its `outputs` are empty, since they have been yielded.
     """
     serving = _Serving(loop, start, finish)
     given = iter(chunks)
@@ -329,7 +331,7 @@ def serve[T: CallResult](
                 chunk = next(given)
             except StopIteration:
                 break
-            except Exception as error:  # of whoever gives the rows: those before it are answered
+            except Exception as error:  # error of the caller's iterable: requests before it still run
                 failed = error
                 break
             yield from serving.answered(chunk)
@@ -343,6 +345,6 @@ def serve[T: CallResult](
 
 
 def good[T](value: T | ValueError) -> T:
-    """Return the value of a row without an error."""
+    """Return a value that is known not to be an error."""
     assert not isinstance(value, ValueError)
     return value

@@ -1,4 +1,4 @@
-"""Requests of programs that serve, while they are under way: who may come in, and who is to end."""
+"""Admission, abort and cleanup of the requests in flight of `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from vlcache_jax.engine.request import NOT_FINITE
 
 _log = logging.getLogger(__name__)
 
-_THREADS = 32  # requests whose images are being identified; others wait for one of them
+_THREADS = 32  # maximum number of requests whose images are identified in parallel
 
 
 class QueueFullError(RuntimeError):
-    """There are as many requests as the engine takes."""
+    """The engine has `max_waiting` requests in flight."""
 
 
 @dataclass(eq=False)
-class _Place:
-    """A request's name and its place, from when it asks for them until it ends, or its event loop is found closed.
+class _Admission:
+    """Admission state of a request, from its submission until it ends or its event loop is found closed.
 
     Attributes:
-      name: of the request.
+      name: ID of the request.
       events: its event loop.
-      end: ends its job.
-      job: None: it has none yet.
-      is_aborted: whether its job is to end.
-      has_room: whether it takes room.
-      is_left: whether it has given both back.
+      end: function that ends its job.
+      job: its job, None until it is submitted.
+      is_aborted: True if its job must end.
+      has_room: True while it counts against `max_waiting`.
+      is_left: True once its room and its name are free again.
     """
 
     name: str
@@ -51,27 +51,27 @@ class _Place:
     is_left: bool = False
 
 
-class UnderWay:
-    """Requests under way, of any number of event loops. A loop that is closed with requests under way ends them.
+class RequestsInFlight:
+    """Requests in flight of any number of event loops. If a loop is closed, its requests in flight are ended.
 
     Args:
       max_waiting, when_full: see `AsyncLLM`.
-      shows: whether progress is shown.
+      shows: show progress.
     """
 
     def __init__(self, max_waiting: int, when_full: str, *, shows: bool):
-        self._room = _Room(max_waiting, raises=when_full == "raise")
+        self._room = _AdmissionQueue(max_waiting, raises=when_full == "raise")
         self._shows = shows
         self.threads = ThreadPoolExecutor(_THREADS, "vlcache-requests")
-        self._places: dict[str, _Place] = {}
-        self._lock = threading.RLock()  # there may be several event loops
+        self._admissions: dict[str, _Admission] = {}
+        self._lock = threading.RLock()  # several event loops may use the engine
         self._numbers = itertools.count()
 
     def named(self, request_id: str | None) -> str:
-        """The name of a request; None: one is drawn.
+        """Return the ID of a request, generated if `request_id` is None.
 
         Raises:
-          ValueError: it is none.
+          ValueError: `request_id` is not a non-empty string.
         """
         if request_id is None:
             return f"request-{next(self._numbers)}"
@@ -83,69 +83,71 @@ class UnderWay:
     async def job(
         self, chunk: Callable[[], RequestChunk[Any]], caller: Caller, request_id: str
     ) -> AsyncGenerator[tuple[Job, asyncio.Event]]:
-        """Lets a request in, and gives its job, and what is set whenever there is more of it. It ends with the context.
+        """Admit a request for the duration of the context; yield its job, and an event that is set at each progress.
 
         Args:
-          chunk: makes the checked request, in a thread.
+          chunk: returns the checked request; runs in a thread.
+          caller: submits and ends the job.
+          request_id: unique ID of the request.
 
         Raises:
-          QueueFullError: there is no room.
+          QueueFullError: `max_waiting` requests are in flight, and `when_full` is "raise".
           RequestError: the request is wrong.
-          ValueError: there is one of that name.
+          ValueError: a request with this ID is in flight.
           RuntimeError: the engine is closed.
         """
-        place = _Place(request_id, asyncio.get_running_loop(), caller.end)
-        if self._room.is_full or request_id in self._places:
+        admission = _Admission(request_id, asyncio.get_running_loop(), caller.end)
+        if self._room.is_full or request_id in self._admissions:
             self._end_closed()
         with self._lock:
-            if request_id in self._places:
-                raise ValueError(f"request_id must not be that of a request under way, got {request_id!r}")
-            self._places[request_id] = place
+            if request_id in self._admissions:
+                raise ValueError(f"request_id must be unique among the requests in flight, got {request_id!r}")
+            self._admissions[request_id] = admission
         try:
-            await self._room.enter(place)
-            more = asyncio.Event()
-            place.job = job = await self._arrived(chunk, caller, more, place)
+            await self._room.enter(admission)
+            progress = asyncio.Event()
+            admission.job = job = await self._arrived(chunk, caller, progress, admission)
             with self._lock:
-                if place.is_aborted:
+                if admission.is_aborted:
                     job.abort()
-            yield job, more
+            yield job, progress
         finally:
-            self._leave(place)
+            self._leave(admission)
 
-    def _leave(self, place: _Place) -> None:
+    def _leave(self, admission: _Admission) -> None:
         """End a request and free its room and its name; only the first call does so."""
         with self._lock:
-            if place.is_left:
+            if admission.is_left:
                 return
-            place.is_left, job = True, place.job
+            admission.is_left, job = True, admission.job
         try:
             if job is not None:
-                place.end(job)
+                admission.end(job)
         finally:
-            self._room.leave(place)
+            self._room.leave(admission)
             with self._lock:
-                del self._places[place.name]
+                del self._admissions[admission.name]
 
     def _end_closed(self) -> None:
         """End the requests whose event loops are closed, since these cannot run their own cleanup."""
         with self._lock:
-            closed = [place for place in self._places.values() if place.events.is_closed()]
-        for place in closed:
-            self._leave(place)
+            closed = [admission for admission in self._admissions.values() if admission.events.is_closed()]
+        for admission in closed:
+            self._leave(admission)
         if closed:
-            _log.warning("requests ended as their event loop was closed: %d", len(closed))
+            _log.warning("requests aborted because their event loop was closed: %d", len(closed))
 
-    def _orphan(self, place: _Place, job: Job | None) -> None:
-        """Take a job that its request does not wait for: the request ends it, or ends with its closed event loop."""
+    def _orphan(self, admission: _Admission, job: Job | None) -> None:
+        """Take a job that arrived without its request waiting: end it now, or leave that to the request's cleanup."""
         with self._lock:
-            is_late = place.is_left and place.job is None and job is not None
-            place.job = place.job or job
+            is_late = admission.is_left and admission.job is None and job is not None
+            admission.job = admission.job or job
         if is_late and job is not None:
-            place.end(job)
+            admission.end(job)
         self._end_closed()
 
     async def run[T](self, work: Callable[[], T]) -> T:
-        """What some work comes to, in one of the threads.
+        """Run `work` in a thread and return its result.
 
         Raises:
           RuntimeError: the engine is closed.
@@ -157,11 +159,11 @@ class UnderWay:
         return await asyncio.wrap_future(running)
 
     def check(self, job: Job, caller: Caller) -> None:
-        """Sees that nothing has gone wrong with a job.
+        """Raise the error of a job, if it has one.
 
         Raises:
           RuntimeError: the engine failed.
-          NotFiniteError, RequestError: the request did.
+          NotFiniteError, RequestError: the request failed.
         """
         for fault in (one.end.fault for one in job.sequences if one.end.fault is not None):
             raise RuntimeError(str(fault)) from fault
@@ -170,36 +172,36 @@ class UnderWay:
             raise (NotFiniteError if is_flaw else RequestError)({0: wrong})
 
     def abort(self, request_id: str) -> None:
-        """Ends a request. One that is not under way is none."""
+        """End a request; does nothing if it is not in flight."""
         with self._lock:
-            if (place := self._places.get(request_id)) is not None:
-                place.is_aborted = True
-                if place.job is not None:
-                    place.job.abort()
-                self._room.let_in(place)
+            if (admission := self._admissions.get(request_id)) is not None:
+                admission.is_aborted = True
+                if admission.job is not None:
+                    admission.job.abort()
+                self._room.let_in(admission)
 
     def close(self) -> None:
-        """None arrives any more."""
-        self.threads.shutdown(wait=False)  # what is still to arrive is told by the engine that it is closed
+        """Accept no more requests."""
+        self.threads.shutdown(wait=False)  # for those still arriving, the engine raises that it is closed
 
     async def _arrived(
-        self, chunk: Callable[[], RequestChunk[Any]], caller: Caller, more: asyncio.Event, place: _Place
+        self, chunk: Callable[[], RequestChunk[Any]], caller: Caller, progress: asyncio.Event, admission: _Admission
     ) -> Job:
         def heard(job: Job) -> None:
             try:
-                place.events.call_soon_threadsafe(more.set)
+                admission.events.call_soon_threadsafe(progress.set)
             except RuntimeError:
-                if not place.events.is_closed():
+                if not admission.events.is_closed():
                     raise
-                self._orphan(place, job)
+                self._orphan(admission, job)
 
         def arrive() -> Job:
             with contextlib.nullcontext() if self._shows else Progress("serving", show=False):
                 return caller.arrive(chunk(), heard)
 
         def arrived(done: Future[Job]) -> None:
-            if place.events.is_closed():
-                self._orphan(place, None if done.cancelled() or done.exception() else done.result())
+            if admission.events.is_closed():
+                self._orphan(admission, None if done.cancelled() or done.exception() else done.result())
 
         try:
             arriving = self.threads.submit(arrive)
@@ -209,87 +211,89 @@ class UnderWay:
         try:
             return await asyncio.shield(asyncio.wrap_future(arriving))
         except BaseException:
-            # By the thread itself: the event loop may be gone when it has arrived.
+            # A callback in the worker thread: the event loop may be closed by the time the job arrives.
             if not arriving.cancel():
                 arriving.add_done_callback(
-                    lambda done: None if done.exception() else self._orphan(place, done.result())
+                    lambda done: None if done.exception() else self._orphan(admission, done.result())
                 )
             raise
 
 
-class _Room:
-    """Lets a number of requests in; the others wait in their order, each in its event loop."""
+class _AdmissionQueue:
+    """Counter that admits up to `size` requests. Others wait in order of arrival, each in its event loop."""
 
     def __init__(self, size: int, *, raises: bool):
         self._size, self._raises = size, raises
         self._used = 0
-        self._waiting: deque[tuple[_Place, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[_Admission, asyncio.Future[None]]] = deque()
         self._lock = threading.Lock()
 
     @property
     def is_full(self) -> bool:
-        """Whether one more has to wait."""
+        """True if one more request has to wait."""
         return self._used >= self._size
 
-    async def enter(self, place: _Place) -> None:
-        """Raises a QueueFullError if there is no room, and nobody is to wait."""
+    async def enter(self, admission: _Admission) -> None:
+        """Wait for room, or raise a QueueFullError if requests must not wait."""
         with self._lock:
             if not self.is_full:
                 self._used += 1
-                place.has_room = True
+                admission.has_room = True
                 return
             if self._raises:
-                raise QueueFullError(f"the engine takes max_waiting = {self._size} requests at a time; try again later")
-            turn = place.events.create_future()
-            self._waiting.append((place, turn))
-        await turn
+                raise QueueFullError(
+                    f"the engine is full: it accepts max_waiting = {self._size} requests at a time; try again later"
+                )
+            admitted = admission.events.create_future()
+            self._waiting.append((admission, admitted))
+        await admitted
 
-    def let_in(self, place: _Place) -> None:
-        """A request need not wait any more: it is to end, and will take no room for long."""
+    def let_in(self, admission: _Admission) -> None:
+        """Admit a waiting request at once, since it was aborted and will end soon."""
         with self._lock:
-            for waiting in [one for one in self._waiting if one[0] is place]:
+            for waiting in [one for one in self._waiting if one[0] is admission]:
                 self._waiting.remove(waiting)
                 if self._admit(*waiting):
                     self._used += 1
 
-    def leave(self, place: _Place) -> None:
-        """A request waits no more, and gives its room to the next one, if it has any."""
+    def leave(self, admission: _Admission) -> None:
+        """Remove a waiting request, or free the room of an admitted one for the next in the queue."""
         with self._lock:
-            for waiting in [one for one in self._waiting if one[0] is place]:
+            for waiting in [one for one in self._waiting if one[0] is admission]:
                 self._waiting.remove(waiting)
-            if not place.has_room:
+            if not admission.has_room:
                 return
-            place.has_room = False
+            admission.has_room = False
             while self._waiting and self._used <= self._size:
                 if self._admit(*self._waiting.popleft()):
                     return
             self._used -= 1
 
-    def _admit(self, place: _Place, turn: asyncio.Future[None]) -> bool:
-        """Gives room to a request that waits; whether its event loop takes it."""
+    def _admit(self, admission: _Admission, admitted: asyncio.Future[None]) -> bool:
+        """Admit a waiting request; return False if its event loop is closed."""
         try:
-            place.events.call_soon_threadsafe(_let_in, turn)
+            admission.events.call_soon_threadsafe(_let_in, admitted)
         except RuntimeError:  # its event loop is closed
             return False
-        place.has_room = True
+        admission.has_room = True
         return True
 
 
-def _let_in(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
+def _let_in(admitted: asyncio.Future[None]) -> None:
+    if not admitted.done():
+        admitted.set_result(None)
 
 
-async def together[T](work: Sequence[Callable[[], Coroutine[Any, Any, T]]], most: int) -> list[T]:
-    """What all of it comes to, so many at a time; the first error ends the rest."""
+async def together[T](work: Sequence[Callable[[], Coroutine[Any, Any, T]]], limit: int) -> list[T]:
+    """Run coroutines, at most `limit` at a time, and return their results in order; the first error ends the rest."""
     results: dict[int, T] = {}
-    left = iter(enumerate(work))  # of all workers: there are no more tasks than may run
+    left = iter(enumerate(work))  # shared by all workers, of which there are at most `limit`
 
     async def some() -> None:
         for number, begin in left:
             results[number] = await begin()
 
-    tasks = [asyncio.ensure_future(some()) for _ in range(min(most, len(work)))]
+    tasks = [asyncio.ensure_future(some()) for _ in range(min(limit, len(work)))]
     try:
         await asyncio.gather(*tasks)
         return [results[number] for number in range(len(work))]

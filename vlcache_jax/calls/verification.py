@@ -1,4 +1,4 @@
-"""Answers beside those of a cold run."""
+"""Verification: comparison of outputs with those of a cold run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from vlcache_jax.reuse.policies import full_prefill
 def verify(
     loop: Loop, builder: SequenceBuilder, group: list[Planned], answers: list[Generation]
 ) -> list[Verification | None]:
-    """Runs requests without the cache, and both ways with the answers' tokens forced.
+    """Run requests again without the cache, and both ways with the outputs' tokens forced.
 
     Returns:
-      None where there is no answer, and where it cannot be compared: then that is the answer's error.
+      The comparison of each output; None if there is no output, or if it cannot be compared, which becomes the error of
+      the output.
     """
     compared: list[Verification | None] = [None] * len(group)
     good = [
@@ -32,7 +33,7 @@ def verify(
         good, _verify(loop, builder, [group[i] for i in good], [answers[i] for i in good]), strict=True
     ):
         if isinstance(found, str):
-            answers[i].fail(f"the answer cannot be verified: {found}")
+            answers[i].fail(f"the output cannot be verified: {found}")
         else:
             compared[i] = found
     return compared
@@ -41,7 +42,7 @@ def verify(
 def _verify(
     loop: Loop, builder: SequenceBuilder, group: list[Planned], answers: list[Generation]
 ) -> list[Verification | str]:
-    """A comparison for each answer, or why there is none."""
+    """Return the comparison of each output, or the reason why it failed."""
     cold = [_without_cache(planned, loop.engine.runner.config.text.num_layers) for planned in group]
     again = [
         dataclasses.replace(
@@ -56,7 +57,7 @@ def _verify(
         for planned, answer in zip(cold, answers, strict=True)
     ]
     loop.run(again)
-    # An image whose record failed was computed instead: the plan that ran is the answer's.
+    # If an entry failed to load, its image was computed instead: compare the plan that ran.
     warm = [
         dataclasses.replace(planned, plan=answer.progress.plan, uses=tuple(answer.progress.images))
         for planned, answer in zip(group, answers, strict=True)
@@ -78,7 +79,7 @@ def _verify(
 
 
 def _without_cache(planned: Planned, num_layers: int) -> Planned:
-    """The same request, with every image to be decoded, encoded and computed."""
+    """Return the request with all images decoded, encoded and computed."""
     spans = tuple(
         dataclasses.replace(span, image=_without_records(span.image), state="miss")
         if isinstance(span, ImageSpan)

@@ -1,5 +1,5 @@
-"""The command line: `vlcache`.
+"""Commands of the CLI, `vlcache`.
 
-Each command reads its arguments, sees that they can be used before anything is loaded, and calls what does the work.
-Heavy imports stand inside the commands, so that `--help` answers at once. Nothing is imported from here.
+Each command checks its arguments before it loads anything, and then calls the package that does the work. Heavy imports
+are inside the commands, so that `--help` is fast. No other package imports this one.
 """

@@ -1,4 +1,4 @@
-"""`vlcache ask`: one question about images and videos."""
+"""`vlcache ask`: a question about images and videos."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
     from vlcache_jax.outputs import RequestOutput
 
-_LEAST = 0.0005  # seconds that are reported
+_MIN_SECONDS = 0.0005  # shorter times are not reported
 _SALT = "vlcache ask, rehearsal"
 Conversation = list[dict[str, Any]]
 
@@ -37,21 +37,23 @@ def ask(
     options: EngineOptions,
     twice: bool,
 ) -> None:
-    """Prints the answer, and on stderr what it took; twice: then again, now that the images are known.
+    """Print the output, and on stderr its tokens, times and cache hits.
 
-    Of two answers all programs are compiled before, so that their times can be compared.
+    With `twice`, the request runs again with cached images. All programs are compiled before, so that the times can be
+    compared.
 
     Args:
-      words: files of images or videos, and last the question.
-      model: None is the shipped one.
+      words: image or video files, and the question as the last item.
+      model: checkpoint directory or Hub ID; None: the shipped model.
       compress: see `LLM.chat`.
-      system: the system message, if any.
-      fps: of videos.
-      sampling: of `SamplingParams`.
-      options: of the engine.
+      system: system message; None: no system message.
+      fps: frames per second sampled from videos; None: the checkpoint's own.
+      sampling: arguments of `SamplingParams`.
+      options: options of the engine.
+      twice: True to run the request twice.
 
     Raises:
-      ValueError, OSError: a file cannot be read, or an option is wrong.
+      ValueError, OSError: a file cannot be read, or an option is invalid.
     """
     *files, question = words
     if pathlib.Path(question).is_file():
@@ -70,7 +72,7 @@ def ask(
         parse_compressor(compress)
     with LLM(model or SHIPPED, **options) as llm:
         if twice:
-            _rehearse(llm, conversation, params, shown, compress)
+            _compile(llm, conversation, params, shown, compress)
         for _ in range(1 + twice):
             before = llm.stats()
             [output] = llm.chat(conversation, params, compress=compress)
@@ -79,7 +81,7 @@ def ask(
 
 
 def _part(file: str, fps: float | None) -> dict[str, Any]:
-    """A file as a part of a message, after a look whether it can be read."""
+    """Return a message part with a file. Reads the file to check it."""
     if is_video(file):
         read_video(file, name="VIDEO").film.head()
         return {"type": "video", "path": file} | ({} if fps is None else {"fps": fps})
@@ -87,11 +89,13 @@ def _part(file: str, fps: float | None) -> dict[str, Any]:
     return {"type": "image", "path": file}
 
 
-def _rehearse(
+def _compile(
     llm: LLM, conversation: Conversation, params: Any, shown: Sequence[Mapping[str, Any]], compress: str | None
 ) -> None:
-    """Asks for a few tokens, cold and again, until nothing is compiled. What is asked afterwards finds nothing of it:
-    it has a salt of its own, and leaves the disk as it was."""
+    """Run short requests, without and with cached images, until all programs are compiled.
+
+    They have a salt of their own and delete their cache entries, so that later requests have no hits of them.
+    """
     brief = dataclasses.replace(params, max_tokens=min(2, params.max_tokens))
 
     def twice() -> None:
@@ -118,10 +122,9 @@ def _summary(output: RequestOutput, before: EngineStats, after: EngineStats) -> 
 
 
 def _waited(before: EngineStats, after: EngineStats) -> str:
-    """How long the answer waited for programs, in seconds: those that were compiled, and those that an earlier process
-    compiled and that were loaded."""
+    """Return, as text, how long the request waited for programs to be compiled, or to be loaded from disk."""
     compiled = after.compile_seconds - before.compile_seconds
     loaded = after.load_seconds - before.load_seconds
-    told = [f"{compiled:.3f} s are compilation"] if compiled > _LEAST else []
-    told += [f"{loaded:.3f} s loading compiled programs"] if loaded > _LEAST else []
-    return f", of which {' and '.join(told)}" if told else ""
+    parts = [f"{compiled:.3f} s are compilation"] if compiled > _MIN_SECONDS else []
+    parts += [f"{loaded:.3f} s loading compiled programs"] if loaded > _MIN_SECONDS else []
+    return f", of which {' and '.join(parts)}" if parts else ""

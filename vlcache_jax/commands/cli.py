@@ -77,9 +77,7 @@ def demo_command(
 
 @app.command("doctor")
 def doctor_command(
-    again: Annotated[
-        bool, typer.Option("--again", help="Repeat the self-test of kernels that were tested before.")
-    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Repeat the self-test of kernels that have a result.")] = False,
 ) -> None:
     """Report versions, device, kernels and caches of this machine, with a remedy for each problem.
 
@@ -113,9 +111,11 @@ def info_command(
         ),
     ] = None,
     same_model: opt.SameModel = None,
-    image: Annotated[str, typer.Option(help="Height x width of the image to count, in pixels.")] = "1024x1024",
+    image: Annotated[
+        str, typer.Option(help="Image size, height x width in pixels such as 1080x1920, for which tokens are counted.")
+    ] = "1024x1024",
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto, which is bfloat16 as on a GPU.")
+        str, typer.Option(help="Data type: float32, bfloat16, float16, or auto, which is bfloat16 as on a GPU.")
     ] = "auto",
     max_rows: Annotated[
         int | None,
@@ -190,7 +190,10 @@ def run_command(
     reuse: opt.Reuse = "exact",
     compress: opt.Compress = None,
     system: opt.System = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an output, for requests that set none.")] = 256,
+    max_tokens: Annotated[
+        int,
+        typer.Option(help="Maximum tokens of an output, for requests that set none.", rich_help_panel="Sampling"),
+    ] = 256,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
     seed: opt.Seed = None,
@@ -208,12 +211,17 @@ def run_command(
     remote: opt.Remote = None,
     peer: opt.Peers = None,
     codec: opt.Codec = "auto",
-    images_from: Annotated[str, typer.Option(help="Folder that image paths must be in.")] = "/",
+    images_from: Annotated[
+        str, typer.Option(help="Folder that image paths must be in.", rich_help_panel="Images")
+    ] = "/",
     allow_remote_images: opt.AllowRemoteImages = False,
     trust_request_chat_template: opt.TrustTemplates = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard OUT and start again.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Discard OUT and start again.", rich_help_panel="Output")
+    ] = False,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Run the requests again that ended with an error.")
+        bool,
+        typer.Option("--retry-errors", help="Run requests again that ended with an error.", rich_help_panel="Output"),
     ] = False,
     ray: opt.Ray = None,
     engines: opt.Engines = None,
@@ -228,7 +236,7 @@ def run_command(
     Example: vlcache run questions.jsonl answers.jsonl -m Qwen/Qwen3-VL-2B-Instruct --reuse approximate
     """
     with say_errors():
-        from vlcache_jax.commands.run import Recipe, run
+        from vlcache_jax.commands.run import RunSettings, run
         from vlcache_jax.sampling import SamplingParams
 
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
@@ -251,18 +259,20 @@ def run_command(
             "tensor_parallel_size": tensor_parallel_size,
             "cache": cache,
         }
-        recipe = Recipe(source, model, reuse, compress, system, defaults, options, trust_request_chat_template)
+        settings = RunSettings(source, model, reuse, compress, system, defaults, options, trust_request_chat_template)
         if ray is None and engines is not None:
-            raise ValueError(f"engines must be left out without --ray, got {engines}")
+            raise ValueError(f"--engines requires --ray, got --engines {engines} without --ray")
         if ray is None:
-            run(recipe, out, overwrite=overwrite, retry=retry_errors)
+            run(settings, out, overwrite=overwrite, retry=retry_errors)
             return
         try:
             from vlcache_jax.commands.run_ray import answer
         except ImportError as error:
-            raise ValueError(f"--ray needs what is not installed: {error}") from error
+            raise ValueError(
+                f"--ray requires a package that is not installed: {error}; run: pip install ray"
+            ) from error
         by_ray = functools.partial(answer, address=ray or None, engines=engines)
-        run(recipe, out, overwrite=overwrite, retry=retry_errors, answer=by_ray)
+        run(settings, out, overwrite=overwrite, retry=retry_errors, answer=by_ray)
 
 
 @app.command("ask")
@@ -278,7 +288,7 @@ def ask_command(
     max_tokens: opt.MaxTokens = 256,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for sampling.", rich_help_panel="Sampling")] = 0,
     max_pixels: opt.MaxPixels = None,
     dtype: opt.Dtype = "auto",
     max_rows: opt.MaxRows = None,
@@ -291,15 +301,19 @@ def ask_command(
     twice: Annotated[
         bool,
         typer.Option(
-            "--twice", help="Ask twice, to compare TTFT without and with cached images. Programs are compiled before."
+            "--twice",
+            help="Ask twice, to compare TTFT without and with cached images. Programs are compiled before.",
+            rich_help_panel="Image cache",
         ),
     ] = False,
     fps: Annotated[
         float | None,
-        typer.Option(help="Frames per second sampled from videos.", show_default="the checkpoint's own"),
+        typer.Option(
+            help="Frames per second sampled from videos.", show_default="the checkpoint's own", rich_help_panel="Images"
+        ),
     ] = None,
 ) -> None:
-    """Ask a question about images and videos. The file extension tells them apart.
+    """Ask a question about images and videos. The file extension distinguishes them.
 
     Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
     """
@@ -325,7 +339,7 @@ def ask_command(
 
 
 class _Serve(TyperCommand):
-    """Its options are those of the engine, which are read when the command is called for."""
+    """Command with the options of the engine, which are imported when the command runs."""
 
     @functools.cached_property
     def own(self) -> Any:
@@ -350,11 +364,11 @@ def serve_command() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    # Advice of transformers for people who train with it; a word of ours says what is wrong.
+    """Run the console script."""
+    # transformers logs advice for training. Errors of this package name the problem.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")  # nobody asked for lines of source
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")  # without the source line
     app()
 
 

@@ -58,7 +58,7 @@ def run_demo(report: pathlib.Path) -> None:
     """
     console = Console()
     start = time.perf_counter()
-    with LLM(SHIPPED, cache=CacheConfig(load="link")) as llm:  # load cached KV even if computing were faster here
+    with LLM(SHIPPED, cache=CacheConfig(load="kv")) as llm:  # load cached KV even if computing were faster here
         loaded = time.perf_counter() - start
         with Progress("compiling (later runs load the programs from disk)"):
             _cache_apart(llm, dict.fromkeys(name for turn in TURNS for name in turn.images))
@@ -129,7 +129,7 @@ def _ask(llm: LLM, turn: DemoTurn, reuse: str) -> RequestOutput:
 
 
 def _median(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Return the output with the median TTFT, of an odd number."""
+    """Return the output with the median TTFT of an odd number of outputs."""
     return sorted(outputs, key=lambda output: output.metrics.ttft)[len(outputs) // 2]
 
 

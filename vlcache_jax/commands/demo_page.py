@@ -41,8 +41,8 @@ class DemoTurn:
     Attributes:
       images: file names, in the order of the prompt.
       before: text before the images; empty: the images come first.
-      question: text after them.
-      answer: the right one.
+      question: text after the images.
+      answer: expected answer.
     """
 
     images: tuple[str, ...]
@@ -61,7 +61,7 @@ class DemoTurn:
 
 @dataclasses.dataclass(frozen=True)
 class DemoRun:
-    """A turn that was answered in one mode: of its repeats the one with the median TTFT."""
+    """Turn that was answered in one mode: the repeat with the median TTFT."""
 
     turn: DemoTurn
     output: RequestOutput
@@ -81,7 +81,7 @@ class DemoRun:
 
     @property
     def milliseconds(self) -> float:
-        """TTFT."""
+        """TTFT in milliseconds."""
         return 1000 * self.output.metrics.ttft
 
     @property
@@ -104,7 +104,7 @@ def speed(ratio: float) -> str:
 def result(runs: Mapping[str, Sequence[DemoRun]]) -> str:
     """Return the result of the demo in one sentence."""
     own, base = runs["approximate"], runs[BASE]
-    right, before = (sum(run.is_right for run in of) for of in (own, base))
+    right, before = (sum(run.is_right for run in mode) for mode in (own, base))
     return (
         f'With reuse="approximate", {right} of {len(own)} answers are correct (without reuse: {before} of {len(base)}) '
         f"and the first token comes {speed(total(base) / total(own))}."
@@ -112,7 +112,7 @@ def result(runs: Mapping[str, Sequence[DemoRun]]) -> str:
 
 
 def lesson(runs: Mapping[str, Sequence[DemoRun]]) -> str:
-    """Return what the questions have in common that `full` answers wrongly, if there are any."""
+    """Return a sentence about the questions that `full` answers wrongly, with the cause they share."""
     wrong = [i for i, run in enumerate(runs["full"]) if not run.is_right]
     if not wrong:
         return 'With "full", all answers are correct.'
@@ -130,13 +130,13 @@ def make_page(runs: Mapping[str, Sequence[DemoRun]], model: str, repeats: int, m
     """Return the report as HTML.
 
     Args:
-      runs: by mode of `MODES`; one for each question.
-      model: what answered.
+      runs: runs of each mode of `MODES`, one for each question.
+      model: model and device, as text.
       repeats: number of runs that the times are medians of.
       made_on: see `environment`.
     """
     names = dict.fromkeys(name for run in runs[BASE] for name in run.turn.images)
-    longest = max(run.milliseconds for of in runs.values() for run in of)
+    longest = max(run.milliseconds for mode in runs.values() for run in mode)
     guide = pathlib.Path(vlcache_jax.__file__).resolve().parents[1] / "docs" / "guides" / "reuse.md"
     environment = jinja2.Environment(
         autoescape=True,

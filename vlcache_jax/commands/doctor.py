@@ -1,4 +1,4 @@
-"""`vlcache doctor`: what runs on this machine, and why."""
+"""`vlcache doctor`: a report on this machine, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlcache_jax.common.json_files import read_object
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.device.mesh import Devices, check_exchange
 from vlcache_jax.device.programs.compile_cache import folder as folder_of_programs
-from vlcache_jax.kernel_selftest import Verdict, meet
+from vlcache_jax.kernel_selftest import SelfTestResult, run_selftest
 from vlcache_jax.kernel_selftest.gpu import Gpu, find_chip, find_ptxas, memory, old_driver, refusal
 from vlcache_jax.kernel_selftest.selftest import identity_of, place, versions
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
@@ -23,16 +23,16 @@ from vlcache_jax.preparation import planner
 from vlcache_jax.study.report import environment
 
 Findings = list[tuple[str, str]]
-EXCHANGED = 2**26  # bytes, in which several devices show how fast they add up
+EXCHANGED = 2**26  # bytes of the all-reduce that is timed on several devices
 
 
 def examine(again: bool) -> tuple[Findings, list[str]]:
-    """Returns (what was found, by name; what to do about each problem).
+    """Return (findings by name, a remedy for each problem).
 
     Args:
-      again: check kernels that have a verdict, too.
+      again: True to repeat the self-test of kernels that have a result.
     """
-    # Before jax opens the device, which may be in use: nothing here needs much of it.
+    # Set before jax opens the device, which other processes may use: this command needs little memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     problems: list[str] = []
     with Progress("examining this machine"):
@@ -40,59 +40,63 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             chip = find_chip()
         except OSError as error:
             chip = None
-            problems.append(f"{error}: see that `nvidia-smi` works.")
-        verdicts = meet(CHECKS, PORTABLE, again=again, show=False)  # before jax holds the device
+            problems.append(f"{error}: check that `nvidia-smi` works.")
+        results = run_selftest(CHECKS, PORTABLE, again=again, show=False)  # before jax opens the device
         try:
             devices = jax.devices()
             platform, runs = devices[0].platform, devices[0].device_kind
-        except (RuntimeError, AssertionError) as error:  # the latter where no platform asked for is installed
+        except (RuntimeError, AssertionError) as error:  # AssertionError: no requested platform is installed
             devices, platform, runs = [], "", f"nothing: {str(error) or 'no device'}"
-            asked = jax.config.jax_platforms or jax.config.read("jax_platform_name")
-            how = f"{asked!r} is asked for, say by JAX_PLATFORMS" if asked else "JAX_PLATFORMS=cpu runs on the CPU"
+            requested = jax.config.jax_platforms or jax.config.read("jax_platform_name")
+            how = "set JAX_PLATFORMS=cpu to use the CPU"
+            if requested:
+                how = f"{requested!r} is requested, for example by JAX_PLATFORMS, but not available"
             problems.append(f"jax has no device: {how}.")
-    # What is installed and what runs it.
+    # Versions and devices.
     named = environment("vlcache-jax", "flax", "transformers")["versions"] | versions()
     findings = [("versions", ", ".join(f"{name} {version}" for name, version in named.items())), ("jax uses", runs)]
     findings += _together(devices, problems)
     if chip is None:
         findings.append(("GPU", "none: XLA runs on the CPU. With an NVIDIA GPU, install with `--extra cuda13`"))
     else:
-        findings += _of_chip(chip)
-        if platform != "gpu" and not (jax.config.jax_platforms or "cuda").startswith("cpu"):  # else so wished
-            how = "see with `nvidia-smi` who uses it, and set JAX_PLATFORMS=cuda to be told why"
+        findings += _gpu(chip)
+        if platform != "gpu" and not (jax.config.jax_platforms or "cuda").startswith(
+            "cpu"
+        ):  # else the user selected the CPU
+            how = "look with `nvidia-smi` for processes that use it, and set JAX_PLATFORMS=cuda to see the error"
             if not any(name.endswith("-plugin") for name in named):
                 how = "install with `--extra cuda13`"
             elif (old := old_driver(chip.driver, named)) is not None:
                 how = old
             problems.append(f"jax does not use {chip.name}: {how}.")
-    # Which kernels are used, and why not.
-    refused = refusal() if verdicts else None
+    # Implementation of each kernel, with the reason.
+    refused = refusal() if results else None
     if refused is not None:
         problems.append(
-            f"the toolchain is refused, and XLA, which is slower, runs in place of the kernels: {refused}. "
-            "Install with `--extra cuda13`, which brings a newer CUDA."
+            f"the kernels are off, and slower XLA programs replace them, because of the toolchain: {refused}. "
+            "Install with `--extra cuda13`, which has a newer CUDA."
         )
     for kernel in CHECKS:
         found = "xla (no NVIDIA GPU since Ampere that jax uses)"
         if refused is not None:
-            found = "xla (the toolchain is refused)"
-        elif verdicts:
-            found = _runs(kernel, verdicts, problems)
+            found = "xla (the toolchain is not supported)"
+        elif results:
+            found = _runs(kernel, results, problems)
         findings.append((kernel, found))
-    # Where that is kept, and what else is.
-    if chip is not None and verdicts and refused is None:
+    # Files of results, tuned tiles, rates and programs.
+    if chip is not None and results and refused is None:
         path = place(identity_of(chip))
-        findings.append(("verdicts", str(path)))
-        if not path.is_file() and any(verdict.passed is not None for verdict in verdicts.values()):
+        findings.append(("results", str(path)))
+        if not path.is_file() and any(result.passed is not None for result in results.values()):
             problems.append(
-                f"verdicts cannot be kept in {path.parent}, and are found anew at each start: see who owns it."
+                f"results of self-tests cannot be stored in {path.parent}, so they run at each start: make it writable."
             )
     findings += [("tuned", _tuned(problems)), ("rates", _rates(problems)), ("programs", _programs())]
     return findings, problems
 
 
 def _together(devices: list[jax.Device], problems: list[str]) -> Findings:
-    """Whether several devices can share a model, and how fast they add up."""
+    """Return whether several devices reach each other, and the time of an all-reduce."""
     found = [device for device in devices if device.device_kind == devices[0].device_kind]
     if len(found) < 2:
         return []
@@ -100,14 +104,14 @@ def _together(devices: list[jax.Device], problems: list[str]) -> Findings:
         seconds = check_exchange(Devices.over(found), EXCHANGED // 4)
     except RuntimeError as error:
         problems.append(str(error))
-        return [("devices", f"{len(found)}, which do not reach each other")]
+        return [("devices", f"{len(found)}, unable to communicate")]
     rate = f"{EXCHANGED >> 20} MiB in {1e3 * seconds:.2f} ms ({EXCHANGED / seconds / 1e9:.1f} GB/s)"
-    return [("devices", f"{len(found)}, which add up {rate}")]
+    return [("devices", f"{len(found)}, all-reduce of {rate}")]
 
 
-def _of_chip(chip: Gpu) -> Findings:
+def _gpu(chip: Gpu) -> Findings:
     sizes = memory(chip)
-    room = "unknown: NVML does not tell"
+    room = "unknown: NVML does not report it"
     if sizes is not None:
         room = "{:.1f} GiB free of {:.1f} GiB".format(*(size / 2**30 for size in sizes))
     ptxas = find_ptxas()
@@ -118,26 +122,28 @@ def _of_chip(chip: Gpu) -> Findings:
     ]
 
 
-def _runs(kernel: str, verdicts: Mapping[str, Verdict], problems: list[str]) -> str:
-    """Which form of a kernel runs on a GPU, and what was found of those before it."""
+def _runs(kernel: str, results: Mapping[str, SelfTestResult], problems: list[str]) -> str:
+    """Return the implementation of a kernel that runs on this GPU, with the results of its self-tests."""
     found = []
     for implementation, name in (("mosaic_gpu", kernel), ("mosaic_gpu_mma", PORTABLE.get(kernel))):
-        verdict = verdicts.get(name or "")
-        if verdict is None:
+        result = results.get(name or "")
+        if result is None:
             continue
-        found.append(str(verdict))
-        if verdict.passed:
+        found.append(str(result))
+        if result.passed:
             return f"{implementation} ({'; '.join(found)})"
-        problems += _problems(name or kernel, verdict)
-    return f"xla ({'; '.join(found) or 'it has no kernel for this GPU'})"
+        problems += _problems(name or kernel, result)
+    return f"xla ({'; '.join(found) or 'no kernel for this GPU'})"
 
 
-def _problems(name: str, verdict: Verdict) -> list[str]:
-    if verdict.passed is None:
-        return [f"{name} could not be checked: see with `nvidia-smi` who uses the device, and run this again."]
+def _problems(name: str, result: SelfTestResult) -> list[str]:
+    if result.passed is None:
+        return [
+            f"{name} could not be checked: look with `nvidia-smi` for processes that use the device, then try again."
+        ]
     return [
-        f"{name} is wrong on this GPU, and what is slower runs in its place: please report the text above. "
-        "Another driver or version is checked by itself, these with `vlcache doctor --again`."
+        f"{name} returns wrong values on this GPU, and a slower implementation replaces it: please report the text "
+        "above. After an update of the driver or of a package it is tested again, or with `vlcache doctor --again`."
     ]
 
 
@@ -148,12 +154,12 @@ def _tuned(problems: list[str]) -> str:
     try:
         rows = read_object(path)["rows"]
         shapes = ", ".join(
-            f"{row['N']} rows of {row['H']}/{row['K']} heads of {row['D']}"
-            + ("" if mosaic_gpu.is_tuned_here(row) else " (passed over: of a jax that uses registers otherwise)")
+            f"{row['N']} tokens, {row['H']}/{row['K']} heads x {row['D']}"
+            + ("" if mosaic_gpu.is_tuned_here(row) else " (skipped: tuned for a jax with other register use)")
             for row in rows
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problems.append(f"{path} is damaged ({error!r}): remove it, or let `python -m benchmarks.gpu` make it anew.")
+        problems.append(f"{path} is damaged ({error!r}): delete it, or replace it with `python -m benchmarks.gpu`.")
         return f"damaged: {path}"
     return f"{shapes} ({path})"
 
@@ -164,15 +170,15 @@ def _rates(problems: list[str]) -> str:
         try:
             known, _ = planner.read_rates(path)
             if planner.place(known) != path:
-                raise ValueError(f"{path} must have the name of what its rates hold for, {planner.place(known).name}")
+                raise ValueError(f"{path} must have the file name of its model and device, {planner.place(known).name}")
         except ValueError as error:
-            problems.append(f"{error}: remove it, or let `vlcache calibrate` make it anew.")
+            problems.append(f"{error}: delete it, or replace it with `vlcache calibrate`.")
         else:
-            told = ("model", "layers", "width", "dtype", "codec", "device")
-            model, layers, width, dtype, codec, device = (known.get(name) for name in told)
+            names = ("model", "layers", "width", "dtype", "codec", "device")
+            model, layers, width, dtype, codec, device = (known.get(name) for name in names)
             models.append(f"{model} of {layers} layers x {width} in {dtype}, codec {codec}, on {device}")
     if not models:
-        return "none: images that are found are linked. `vlcache calibrate MODEL` measures whether that pays"
+        return "none: KV of cached images is always loaded. `vlcache calibrate MODEL` measures whether that pays"
     return f"{'; '.join(models)} ({planner.folder()})"
 
 
@@ -182,7 +188,7 @@ def _programs() -> str:
     for folder in folders:
         sizes = []
         for file in folder.rglob("*"):
-            with contextlib.suppress(OSError):  # others write there
+            with contextlib.suppress(OSError):  # other processes delete files
                 sizes.append(file.stat().st_size)
         found.append(f"{len(sizes)} files, {sum(sizes) / 2**20:.0f} MiB in {folder}")
-    return f"{'; '.join(found)}; made anew where they are removed"
+    return f"{'; '.join(found)}; deleted files are compiled again"

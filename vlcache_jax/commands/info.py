@@ -1,8 +1,9 @@
-"""`vlcache info`: what a model is and what it needs, from its configuration alone."""
+"""`vlcache info`: architecture and memory of a model, from its configuration."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -13,7 +14,7 @@ import numpy as np
 from vlcache_jax.common.checks import check_whole
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
-from vlcache_jax.device.buckets import Ladder
+from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import (
     GPU_SHARE,
@@ -23,7 +24,7 @@ from vlcache_jax.device.memory_plan import (
     dequantized_bytes,
     limit_rows,
     round_pages,
-    smaller_ladders,
+    smaller_buckets,
     weight_bytes,
 )
 from vlcache_jax.device.mesh import check_sizes, fitting, widened
@@ -35,10 +36,10 @@ from vlcache_jax.models.params import parameters
 from vlcache_jax.models.registry import FAMILIES, FP8, SIZES, find_name, load_config, published_config
 from vlcache_jax.pallas_kernels import PAGE
 
-GPUS = (24, 40, 48, 80, 141)  # GB
-USABLE = 0.95  # of a GPU's memory; the rest is the driver's and XLA's
+GPUS = (24, 40, 48, 80, 141)  # GPU memory in GB
+USABLE = 0.95  # fraction of a GPU's memory; the driver and XLA take the rest
 
-NOTHING = "-"  # in a cell
+NOTHING = "-"  # empty table cell
 
 Findings = list[tuple[str, str]]
 
@@ -52,26 +53,26 @@ def describe(
     max_pixels: int | None = None,
     gpus: int = 1,
 ) -> tuple[Findings, list[dict[str, Any]], list[str]]:
-    """Returns (what is so, by name; a row for each size of GPU, and of a published model also one in 8 bits, if there
-    is such a checkpoint; what to do about GPUs that it does not fit on).
+    """Return (facts by name, a table row for each GPU size, a hint for each size that the model does not fit).
 
-    A row has the sizes that an engine chooses there, which opens without arguments.
+    A row has the sizes that an engine with default options chooses on that GPU. A published size with an FP8 checkpoint
+    has a row for each of both.
 
     Args:
-      model: a checkpoint, an id on the hub, the name of a shipped model, or a published size such as "qwen3-vl-8b",
-        for which nothing is read or fetched; weights are never fetched.
-      dtype: of weights and K, V; "auto" is bfloat16, as on a GPU.
-      height, width: of the image to count for, in pixels.
-      max_rows: of a prefill step; None: as many as leave room for a pool.
-      max_pixels: of an image, which is scaled down to it; None: the checkpoint's own.
-      gpus: that share the model.
+      model: checkpoint directory, Hub ID, name of a shipped model, or a published size such as "qwen3-vl-8b", for which
+        nothing is read or downloaded. Weights are never downloaded.
+      dtype: data type of weights and KV; "auto" is bfloat16, as on a GPU.
+      height, width: size of the image to count, in pixels.
+      max_rows: tokens in a prefill chunk; None (default): as many as leave room for a KV pool.
+      max_pixels: maximum pixels of an image; larger ones are scaled down; None (default): the checkpoint's own.
+      gpus: number of GPUs that share the model.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such model, it is of an unknown kind, or an argument is wrong.
+      FileNotFoundError, ValueError: the model does not exist or has an unknown architecture, or an argument is invalid.
     """
     size = as_dtype("bfloat16" if dtype == "auto" else dtype)
     source, config, processor = _find(model)
-    variants = [config, *_in_8_bits(model)]
+    variants = [config, *_fp8(model)]
     processor = processor.with_limits(None if max_pixels is None else {"max_pixels": max_pixels})
     check_whole("gpus", gpus, 1)
     check_sizes(config.text, gpus, "gpus")
@@ -103,7 +104,7 @@ def describe(
             f"{tokens} tokens; cached: {_gigabytes(slot * tokens)} of KV and {_gigabytes(rows)} of encoder output",
         ),
     ]
-    # The GPU that is here, or else the usual sizes.
+    # The GPU of this machine, or common sizes.
     chip = find_chip()
     found = None if chip is None else memory(chip)
     sizes = {f"{size} GB": size * 10**9 for size in GPUS}
@@ -123,12 +124,12 @@ def describe(
 
 
 def _count(config: ModelConfig) -> int:
-    """Parameters of a model; factors of weights in 8 bits are none."""
+    """Return the number of parameters of a model, without the scales of FP8 weights."""
     return sum(math.prod(one.shape) for one in parameters(config) if one.parts[0].factors is None)
 
 
 def _bits(config: ModelConfig, dtype: np.dtype) -> str:
-    """What weights are in."""
+    """Return the data type of the weights as text."""
     return dtype.name if config.text.quantization is None else "FP8"
 
 
@@ -136,26 +137,26 @@ def _weights(variants: list[ModelConfig], dtype: np.dtype) -> str:
     return ", ".join(f"{_gigabytes(weight_bytes(one, dtype))} in {_bits(one, dtype)}" for one in variants)
 
 
-def _in_8_bits(model: str) -> list[ModelConfig]:
-    """The same published size in 8 bits, if there is one."""
+def _fp8(model: str) -> list[ModelConfig]:
+    """Return the configuration of the FP8 checkpoint of a published size, if there is one."""
     name = f"{find_name(model)}-FP8"
     return [published_config(name)] if name in FP8 and not pathlib.Path(model).is_dir() else []
 
 
 def _experts(text: TextConfig, count: int) -> Findings:
-    """What is to be said of a mixture of experts; `count`: parameters of the model."""
+    """Return a line about the experts of a mixture of experts; `count` is the number of parameters of the model."""
     if (experts := text.experts) is None:
         return []
     idle = len(experts.layers) * (experts.count - experts.chosen) * 3 * text.hidden_size * experts.intermediate_size
-    said = (
+    summary = (
         f"{experts.count} x {experts.intermediate_size} in {len(experts.layers)} layers, {experts.chosen} per token; "
         f"{_millions(count - idle)} active parameters"
     )
-    return [("experts", said)]
+    return [("experts", summary)]
 
 
 def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
-    """Where a model is from, its configuration and its image processor."""
+    """Return (source as text, configuration, image processor) of a model."""
     name = find_name(model)
     if name is not None and not pathlib.Path(model).is_dir():
         settings = FAMILIES[SIZES[FP8.get(name, name)].model_type].published.image_processor
@@ -175,13 +176,14 @@ def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
 
 @dataclasses.dataclass(frozen=True)
 class _Engine:
-    """What an engine needs of a GPU.
+    """Memory of an engine, in bytes over all its GPUs.
 
     Attributes:
-      config, processor: of the model.
-      dtype: of its weights, those in 8 bits aside.
-      rows: of a prefill step; None: what fits.
-      gpus: that share it; bytes are those of all.
+      config: configuration of the model.
+      processor: image processor of the model.
+      dtype: data type of weights that are not FP8.
+      rows: tokens in a prefill chunk; None: what fits.
+      gpus: number of GPUs that share the model.
     """
 
     config: ModelConfig
@@ -198,55 +200,54 @@ class _Engine:
     def kv(self) -> KVShape:
         return KVShape.of(self.computed, self.dtype)
 
-    @property
+    @functools.cached_property
     def weights(self) -> int:
         return weight_bytes(self.computed, self.dtype, self.gpus)
 
-    def activations(self, ladder: Ladder) -> int:
+    def activations(self, buckets: BucketSizes) -> int:
         made = dequantized_bytes(self.computed, False, self.gpus)
-        return activation_bytes(self.computed, self.kv, ladder, self.gpus) + made
+        return activation_bytes(self.computed, self.kv, buckets, self.gpus) + made
 
-    def slots(self, total: int, ladder: Ladder) -> int:
-        """Of the pool on a GPU of so many bytes; see `memory_plan.plan_pool`."""
-        rest = USABLE * total - self.weights - self.activations(ladder)
+    def slots(self, total: int, buckets: BucketSizes) -> int:
+        """Return the KV slots of the pool on GPUs of `total` bytes; see `memory_plan.plan_pool`."""
+        rest = USABLE * total - self.weights - self.activations(buckets)
         return PAGE * round_pages(int(GPU_SHARE * rest // (self.kv.slot_bytes * PAGE)) - 1)
 
-    def fit(self, total: int) -> tuple[Ladder, int]:
-        """The sizes that are chosen on a GPU of so many bytes, and the slots of the pool; see
-        `memory_plan.plan_memory`."""
-        wished = Ladder() if self.rows is None else limit_rows(Ladder(), self.rows)
+    def fit(self, total: int) -> tuple[BucketSizes, int]:
+        """Return (bucket sizes, KV slots of the pool) on GPUs of `total` bytes; see `memory_plan.plan_memory`."""
+        requested = BucketSizes() if self.rows is None else limit_rows(BucketSizes(), self.rows)
         longest = self.config.text.max_position_embeddings
         merge_size = self.config.vision.merge_size
-        most = min(self.processor.max_pixels // self.processor.patch_size**2, longest * merge_size**2)
-        ladders = list(smaller_ladders(wished, most, merge_size, self.rows is None))
-        return choose(ladders, lambda ladder: self.slots(total, ladder), USEFUL)
+        max_patches = min(self.processor.max_pixels // self.processor.patch_size**2, longest * merge_size**2)
+        candidates = list(smaller_buckets(requested, max_patches, merge_size, self.rows is None))
+        return choose(candidates, lambda buckets: self.slots(total, buckets), USEFUL)
 
 
 def _fit(name: str, total: int, engine: _Engine, tokens: int) -> dict[str, Any]:
-    """What an engine has room for on a GPU of so many bytes; `tokens`: of an image."""
-    ladder, slots = engine.fit(total)
+    """Return the table row of GPUs of `total` bytes; `tokens` is the number of tokens of the image."""
+    buckets, slots = engine.fit(total)
     fits, merged = slots > 0, engine.config.vision.merge_size**2
-    most = min(ladder.patches[-1] * engine.processor.patch_size**2, engine.processor.max_pixels)
-    holds = tokens * merged <= ladder.patches[-1]
+    max_pixels = min(buckets.patches[-1] * engine.processor.patch_size**2, engine.processor.max_pixels)
+    holds = tokens * merged <= buckets.patches[-1]
     return {
         "GPU": name,
         "weights in": _bits(engine.config, engine.dtype),
         "weights": _gigabytes(engine.weights),
-        "activations": _gigabytes(engine.activations(ladder)),
+        "activations": _gigabytes(engine.activations(buckets)),
         "KV pool": _gigabytes(slots * engine.kv.slot_bytes) if fits else "does not fit",
         "tokens": slots if fits else NOTHING,
         "longest": min(slots, engine.config.text.max_position_embeddings) if fits else NOTHING,
         "such images": (slots // tokens if holds else "too large") if fits else NOTHING,
-        "prefill chunk": ladder.max_rows if fits else NOTHING,
-        "largest image": f"{most / 1e6:.1f} million pixels" if fits else NOTHING,
+        "prefill chunk": buckets.max_rows if fits else NOTHING,
+        "largest image": f"{max_pixels / 1e6:.1f} million pixels" if fits else NOTHING,
     }
 
 
 def _hint(name: str, total: int, engine: _Engine) -> str:
-    """What to do where a model does not fit."""
+    """Return a remedy for GPUs that the model does not fit."""
     each = total // engine.gpus
-    more = [count for count in fitting(engine.config.text) if count > engine.gpus]
-    enough = [count for count in more if dataclasses.replace(engine, gpus=count).fit(count * each)[1] > 0]
+    larger = [count for count in fitting(engine.config.text) if count > engine.gpus]
+    enough = [count for count in larger if dataclasses.replace(engine, gpus=count).fit(count * each)[1] > 0]
     how = f"use --gpus {enough[0]}" if enough else "more GPUs do not help"
     return f"{name}, {_bits(engine.config, engine.dtype)}: too small; {how}"
 

@@ -48,7 +48,7 @@ def warn_of_others(conversation: Any) -> bool:
 
 
 def _shown(conversation: Any) -> Iterator[Any]:
-    """What the parts of a conversation show; what is wrong with it is for others to say."""
+    """Yield the images and videos in a conversation; invalid parts are skipped, as the engine reports them."""
     messages = conversation.get("messages") if isinstance(conversation, Mapping) else conversation
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -71,7 +71,8 @@ _MODEL = f"Checkpoint directory, Hub ID, or {SHIPPED}, a small model that ships 
 
 # The model: of commands that take files, an option; of the others an argument, and the option, too.
 ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", envvar="VLCACHE_MODEL", show_default=SHIPPED, help=_MODEL)
+    str | None,
+    typer.Option("--model", "-m", envvar="VLCACHE_MODEL", show_default=SHIPPED, help=_MODEL, rich_help_panel="Model"),
 ]
 ModelArgument = Annotated[
     str | None,
@@ -80,83 +81,147 @@ ModelArgument = Annotated[
 SameModel = Annotated[str | None, typer.Option("--model", "-m", hidden=True)]
 
 Dtype = Annotated[
-    str, typer.Option(help="float32, bfloat16, float16, or auto, which is bfloat16 on a GPU and float32 on a CPU.")
+    str,
+    typer.Option(
+        help="float32, bfloat16, float16, or auto, which is bfloat16 on a GPU and float32 on a CPU.",
+        rich_help_panel="Model",
+    ),
 ]
 Reuse = Annotated[
     str,
-    typer.Option(help="Reuse mode: exact, approximate, full, off, a ratio such as 0.1, a schedule file, or a policy."),
+    typer.Option(
+        help="Reuse mode: exact, approximate, full, off, a ratio such as 0.1, a schedule file, "
+        "or a policy such as mpic-32.",
+        rich_help_panel="Image cache",
+    ),
 ]
 Compress = Annotated[
     str | None,
     typer.Option(
         help="KV compression of prompts: vl-cache-0.1 keeps a tenth. Needs --compressed-kv-bytes.",
         show_default="off",
+        rich_help_panel="Image cache",
     ),
 ]
-Codec = Annotated[str, typer.Option(help="Format of stored KV: auto (the data type of the model), int8 or int4.")]
+Codec = Annotated[
+    str,
+    typer.Option(
+        help="Format of stored KV: auto (the data type of the model), int8 or int4.", rich_help_panel="Image cache"
+    ),
+]
 
 # Sampling.
-MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of an output.")]
+MaxTokens = Annotated[
+    int, typer.Option(min=1, help="Maximum number of tokens in an output.", rich_help_panel="Sampling")
+]
 Temperature = Annotated[
-    float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default="the checkpoint's own")
+    float | None,
+    typer.Option(
+        help="Sampling temperature; 0 is greedy.", show_default="the checkpoint's own", rich_help_panel="Sampling"
+    ),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(help="Probability mass of the tokens to sample from.", show_default="the checkpoint's own"),
+    typer.Option(
+        help="Probability mass of the tokens to sample from.",
+        show_default="the checkpoint's own",
+        rich_help_panel="Sampling",
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampling.", show_default=False)]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Seed of sampling.", show_default=False, rich_help_panel="Sampling")
+]
 System = Annotated[
-    str | None, typer.Option(help="System message for conversations that have none.", show_default=False)
+    str | None,
+    typer.Option(
+        help="System message for conversations that have none.", show_default=False, rich_help_panel="Sampling"
+    ),
 ]
 
 # Sizes.
 MaxPixels = Annotated[
     int | None,
     typer.Option(
-        help="Maximum pixels of an image; larger images are scaled down.", show_default="the checkpoint's own"
+        help="Maximum number of pixels of an image; larger images are scaled down.",
+        show_default="the checkpoint's own",
+        rich_help_panel="Images",
     ),
 ]
 MaxRows = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens in a prefill chunk; fewer need less memory.", show_default="8192, on a CPU 4096"),
+    typer.Option(
+        min=1,
+        help="Maximum number of tokens in a prefill chunk; fewer need less memory.",
+        show_default="8192, on a CPU 4096",
+        rich_help_panel="Memory",
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(min=1, help="Maximum tokens of a prompt and its output.", show_default="what model and memory allow"),
+    typer.Option(
+        min=1,
+        help="Maximum number of tokens in a prompt and its output.",
+        show_default="what model and memory allow",
+        rich_help_panel="Memory",
+    ),
 ]
 KvCacheBytes = Annotated[
     str | None,
     typer.Option(
-        help="Size of the KV pool, such as 4GiB.", show_default="most of the free memory, on a CPU a quarter at most"
+        help="Size of the KV pool, such as 4GiB.",
+        show_default="most of the free memory, on a CPU a quarter at most",
+        rich_help_panel="Memory",
     ),
 ]
-CompressedKvBytes = Annotated[str, typer.Option(help="Size of the pool for compressed prompts, such as 1GiB.")]
-TensorParallelSize = Annotated[int, typer.Option(min=1, help="GPUs that share the model.")]
-HostBytes = Annotated[str, typer.Option(help="Host memory for cached images, such as 4GiB.")]
+CompressedKvBytes = Annotated[
+    str, typer.Option(help="Size of the pool for compressed prompts, such as 1GiB.", rich_help_panel="Memory")
+]
+TensorParallelSize = Annotated[
+    int, typer.Option(min=1, help="Number of GPUs that share the model.", rich_help_panel="Model")
+]
+HostBytes = Annotated[
+    str, typer.Option(help="Host memory for cached images, such as 4GiB.", rich_help_panel="Image cache")
+]
 Disk = Annotated[
     pathlib.Path | None,
-    typer.Option(help="Directory for cached images that outlive the process.", show_default=False),
+    typer.Option(
+        help="Directory for cached images that outlive the process.", show_default=False, rich_help_panel="Image cache"
+    ),
 ]
-DiskBytes = Annotated[str, typer.Option(help="Maximum size of the directory, such as 64GiB.")]
-DeviceBytes = Annotated[str, typer.Option(help="GPU memory for copies of cached images, such as 20GB.")]
+DiskBytes = Annotated[
+    str, typer.Option(help="Maximum size of the directory, such as 64GiB.", rich_help_panel="Image cache")
+]
+DeviceBytes = Annotated[
+    str, typer.Option(help="GPU memory for copies of cached images, such as 20GB.", rich_help_panel="Image cache")
+]
 Remote = Annotated[
     str | None,
     typer.Option(
-        envvar="VLCACHE_REMOTE", help="URL of a store that machines share, such as s3://bucket or redis://host."
+        envvar="VLCACHE_REMOTE",
+        help="URL of a store that machines share, such as s3://bucket or redis://host.",
+        rich_help_panel="Image cache",
     ),
 ]
 Peers = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="<str>", help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN has its token."
+        metavar="<str>",
+        help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN has its token.",
+        rich_help_panel="Image cache",
     ),
 ]
 
 # What rows may ask for.
-AllowRemoteImages = Annotated[bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")]
+AllowRemoteImages = Annotated[
+    bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.", rich_help_panel="Security")
+]
 TrustTemplates = Annotated[
     bool,
-    typer.Option("--trust-request-chat-template", help="Accept chat templates in requests, which can run without end."),
+    typer.Option(
+        "--trust-request-chat-template",
+        help="Accept chat templates in requests, which can run without end.",
+        rich_help_panel="Security",
+    ),
 ]
 
 # Many engines.
@@ -168,11 +233,14 @@ Ray = Annotated[
         show_default=False,
         help="Run on Ray: on the cluster at an address such as host:6379, or without an address on that of this "
         "machine or a new one.",
+        rich_help_panel="Ray",
     ),
 ]
 Engines = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of engines on Ray.", show_default="as many as there are GPUs for"),
+    typer.Option(
+        min=1, help="Number of engines on Ray.", show_default="as many as there are GPUs for", rich_help_panel="Ray"
+    ),
 ]
 
 # Studies.
@@ -184,21 +252,16 @@ Data = Annotated[
         show_default="questions drawn for the shipped model",
     ),
 ]
-Questions = Annotated[int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all")]
+Questions = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of questions of each file.", show_default="all")
+]
 Work = Annotated[
-    pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
+    pathlib.Path | None,
+    typer.Option(help="File of finished parts; a second run continues from it.", show_default=False),
 ]
-Donors = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="<str>",
-        help="together: the images fill the cache in one prompt; apart: each in its own; may be repeated.",
-        show_default="together and apart",
-    ),
-]
-Seeds = Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of auxiliary prompts per question.")]
 Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
-Picture = Annotated[pathlib.Path | None, typer.Option(help="Picture to draw (png, svg or pdf).", show_default=False)]
+Chart = Annotated[pathlib.Path | None, typer.Option(help="Chart file to write (png, svg or pdf).", show_default=False)]
 
 
 class WithRay(TyperCommand):
@@ -218,7 +281,7 @@ def one_model(argument: str | None, option: str | None) -> str | None:
       ValueError: it is named in both.
     """
     if argument is not None and option is not None:
-        raise ValueError(f"MODEL must be named once, got {argument} and --model {option}")
+        raise ValueError(f"MODEL and --model are mutually exclusive, got {argument} and --model {option}")
     return option if argument is None else argument
 
 
@@ -232,5 +295,5 @@ def pool_bytes(kv_cache_bytes: str | None) -> int | None:
 
 
 def image_limits(max_pixels: int | None) -> dict[str, int] | None:
-    """What of an image's pixels is left, as `LLM` takes it."""
+    """Return the limit of an image's pixels in the form that `LLM` takes."""
     return None if max_pixels is None else {"max_pixels": max_pixels}

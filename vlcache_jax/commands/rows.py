@@ -1,8 +1,8 @@
-"""The lines of `vlcache run`: what a row asks, and the line that answers it.
+"""Lines of `vlcache run`: requests of the input file, and outputs of the output file.
 
-A row is JSON on a line, in one of two formats: a request of OpenAI's batch files, answered in the format of their
-output files; or a plain one, `{"messages": [...]}` or `{"images": [...], "question": ...}` (also "image" and "video"),
-with the names of `SamplingParams` and `compress` beside them. What says how messages become text may stand there, too.
+A line is a JSON object in one of two formats. A request of OpenAI's batch files is answered in the format of their
+output files. A plain request is `{"messages": [...]}` or `{"images": [...], "question": ...}` (also "image" and
+"video"). It can also have fields of `SamplingParams`, `compress` and options of the chat template.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from vlcache_jax.protocol.answers import ChatFormat
 
 BEGINNINGS = (b'{"line": ', b'{"id": "batch_req_')
-"""Of every line of answers."""
+"""Possible beginnings of an output line."""
 
 _SAMPLING = tuple(name for name in sorted(SAMPLING) if name != "prompt_logprobs")
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _URL = "/v1/chat/completions"
-# Of a request's body: what is one for all rows of a run, or not for files.
+# Allowed values of fields that a run sets for all requests, or does not support.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "stream_options": (None,),
@@ -46,20 +46,20 @@ _PATHS = ("image", "image_url", "video", "video_url", "path", "url")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """A request of a file.
+class InputLine:
+    """Request of the input file.
 
     Attributes:
-      number: of its line, from 1.
-      digest: of what it asks and of the run's settings.
-      name: the row's own `custom_id` or `id`; None: it has none.
-      is_openai: whether it has OpenAI's format.
-      conversation: that goes on, with what says how it becomes text.
-      request: what else is asked.
-      error: what is wrong with it, in place of these.
-      kept: of a plain row what stands in the answer as it came.
-      written: the row's keys, by what errors call an image or video that stands in one.
-      added: messages in front of the row's own.
+      number: number of the line, from 1.
+      digest: digest of the line and of the settings of the run.
+      name: `custom_id` or `id` of the request; None: it has none.
+      is_openai: True if it has OpenAI's format.
+      conversation: messages, with the options of the chat template if there are any.
+      request: sampling parameters and other options.
+      error: error message of an invalid request, which has no conversation and no request.
+      kept: fields of a plain request that are copied to the output line.
+      written: keys of the line by the names that errors have for their image or video.
+      added: number of messages added before those of the request.
     """
 
     number: int
@@ -84,14 +84,17 @@ class Row:
         *,
         trusts_templates: bool = False,
         chats: ChatFormat | None = None,
-    ) -> Row:
-        """Reads a row, or what is wrong with it.
+    ) -> InputLine:
+        """Parse a line. The result of an invalid line has an `error`.
 
         Args:
-          defaults: sampling parameters where the row names none.
-          folder: where relative paths of images begin.
-          trusts_templates: whether a row may bring a chat template, which is a program and may run without end.
-          chats: of the model; without one it is only seen whether the row is right.
+          line: text of the line.
+          number: number of the line, from 1.
+          digest: digest of the line and of the settings of the run.
+          defaults: default sampling parameters.
+          folder: folder of relative image paths.
+          trusts_templates: True to accept chat templates, which are programs that can run without end.
+          chats: chat format of the model; None (default) only checks the line.
         """
         own = cls(number, digest)
         try:
@@ -105,44 +108,44 @@ class Row:
                 raise ValueError(
                     f"{'custom_id' if is_openai else 'id'} must be a string or a number, got {short(name)}"
                 )
-            # A seed of the row's own, so that its answer is the same whenever it runs.
-            drawn = {"seed": (int(digest[:8], 16) + number) % 2**32, **defaults}
-            asked = row.get("body") if is_openai else row
-            if not trusts_templates and isinstance(asked, dict) and asked.get("chat_template") is not None:
+            # A seed for each line, so that its output does not depend on when it runs.
+            seeded = {"seed": (int(digest[:8], 16) + number) % 2**32, **defaults}
+            body = row.get("body") if is_openai else row
+            if not trusts_templates and isinstance(body, dict) and body.get("chat_template") is not None:
                 raise ValueError(
-                    "chat_template must be left out, as a template can run without end; "
-                    "--trust-request-chat-template takes those of a file that you trust"
+                    "chat_template is not allowed, because a template can loop forever; "
+                    "pass --trust-request-chat-template if you trust the file"
                 )
-            request = _openai(row, drawn, chats) if is_openai else _plain(row, drawn)
-            placed: Any = _placed(request.messages, folder)
+            request = _openai(row, seeded, chats) if is_openai else _plain(row, seeded)
+            conversation: Any = _with_paths(request.messages, folder)
             if request.template:
-                placed = {"messages": placed, **request.template}
-            return dataclasses.replace(own, conversation=placed, request=request)
+                conversation = {"messages": conversation, **request.template}
+            return dataclasses.replace(own, conversation=conversation, request=request)
         except ValueError as error:
             return dataclasses.replace(own, error=f"line {number}: {error}")
 
     @property
     def params(self) -> SamplingParams | None:
-        """How it is answered; None: it is wrong."""
+        """Sampling parameters; None: the request is invalid."""
         return None if self.request is None else self.request.params
 
-    def asked(self, run: RequestOptions) -> RequestOptions:
-        """The options of its request; where it has none of its own, those of the run."""
-        own = RequestOptions() if self.request is None else self.request.asked
+    def options(self, run: RequestOptions) -> RequestOptions:
+        """Return the options of the run, with the `compress` of the request if it has one."""
+        own = RequestOptions() if self.request is None else self.request.request_options
         return run if own.compress is None else dataclasses.replace(run, compress=own.compress)
 
-    def behind(self, system: str) -> Row:
-        """The row with a system message, unless it has one or is wrong."""
-        asked = self.conversation
-        messages = asked.get("messages") if isinstance(asked, dict) else asked
+    def with_system(self, system: str) -> InputLine:
+        """Return the request with a system message, unless it has one or is invalid."""
+        found = self.conversation
+        messages = found.get("messages") if isinstance(found, dict) else found
         if not isinstance(messages, list) or any(isinstance(m, dict) and m.get("role") == "system" for m in messages):
             return self
-        told = [{"role": "system", "content": system}, *messages]
-        conversation = asked | {"messages": told} if isinstance(asked, dict) else told
+        extended = [{"role": "system", "content": system}, *messages]
+        conversation = found | {"messages": extended} if isinstance(found, dict) else extended
         return dataclasses.replace(self, conversation=conversation, added=1)
 
-    def named(self, error: str, index: int) -> str:
-        """An error of `LLM.chat_iter`, which called the row by its `index`, in the row's own words."""
+    def own_error(self, error: str, index: int) -> str:
+        """Return an error of `LLM.chat_iter` for request `index` with the line's number and keys."""
         line = f"line {self.number}"
         for name in ("conversations", "sampling_params"):
             error = error.replace(f"{name}[{index}]", line, 1)
@@ -155,22 +158,22 @@ class Row:
 
         return re.sub(rf"{line} messages\[(\d+)\]", own, error, count=1)
 
-    def failed(self, error: str) -> bytes:
-        """The line that says what is wrong."""
+    def error_line(self, error: str) -> bytes:
+        """Return the output line of a request with an error."""
         if not self.is_openai:
             return _line(self._plain_head() | {"error": error})
         return _line(self._openai_head() | {"response": None, "error": {"code": "invalid_request", "message": error}})
 
-    def answered(self, output: RequestOutput, model: str, chats: ChatFormat) -> bytes:
-        """The line that answers."""
+    def output_line(self, output: RequestOutput, model: str, chats: ChatFormat) -> bytes:
+        """Return the output line of a finished request."""
         if not self.is_openai:
             answers = [_plain_answer(answer) for answer in output.outputs]
             counts = Counts.of(output)
             usage = {
                 "prompt_tokens": counts.prompt, "cached_tokens": counts.cached, "completion_tokens": counts.completion
             }  # fmt: skip
-            told = answers[0] if len(answers) == 1 else {"outputs": answers}
-            return _line(self._plain_head() | told | usage | {"error": None})
+            content = answers[0] if len(answers) == 1 else {"outputs": answers}
+            return _line(self._plain_head() | content | usage | {"error": None})
         name = f"chatcmpl-{self.number}-{self.digest}"
         assert self.request is not None
         body = chats.answer(self.request, name, model).whole([output])
@@ -185,11 +188,13 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class LineAnswer:
-    """A line of answers, as far as it tells which row it is of.
+class OutputLine:
+    """Output line: the request that it belongs to.
 
-    Raises:
-      ValueError: (`parse`) it is no such line.
+    Attributes:
+      number: number of the input line, from 1.
+      digest: digest of the input line and of the settings of the run.
+      has_failed: True if it has an error.
     """
 
     number: int
@@ -197,14 +202,19 @@ class LineAnswer:
     has_failed: bool
 
     @classmethod
-    def parse(cls, line: str) -> LineAnswer:
+    def parse(cls, line: str) -> OutputLine:
+        """Parse an output line.
+
+        Raises:
+          ValueError: it is not an output line.
+        """
         answer = read_object(line)
         number, digest = answer.get("line"), answer.get("key")
         if isinstance(name := answer.get("id"), str) and name.startswith("batch_req_") and number is None:
             *_, text, digest = name.split("_")
             number = int(text) if text.isdecimal() else None
         if not (is_a(number, int) and isinstance(digest, str) and digest):
-            raise ValueError(f"must be a line of answers of this command, got {shorten(line)}")
+            raise ValueError(f"must be an output line of this command, got {shorten(line)}")
         return cls(number, digest, answer.get("error") is not None)
 
 
@@ -213,7 +223,7 @@ def _line(content: Mapping[str, Any]) -> bytes:
 
 
 def _openai(row: Mapping[str, Any], defaults: Mapping[str, Any], chats: ChatFormat | None) -> ChatRequest:
-    """What a request of a batch file asks."""
+    """Return the request of a line in OpenAI's batch format."""
     _check_keys(row, _ENVELOPE)
     if (name := row.get("custom_id")) is None:
         raise ValueError("custom_id must be a string, got none")
@@ -230,7 +240,7 @@ def _openai(row: Mapping[str, Any], defaults: Mapping[str, Any], chats: ChatForm
 
 
 def _plain(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
-    """What a plain row asks."""
+    """Return the request of a plain line."""
     media = ("image", "images", "video")
     own = ("id", "metadata", "messages", "question", *media)
     given = {key: value for key, value in row.items() if key not in own}
@@ -240,21 +250,21 @@ def _plain(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
         sampling.pop("seed", None)
     if (compress := given.get("compress")) is not None:
         check_text(compress, "compress")
-    params, asked = SamplingParams(**{**defaults, **sampling}), RequestOptions.read(given)
-    return ChatRequest(_messages(row, media), params, template_options(given), asked)
+    params, options = SamplingParams(**{**defaults, **sampling}), RequestOptions.read(given)
+    return ChatRequest(_messages(row, media), params, template_options(given), options)
 
 
 def _messages(row: Mapping[str, Any], media: Sequence[str]) -> list[Any]:
-    """Of a plain row. What is wrong with those that it has, the renderer tells."""
+    """Return the messages of a plain line. The renderer checks the content of `messages`."""
     if "messages" in row:
         if extra := {"question", *media} & set(row):
-            raise ValueError(f"must hold either messages or a question, got both: {', '.join(sorted(extra))}")
+            raise ValueError(f"messages and {', '.join(sorted(extra))} are mutually exclusive, got both")
         return cast(list[Any], row["messages"])
     if "question" not in row:
-        raise ValueError(f"must hold messages, or a question and its images, got {', '.join(row) or 'nothing'}")
+        raise ValueError(f"must have messages, or a question and its images, got {', '.join(row) or 'nothing'}")
     check_text(row["question"], "question")
     if "image" in row and "images" in row:
-        raise ValueError("must hold either image or images, got both")
+        raise ValueError("image and images are mutually exclusive, got both")
     images = [row["image"]] if "image" in row else row.get("images") or []
     if not isinstance(images, list):
         raise ValueError(f"images must be a list, got {short(images)}")
@@ -264,8 +274,8 @@ def _messages(row: Mapping[str, Any], media: Sequence[str]) -> list[Any]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": row["question"]}]}]
 
 
-def _placed(conversation: Any, folder: pathlib.Path) -> Any:
-    """The conversation with the paths of images as they are from here. What is wrong with it stays as it is."""
+def _with_paths(conversation: Any, folder: pathlib.Path) -> Any:
+    """Return the conversation with image paths relative to `folder`. Invalid parts are left unchanged."""
 
     def path(value: Any) -> Any:
         is_path = isinstance(value, str) and not is_url(value) and not is_base64(value)
@@ -295,7 +305,7 @@ def _check_keys(given: Mapping[str, Any], known: Any, also: Any = ()) -> None:
 
 
 def _plain_answer(answer: CompletionOutput) -> dict[str, Any]:
-    told: dict[str, Any] = {"text": answer.text, "finish_reason": answer.finish_reason}
+    content: dict[str, Any] = {"text": answer.text, "finish_reason": answer.finish_reason}
     if answer.logprobs is not None:
-        told["logprobs"] = [logprob(one) for one in answer.logprobs]
-    return told
+        content["logprobs"] = [logprob(one) for one in answer.logprobs]
+    return content

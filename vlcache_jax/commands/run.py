@@ -1,7 +1,7 @@
-"""`vlcache run`: answers the rows of a file, each once, however often it is stopped.
+"""`vlcache run`: a batch of requests from a file, each of which runs once, also if the command is stopped and resumed.
 
-Answers are appended as they come, a line each, and every line tells which row it is of, and a digest of the row and of
-the settings. So a second run knows what is done; when all rows are answered, the lines are put in their order.
+Output lines are appended as requests finish. Each line has the number of its input line, and a digest of that line and
+the settings. A later run therefore knows the finished requests. At the end, the output lines are sorted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from vlcache_jax.commands.options import SHIPPED, warn_of_others
-from vlcache_jax.commands.rows import BEGINNINGS, LineAnswer, Row
+from vlcache_jax.commands.rows import BEGINNINGS, InputLine, OutputLine
 from vlcache_jax.common.files import check_readable, check_writable
 from vlcache_jax.common.progress import Progress, interruptible, say
 from vlcache_jax.protocol.answers import ChatFormat
@@ -31,23 +31,24 @@ if TYPE_CHECKING:
     from vlcache_jax.config import EngineOptions
     from vlcache_jax.outputs import RequestOutput
 
-_TOLD = 3  # wrong rows that are named
-# Options that no answer depends on, but for the cache's codec.
-_IDLE = ("cache", "kv_cache_bytes", "compressed_kv_bytes", "max_rows")
+_MAX_NAMED = 3  # invalid requests that are logged
+# Options that do not change outputs, except for the cache's codec.
+_NO_EFFECT = ("cache", "kv_cache_bytes", "compressed_kv_bytes", "max_rows")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a file of answers is made with.
+class RunSettings:
+    """Settings of a run.
 
     Attributes:
-      source: the file of rows.
-      model, reuse: of all rows; without a model the shipped one answers.
-      compress: of the rows that name none.
-      system: message before the rows that have none.
-      defaults: sampling parameters where a row names none.
-      options: of the engine.
-      trusts_templates: whether rows may bring chat templates.
+      source: the file of requests.
+      model: checkpoint directory or Hub ID; None: the shipped model.
+      reuse: reuse mode of all requests.
+      compress: compression of requests that have none of their own.
+      system: system message of requests that have none; None: no system message.
+      defaults: default sampling parameters.
+      options: options of the engine.
+      trusts_templates: True if requests may have chat templates.
     """
 
     source: pathlib.Path
@@ -61,82 +62,87 @@ class Recipe:
 
     @property
     def name(self) -> str:
+        """Checkpoint directory or Hub ID of the model."""
         return self.model or SHIPPED
 
     @property
-    def asked(self) -> RequestOptions:
-        """The options of rows that have none of their own."""
+    def request_options(self) -> RequestOptions:
+        """Options of requests that have none of their own."""
         return RequestOptions(reuse=self.reuse, compress=self.compress)
 
     def rows(self) -> Iterator[tuple[int, str, str]]:
-        """The lines that are not empty: numbers from 1, digests of them and all settings, and what they hold."""
+        """Yield (number from 1, digest of line and settings, text) of each line that is not empty."""
         cache = self.options["cache"]
         codec = "auto" if cache is None else cache.codec
-        way = self.reuse if codec == "auto" else f"{self.reuse} {codec}"  # what is linked, and so what is answered
-        way = way if self.compress is None else f"{way} {self.compress}"
+        mode = self.reuse if codec == "auto" else f"{self.reuse} {codec}"  # the codec changes linked KV, and so outputs
+        mode = mode if self.compress is None else f"{mode} {self.compress}"
         options = sorted(self.options.items())
-        chosen = [[name, value] for name, value in options if name not in _IDLE and value is not None]
-        given = [self.name, way, sorted(self.defaults.items()), chosen]
-        settings = json.dumps(given if self.system is None else [*given, self.system])
+        chosen = [[name, value] for name, value in options if name not in _NO_EFFECT and value is not None]
+        given = [self.name, mode, sorted(self.defaults.items()), chosen]
+        identity = json.dumps(given if self.system is None else [*given, self.system])
         with self.source.open(encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     line = line.rstrip("\r\n")
-                    digest = hashlib.sha256(f"{settings}\n{line}".encode(errors="surrogateescape")).hexdigest()
+                    digest = hashlib.sha256(f"{identity}\n{line}".encode(errors="surrogateescape")).hexdigest()
                     yield number, digest[:16], line
 
-    def parse(self, number: int, digest: str, line: str, chats: ChatFormat | None) -> Row:
-        """See `Row.parse`."""
+    def parse(self, number: int, digest: str, line: str, chats: ChatFormat | None) -> InputLine:
+        """Return the request of a line, with the system message; see `InputLine.parse`."""
         trusts = self.trusts_templates
-        row = Row.parse(line, number, digest, self.defaults, self.source.parent, trusts_templates=trusts, chats=chats)
-        return row if self.system is None else row.behind(self.system)
+        row = InputLine.parse(
+            line, number, digest, self.defaults, self.source.parent, trusts_templates=trusts, chats=chats
+        )
+        return row if self.system is None else row.with_system(self.system)
 
 
 def run(
-    recipe: Recipe,
+    settings: RunSettings,
     out: pathlib.Path,
     *,
     overwrite: bool,
     retry: bool,
-    answer: Callable[[Recipe, Sheet, bool], None] | None = None,
+    answer: Callable[[RunSettings, OutputFile, bool], None] | None = None,
 ) -> None:
-    """Answers every row of a file that has no answer yet.
+    """Run every request of a file that has no output line yet.
 
     Args:
-      out: file of answers.
-      overwrite: begin anew, whatever it holds.
-      retry: also answer the rows again that were wrong.
-      answer: does so for the rows of a sheet, which it may have to begin anew; None: an engine in this process.
+      settings: settings of the run.
+      out: output file.
+      overwrite: True to discard the content of `out`.
+      retry: True to run requests again that ended with an error.
+      answer: runs the requests and writes their lines, given the settings, the output file and `overwrite`; None
+        (default): an engine in this process.
 
     Raises:
-      ValueError: a file cannot be read or written, `out` holds something else than answers of this job, the rows change
-        meanwhile, or all of them are wrong.
+      ValueError: a file cannot be read or written, `out` has other lines than those of this run, the input file changes
+        meanwhile, or all requests have an error.
     """
-    check_readable("IN", recipe.source)
+    check_readable("IN", settings.source)
     check_writable("OUT", out)
-    out = out.resolve()  # a link stays one
+    out = out.resolve()  # a symbolic link is kept
     if out.exists() and not out.is_file():
         raise ValueError(f"OUT must be a file, got {out}")
-    if out.exists() and out.samefile(recipe.source):
-        raise ValueError(f"OUT must be another file than IN, got {out}")
-    # They import JAX: what else is wrong need not wait for it.
+    if out.exists() and out.samefile(settings.source):
+        raise ValueError(f"OUT must differ from IN, got {out}")
+    # Imported after the other checks, because it imports JAX.
     from vlcache_jax.compress.parse import parse_compressor
     from vlcache_jax.reuse.selection import parse_policy
 
-    parse_policy(recipe.reuse)
-    if recipe.compress is not None:
-        parse_compressor(recipe.compress)
-    digests = {number: digest for number, digest, _ in recipe.rows()}
+    parse_policy(settings.reuse)
+    if settings.compress is not None:
+        parse_compressor(settings.compress)
+    digests = {number: digest for number, digest, _ in settings.rows()}
     with _locked(out) as file:
         done = set() if overwrite else _answered(file, out, digests, retry)
         say(f"{len(done)} of {len(digests)} requests are finished" if done else f"{len(digests)} requests")
         if len(done) < len(digests) or overwrite:
-            sheet = Sheet(recipe, file, digests, done)
+            output_file = OutputFile(settings, file, digests, done)
             try:
-                if not _refuse_all(recipe, sheet, overwrite):
-                    (answer or _answer)(recipe, sheet, overwrite)
+                if not _refuse_all(settings, output_file, overwrite):
+                    (answer or _answer)(settings, output_file, overwrite)
             except BaseException as error:
-                # What could not begin would not begin the next time.
+                # Without a finished request, the same command would fail again.
                 if done or overwrite or not isinstance(error, Exception):
                     again = "the same command without --overwrite" if overwrite else "the same command"
                     say(f"stopped with {len(done)} of {len(digests)} requests finished; {again} resumes there")
@@ -145,33 +151,34 @@ def run(
     say(f"{out} has {len(digests)} lines, {wrong} of them with an error")
     if wrong and wrong == len(digests):
         raise ValueError(
-            f"IN must have a valid request, but each has an error: see {out}, and docs/guides/batch.md for the format"
+            f"IN must contain at least one valid request, but each has an error: see {out}, "
+            "and docs/guides/batch.md for the format"
         )
 
 
-class Sheet:
-    """The file of answers while it is written.
+class OutputFile:
+    """Output file of a run while it is written.
 
     Args:
-      recipe: what is answered.
-      file: of answers.
-      digests: of all rows, by number.
-      done: numbers of the rows that are answered; it grows.
+      settings: settings of the run.
+      file: the open file.
+      digests: digests of all input lines by number.
+      done: numbers of the finished lines, to which `write` adds.
     """
 
-    def __init__(self, recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: set[int]):
-        self._recipe, self._file, self._digests, self._done = recipe, file, digests, done
-        self._told = 0
+    def __init__(self, settings: RunSettings, file: IO[bytes], digests: Mapping[int, str], done: set[int]):
+        self._settings, self._file, self._digests, self._done = settings, file, digests, done
+        self._num_named = 0
         self.bar = Progress("answering", len(digests))
 
     def rows(self) -> Iterator[tuple[int, str, str]]:
-        """Those that are not answered: numbers, digests and lines.
+        """Yield (number, digest, text) of each line that is not finished.
 
         Raises:
-          ValueError: the file of rows has changed.
+          ValueError: the input file has changed.
         """
         seen = 0
-        for number, digest, line in self._recipe.rows():
+        for number, digest, line in self._settings.rows():
             if self._digests.get(number) != digest:
                 raise ValueError(f"IN must not change while the command runs, but line {number} has changed")
             seen += 1
@@ -182,103 +189,105 @@ class Sheet:
             raise ValueError(f"IN must not change while the command runs, but {left} requests are missing")
 
     def begin(self, overwrite: bool) -> None:
-        """What was there goes, or counts."""
+        """Discard the lines in the file if `overwrite`, and show the progress."""
         if overwrite:
             self._file.truncate(0)
         self.bar.update(len(self._done))
 
     def write(self, number: int, line: bytes, tokens: int = 0) -> None:
-        """Appends the answer to a row."""
+        """Append the output line of input line `number`."""
         self._file.write(line)
         self._file.flush()
         self._done.add(number)
         self.bar.update(tokens=tokens)
 
     def fail(self, number: int, line: bytes, error: str) -> None:
-        """Appends what says that a row is wrong; the first ones are named on stderr, too."""
-        self._told += 1
-        if self._told <= _TOLD:
+        """Append the output line of an invalid request. The first ones are also logged."""
+        self._num_named += 1
+        if self._num_named <= _MAX_NAMED:
             say(error)
         self.write(number, line)
 
 
-def _answer(recipe: Recipe, sheet: Sheet, overwrite: bool) -> None:
-    """Appends the answers to all rows but those that are done."""
-    # Which rows are under way, by the number that `chat_iter` gives them.
-    running: dict[int, Row] = {}
+def _answer(settings: RunSettings, output_file: OutputFile, overwrite: bool) -> None:
+    """Run all requests that are not finished with an engine in this process."""
+    # Requests in flight, by their index in `chat_iter`.
+    running: dict[int, InputLine] = {}
     count = itertools.count()
-    warned = recipe.model is not None
-    chats: ChatFormat | None = None  # of the model, once it is loaded
+    warned = settings.model is not None
+    chats: ChatFormat | None = None  # set when the model is loaded
 
-    def good() -> Iterator[tuple[Any, SamplingParams, Compress | None]]:
-        """The rows that can run: conversation, sampling parameters, compression. The others are answered at once."""
+    def valid() -> Iterator[tuple[Any, SamplingParams, Compress | None]]:
+        """Yield (conversation, sampling parameters, compression) of valid requests, and write the errors of others."""
         nonlocal warned
-        for given in sheet.rows():
-            row = recipe.parse(*given, chats)
+        for given in output_file.rows():
+            row = settings.parse(*given, chats)
             if row.params is None:
                 error = row.error or ""
-                sheet.fail(row.number, row.failed(error), error)
+                output_file.fail(row.number, row.error_line(error), error)
                 continue
             warned = warned or warn_of_others(row.conversation)
             running[next(count)] = row
-            yield row.conversation, row.params, row.asked(recipe.asked).compress
+            yield row.conversation, row.params, row.options(settings.request_options).compress
 
     say("importing JAX")
     with interruptible():
         from vlcache_jax import LLM
 
-        # From here on JAX holds the device.
-        llm = LLM(recipe.name, **recipe.options)
-    with llm, sheet.bar:
-        llm.service.compressor_of(recipe.compress)  # what is wrong for all rows is no row's error
-        sheet.begin(overwrite)
+        # From here on, JAX occupies the device.
+        llm = LLM(settings.name, **settings.options)
+    with llm, output_file.bar:
+        llm.service.compressor_of(settings.compress)  # an error here concerns all requests, and ends the run
+        output_file.begin(overwrite)
         chats = ChatFormat(llm.service.renderer)
-        # Rows are read while others are answered; answers are written as they come.
+        # Lines are read while requests run. Output lines are written in the order in which requests finish.
         conversations, params, compress = (
-            map(operator.itemgetter(i), same) for i, same in enumerate(itertools.tee(good(), 3))
+            map(operator.itemgetter(i), same) for i, same in enumerate(itertools.tee(valid(), 3))
         )
         for index, output in llm.chat_iter(
-            conversations, params, use_tqdm=False, reuse=recipe.reuse, compress=compress, on_error="return"
+            conversations, params, use_tqdm=False, reuse=settings.reuse, compress=compress, on_error="return"
         ):
             row = running.pop(index)
             if output.error is not None:
-                error = row.named(output.error, index)
-                sheet.fail(row.number, row.failed(error), error)
+                error = row.own_error(output.error, index)
+                output_file.fail(row.number, row.error_line(error), error)
             else:
-                sheet.write(row.number, row.answered(output, recipe.name, chats), tokens_of(output))
+                output_file.write(row.number, row.output_line(output, settings.name, chats), tokens_of(output))
 
 
 def tokens_of(output: RequestOutput) -> int:
-    """Of all its answers."""
+    """Return the number of tokens of all outputs of a request."""
     return sum(len(answer.token_ids) for answer in output.outputs)
 
 
-def _refuse_all(recipe: Recipe, sheet: Sheet, overwrite: bool) -> bool:
-    """Answers the rows where all that are left are wrong, for which no model need be loaded; whether it is so."""
-    if any(recipe.parse(*given, None).params is not None for given in sheet.rows()):
+def _refuse_all(settings: RunSettings, output_file: OutputFile, overwrite: bool) -> bool:
+    """Return whether all unfinished requests are invalid. If so, write their errors, without a model."""
+    if any(settings.parse(*given, None).params is not None for given in output_file.rows()):
         return False
-    with sheet.bar:
-        sheet.begin(overwrite)
-        for given in sheet.rows():
-            row = recipe.parse(*given, None)
+    with output_file.bar:
+        output_file.begin(overwrite)
+        for given in output_file.rows():
+            row = settings.parse(*given, None)
             error = row.error or ""
-            sheet.fail(row.number, row.failed(error), error)
+            output_file.fail(row.number, row.error_line(error), error)
     return True
 
 
 @contextlib.contextmanager
 def _locked(out: pathlib.Path) -> Iterator[IO[bytes]]:
-    """The file of answers, for nobody else. One that was not there goes again where an error leaves it empty.
+    """Open the output file with an exclusive lock. A new file that an error leaves empty is deleted.
 
     Raises:
-      ValueError: another run writes it.
+      ValueError: another run has the lock.
     """
     is_new = not out.exists()
     with out.open("ab+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValueError(f"OUT must be written by one command at a time, and another one writes {out}") from error
+            raise ValueError(
+                f"OUT must not be in use by another command, got {out}: wait for that command, or name another file"
+            ) from error
         try:
             yield file
         except BaseException:
@@ -288,16 +297,16 @@ def _locked(out: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def _answered(file: IO[bytes], out: pathlib.Path, digests: Mapping[int, str], retry: bool) -> set[int]:
-    """The rows that are answered; the beginning of a line whose writer was killed is cut off.
+    """Return the numbers of the finished input lines. A truncated last line is removed from the output file.
 
     Raises:
-      ValueError: a line answers no row of the file under these settings.
+      ValueError: an output line belongs to no input line with these settings.
     """
     done: set[int] = set()
     failed: set[int] = set()
     file.seek(0)
     end = 0
-    for place, line in enumerate(file, 1):
+    for position, line in enumerate(file, 1):
         try:
             if not line.endswith(b"\n") and _is_cut(line):
                 break
@@ -308,7 +317,7 @@ def _answered(file: IO[bytes], out: pathlib.Path, digests: Mapping[int, str], re
                 raise ValueError(f"must not repeat line {answer.number} of IN, which has an output line above")
         except ValueError as error:
             raise ValueError(
-                f"OUT line {place} {error}. Name another file, or pass --overwrite to start {out} again"
+                f"OUT line {position} {error}. Name another file, or pass --overwrite to start {out} again"
             ) from error
         end += len(line)
         done.add(answer.number)
@@ -321,7 +330,7 @@ def _answered(file: IO[bytes], out: pathlib.Path, digests: Mapping[int, str], re
 
 
 def _is_cut(line: bytes) -> bool:
-    """Whether it is the beginning of an answer, and not a whole one."""
+    """Return whether `line` is a truncated output line."""
     if not any(line.startswith(beginning[: len(line)]) for beginning in BEGINNINGS):
         return False
     try:
@@ -332,21 +341,21 @@ def _is_cut(line: bytes) -> bool:
 
 
 def _in_order(file: IO[bytes], out: pathlib.Path) -> int:
-    """Leaves the last answer of each row, in the order of the rows; returns how many tell of an error."""
-    last: dict[int, tuple[int, bool]] = {}  # of each row: where its line begins, and whether it tells of an error
+    """Sort the output lines, keep the last one of each request, and return the number of errors."""
+    last: dict[int, tuple[int, bool]] = {}  # by number: offset of the line, and whether it has an error
     file.seek(0)
     begin = count = 0
     for line in file:
         answer = _parsed(line)
         last[answer.number] = begin, answer.has_failed
         begin, count = begin + len(line), count + 1
-    places = [last[number][0] for number in sorted(last)]
-    if count > len(places) or places != sorted(places):
+    offsets = [last[number][0] for number in sorted(last)]
+    if count > len(offsets) or offsets != sorted(offsets):
         part = out.with_name(f"{out.name}.{os.getpid()}.part")
         try:
             with part.open("wb") as new:
-                for place in places:
-                    file.seek(place)
+                for offset in offsets:
+                    file.seek(offset)
                     new.write(file.readline())
                 new.flush()
                 os.fsync(new.fileno())
@@ -359,5 +368,5 @@ def _in_order(file: IO[bytes], out: pathlib.Path) -> int:
     return sum(has_failed for _, has_failed in last.values())
 
 
-def _parsed(line: bytes) -> LineAnswer:
-    return LineAnswer.parse(line.decode(errors="surrogateescape"))
+def _parsed(line: bytes) -> OutputLine:
+    return OutputLine.parse(line.decode(errors="surrogateescape"))

@@ -1,4 +1,4 @@
-"""`vlcache schedule`: measures layers, searches schedules."""
+"""`vlcache schedule`: measurement of layers, and search of schedules."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def profile_command(
     model: opt.ModelArgument = None,
     same_model: opt.SameModel = None,
     data: opt.Data = None,
-    samples: Annotated[int, typer.Option(min=1, help="Questions to measure on, spread over the files.")] = 40,
-    arrangement: Annotated[str, typer.Option(help="text_first or question_first.")] = "text_first",
+    samples: Annotated[int, typer.Option(min=1, help="Number of questions, spread over the files.")] = 40,
+    context: Annotated[str, typer.Option(help="Text before the images: new-text or new-question.")] = "new-text",
     max_tokens: opt.MaxTokens = 32,
     dtype: opt.Dtype = "auto",
 ) -> None:  # fmt: skip
-    """Measures what each layer gains from recomputing: S_i(r) for 150 ratios (VLCache, eq. 5).
+    """Measure the error that recomputation removes in each layer: S_i(r) for 150 ratios (VLCache, eq. 5).
 
-    Each question is answered cold; then its images' K, V come from a prompt with neutral text, and one layer after
-    the other recomputes. Stopped, the command goes on from OUT.work.
+    Each question is answered without reuse. Then its images have the KV of a prompt with neutral text, and one layer
+    after the other recomputes tokens. If the command is stopped, it resumes from OUT.work.
 
     Example: vlcache schedule profile --samples 40 --out scores.npz
     """
     from vlcache_jax.common.files import check_writable
-    from vlcache_jax.study.accuracy import Protocol, behind
+    from vlcache_jax.study.accuracy import Protocol, arrangement_of
 
     with say_errors():
-        protocol = Protocol(behind(arrangement), auxiliary="neutral")
+        protocol = Protocol(arrangement_of(context, new=True), auxiliary="neutral")
         check_writable("out", out)
         chosen = profile_samples(data, samples)
         with open_model(opt.one_model(model, same_model), dtype) as llm:
@@ -60,7 +60,7 @@ def profile_command(
         typer.echo(f"{len(cases)} samples, error of full reuse {base:.3g}; written to {out}")
         for layer, row in enumerate(found.values):
             shown = ", ".join(f"{row[level] / base:.3f}" for level in (5, 25, 50, 100, 150)) if base else "no error"
-            typer.echo(f"layer {layer}: of it left at r = 0.01, 0.05, 0.1, 0.2, 0.3: {shown}")
+            typer.echo(f"layer {layer}: remaining fraction at r = 0.01, 0.05, 0.1, 0.2, 0.3: {shown}")
 
 
 @app.command("solve")
@@ -68,46 +68,70 @@ def solve_command(
     scores: Annotated[pathlib.Path, typer.Argument(metavar="SCORES", help="File of `vlcache schedule profile`.")],
     out: Annotated[pathlib.Path, typer.Option(help="Schedule file to write (json).")],
     mean: Annotated[
-        str | None, typer.Option(help="Mean ratio over the layers, for example 0.025.", show_default=False)
+        str | None,
+        typer.Option(help="Mean ratio over the layers, such as 0.025.", show_default=False, rich_help_panel="Budget"),
     ] = None,
     microseconds: Annotated[
-        int | None, typer.Option(min=1, help="Budget of all layers instead of a mean, with --times.",
-                                 show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="Time budget of all layers in microseconds; replaces --mean, needs --times.",
+            show_default=False,
+            rich_help_panel="Budget",
+        ),
     ] = None,
     times: Annotated[
-        pathlib.Path | None, typer.Option(help="File of `vlcache schedule times`.", show_default=False)
+        pathlib.Path | None,
+        typer.Option(help="File of `vlcache schedule times`.", show_default=False, rich_help_panel="Budget"),
     ] = None,
-    image_tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that --times is used for.")] = 1024,
-    text_rows: Annotated[int, typer.Option(min=1, help="Text tokens of that prompt.")] = 64,
-    method: Annotated[str, typer.Option(help="dp (exact) or greedy (the paper's); with a mean.")] = "dp",
+    image_tokens: Annotated[
+        int, typer.Option(min=1, help="Image tokens of the prompt for --microseconds.", rich_help_panel="Budget")
+    ] = 1024,
+    text_rows: Annotated[
+        int, typer.Option(min=1, help="Text tokens of the prompt for --microseconds.", rich_help_panel="Budget")
+    ] = 64,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Search method with --mean: dp (dynamic programming, exact) or greedy (as in the VLCache paper).",
+            rich_help_panel="Search",
+        ),
+    ] = "dp",
     distinct: Annotated[
-        int, typer.Option(min=1, help="Different ratios at most; each is a shape to compile (dp).")
+        int,
+        typer.Option(
+            min=1, help="Maximum number of different ratios (dp); each is a shape to compile.", rich_help_panel="Search"
+        ),
     ] = 6,
     free_first: Annotated[
         bool,
         typer.Option(
-            "--free-first", help="The first layer costs nothing: it computes what the second needs; with a mean."
+            "--free-first",
+            help="Exclude the first layer from --mean, because it computes what the second layer needs.",
+            rich_help_panel="Search",
         ),
     ] = False,
-    noisy: Annotated[bool, typer.Option("--noisy", help="Take scores as measured, do not smooth them.")] = False,
-    picture: opt.Picture = None,
-) -> None:  # fmt: skip
-    """Searches the schedule with the smallest predicted error.
+    noisy: Annotated[
+        bool, typer.Option("--noisy", help="Use the scores without smoothing.", rich_help_panel="Search")
+    ] = False,
+    chart: opt.Chart = None,
+) -> None:
+    """Find the schedule with the smallest predicted error.
 
-    Example: vlcache schedule solve scores.npz --mean 0.025 --out schedule.json --picture schedule.png
+    Example: vlcache schedule solve scores.npz --mean 0.025 --out schedule.json --chart schedule.png
     """
     from vlcache_jax.common.files import PICTURES, check_writable
     from vlcache_jax.study.search import LayerScores, LayerTimes, find_schedule, find_schedule_within
 
     with say_errors():
         if (mean is None) == (microseconds is None):
-            raise ValueError("mean or microseconds must be given, and not both")
+            raise ValueError("exactly one of mean and microseconds is required: pass --mean or --microseconds")
         if (microseconds is None) != (times is None):
-            raise ValueError("microseconds and times must be given together")
+            raise ValueError("microseconds and times must be set together: pass --microseconds and --times")
         if microseconds is not None and (method != "dp" or free_first):
-            raise ValueError("method and free-first must be given with a mean, got microseconds")
+            raise ValueError("method greedy and free-first require mean, got microseconds: pass --mean")
         check_writable("out", out)
-        check_writable("picture", picture, PICTURES)
+        check_writable("chart", chart, PICTURES)
         loaded = LayerScores.load(scores)
         if mean is not None:
             found = find_schedule(
@@ -131,9 +155,9 @@ def solve_command(
             f"predicted error {found.made_by['predicted_mse']:.4g}, of full reuse "
             f"{float(loaded.values[:, 0].sum()):.4g} (sums over layers); written to {out}"
         )
-        if picture is not None:
-            _draw(loaded, found, picture)
-            typer.echo(f"written to {picture}")
+        if chart is not None:
+            _draw(loaded, found, chart)
+            typer.echo(f"written to {chart}")
 
 
 @app.command("times")
@@ -141,10 +165,10 @@ def times_command(
     out: Annotated[pathlib.Path, typer.Option(help="File to write (json).")],
     model: opt.ModelArgument = None,
     same_model: opt.SameModel = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each size; the median counts.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each size, of which the median counts.")] = 20,
     dtype: opt.Dtype = "auto",
 ) -> None:
-    """Measures what a layer takes at each size it is compiled for, for `solve --times`.
+    """Measure the time of a layer at each bucket size, for `vlcache schedule solve --times`.
 
     Example: vlcache schedule times Qwen/Qwen3-VL-8B-Instruct --out times.json
     """
@@ -154,17 +178,17 @@ def times_command(
         check_writable("out", out)
         with open_model(opt.one_model(model, same_model), dtype) as llm:
             measured = _layer_times(llm, repeats)
-        # Noise must not make more rows cheaper.
+        # Remove noise: more tokens never take less time.
         rows = sorted(measured)
         microseconds = [max(measured[smaller] for smaller in rows if smaller <= size) for size in rows]
         write_whole(out, json.dumps({"rows": rows, "microseconds": microseconds}, indent=1) + "\n")
         for size, took in zip(rows, microseconds, strict=True):
-            typer.echo(f"{size} rows: {took} us")
+            typer.echo(f"{size} tokens: {took} us")
         typer.echo(f"written to {out}")
 
 
 def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
-    """Microseconds of a layer step by its rows, in the middle of the model (no DeepStack)."""
+    """Return the microseconds of a layer by number of tokens, for a layer without DeepStack."""
     import jax
     import numpy as np
 
@@ -176,13 +200,13 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
     runner = llm.service.device.runner
     layer = runner.config.text.num_layers - 2
     pages = range(1, runner.num_slots // PAGE)
-    rungs = [size for size in runner.ladder.rows if size <= min(len(pages) * PAGE, llm.max_model_len)]
+    sizes = [size for size in runner.buckets.rows if size <= min(len(pages) * PAGE, llm.max_model_len)]
     measured = {}
-    with Progress("timing", len(rungs)) as bar:
-        for size in rungs:
+    with Progress("timing", len(sizes)) as bar:
+        for size in sizes:
             place = np.arange(size, dtype=np.int32)
             rows = Rows(PAGE + place, np.tile(place, (3, 1)), np.zeros_like(place), place + 1, place)
-            packed = pack(rows, runner.ladder.max_rows)
+            packed = pack(rows, runner.buckets.max_rows)
             config = runner.shapes.work_config(size)
             work = make_work(np.zeros(size, int), rows.k_start, rows.k_end, [pages[: config.pages]], config)
             took = []
@@ -220,7 +244,7 @@ def _draw(scores: LayerScores, schedule: Schedule, path: pathlib.Path) -> None:
 
 
 def draw_scores(axis: Any, scores: LayerScores) -> None:
-    """Draws S_i(r) over the layers for r = 0.1, 0.2 and 0.3 (VLCache, figure 3)."""
+    """Draw S_i(r) over the layers for r = 0.1, 0.2 and 0.3 (VLCache, figure 3)."""
     for level in (50, 100, 150):
         if level <= scores.max_level:
             axis.plot(scores.values[:, level], "o-", markersize=3, label=f"r = {level / 500:g}")
@@ -230,17 +254,17 @@ def draw_scores(axis: Any, scores: LayerScores) -> None:
 
 
 def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
-    """An engine that links what it finds, whether that pays or not; None is the shipped model."""
+    """Open an engine that loads the KV of all cached images, without calibration; None: the shipped model."""
     say("importing JAX")
     from vlcache_jax.assets import TINY_VQA
     from vlcache_jax.cache.config import CacheConfig
     from vlcache_jax.llm import LLM
 
-    return LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"))
+    return LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="kv"))
 
 
 def profile_samples(data: list[pathlib.Path] | None, count: int) -> list[Sample]:
-    """`count` samples of files; without files, of splits drawn for the shipped model."""
+    """Return `count` samples of files, or, without files, of synthetic questions for the shipped model."""
     from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
     from vlcache_jax.common.files import check_all_readable
     from vlcache_jax.study.questions import spread

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.options import SHIPPED
 from vlcache_jax.common.progress import say, say_errors
 from vlcache_jax.config import EngineConfig
-from vlcache_jax.device.buckets import Ladder
+from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.server.config import ServerConfig
 
 # What others may send must not name files of the process, unless the operator says so.
@@ -27,6 +27,20 @@ _ENVIRONMENT = {
     "admin_key": "VLCACHE_ADMIN_KEY",
     "peer_token": "VLCACHE_PEER_TOKEN",
     "remote": "VLCACHE_REMOTE",
+}
+# The headings of the help, in their order. Other options of the server and of the cache have the first and the last
+# one.
+_PANELS = {
+    "Server": "",
+    "Model": "dtype revision implementation tensor_parallel_size verify_weights seed warmup buckets use_tqdm embedder",
+    "Prompts and outputs": "max_n chat_template tool_call_parser reasoning_parser structured_outputs_config",
+    "Images and videos": "mm_processor_kwargs limit_mm_per_prompt max_image_bytes max_image_pixels",
+    "Security": "api_key api_keys admin_key allowed_origins allowed_hosts ssl_certfile ssl_keyfile allow_reuse "
+    "allow_compress allow_remote_images allowed_media_domains allowed_local_media_path trust_uuids",
+    "Limits of requests": "max_body_bytes max_file_bytes max_files body_timeout max_waiting max_waiting_bytes",
+    "Engine": "max_num_seqs max_rows max_model_len enable_prefix_caching",
+    "Memory": "kv_cache_bytes compressed_kv_bytes gpu_memory_utilization",
+    "Image cache": "reuse",
 }
 _NUMBERS: dict[str, Any] = {"int": int, "float": float, "bool": bool}
 
@@ -47,9 +61,10 @@ def command() -> Any:
         inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=opt.ModelArgument),
         inspect.Parameter("same_model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=opt.SameModel),
     ]
-    for owner in (ServerConfig, EngineConfig, CacheConfig):
-        told = _told(owner)
-        parameters += [_parameter(own, told[own.name]) for own in _own(owner)]
+    options = {own.name: (owner, own) for owner in (EngineConfig, ServerConfig, CacheConfig) for own in _own(owner)}
+    texts = {owner: _attribute_texts(owner) for owner, _ in options.values()}
+    for name, (owner, own) in sorted(options.items(), key=lambda option: list(_PANELS).index(_panel(*option[1]))):
+        parameters.append(_parameter(own, _in_command_terms(texts[owner][name], options), _panel(owner, own)))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     app = typer.Typer(add_completion=False)
@@ -58,10 +73,10 @@ def command() -> Any:
 
 
 def configs(model: str, given: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
-    """What the options say.
+    """Return the configurations of engine and server for the parsed options.
 
     Raises:
-      ValueError: one is wrong.
+      ValueError: an option is invalid.
     """
 
     def of(owner: type) -> dict[str, Any]:
@@ -72,39 +87,57 @@ def configs(model: str, given: Mapping[str, Any]) -> tuple[EngineConfig, ServerC
     server = ServerConfig(**of(ServerConfig))
     engine = EngineConfig(model, cache=CacheConfig(**of(CacheConfig)), **of(EngineConfig))
     if engine.allow_remote_images and not engine.allowed_media_domains:
-        raise ValueError("allowed_media_domains must name hosts where allow_remote_images is set, got none")
+        raise ValueError(
+            "allowed_media_domains must name hosts if allow_remote_images is set, got none: use --allowed-media-domains"
+        )
     return engine, server
 
 
 def _own(owner: type) -> list[Field[Any]]:
-    """The fields that are options."""
-    return [own for own in fields(owner) if own.init and own.name not in ("model", "cache", "neighbours")]
+    """Return the fields of a configuration class that become command line options."""
+    return [own for own in fields(owner) if own.init and own.name not in ("model", "cache", "discovered_peers")]
 
 
-def _told(owner: type) -> dict[str, str]:
-    """What the docstring of a class says of its attributes."""
+def _attribute_texts(owner: type) -> dict[str, str]:
+    """Return what the docstring of a class says about each attribute."""
     section = inspect.getdoc(owner).partition("Attributes:\n")[2].partition("\n\n")[0]  # type: ignore[union-attr]
     found = re.findall(r"(?m)^  ([\w, ]+): ((?:.+\n?)(?:^   +.*\n?)*)", section)
-    plain = {name.strip(): " ".join(text.split()) for names, text in found for name in names.split(",")}
-    return {name: text[0].upper() + text[1:] for name, text in plain.items()}
+    return {name.strip(): " ".join(text.split()) for names, text in found for name in names.split(",")}
+
+
+def _in_command_terms(text: str, options: Collection[str]) -> str:
+    """Return a text about an option with other options as the command spells them, and a capital letter at the
+    start."""
+    text = re.sub(r"`(\w+)`", lambda match: _flag(match[1]) if match[1] in options else match[0], text)
+    return text if text.startswith("-") else text[0].upper() + text[1:]
+
+
+def _panel(owner: type, own: Field[Any]) -> str:
+    """Return the heading under which the help shows an option."""
+    rest = "Server" if owner is ServerConfig else "Image cache"
+    return next((panel for panel, names in _PANELS.items() if own.name in names.split()), rest)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _kind(own: Field[Any]) -> str:
-    """What an option takes: "bool", "int", "float", "list", "json" or "text"."""
+    """Return the kind of value of an option: "bool", "int", "float", "list", "json" or "text"."""
     kinds = str(own.type).removesuffix(" | None")
     if kinds in _NUMBERS:
         return kinds
     if kinds == "Sequence[str]":
         return "list"
-    return "json" if kinds.startswith(("Mapping", "Ladder")) else "text"
+    return "json" if kinds.startswith(("Mapping", "BucketSizes")) else "text"
 
 
-def _parameter(own: Field[Any], about: str) -> inspect.Parameter:
+def _parameter(own: Field[Any], about: str, panel: str) -> inspect.Parameter:
     kind = _kind(own)
     default = _DEFAULTS.get(own.name, None if own.default is MISSING else own.default)
-    flag = f"--{own.name.replace('_', '-')}"
+    flag = _flag(own.name)
     names = [f"{flag}/--no-{flag[2:]}"] if kind == "bool" else [flag]
-    more: dict[str, Any] = {"help": about, "envvar": _ENVIRONMENT.get(own.name)}
+    more: dict[str, Any] = {"help": about, "envvar": _ENVIRONMENT.get(own.name), "rich_help_panel": panel}
     if kind in ("list", "json"):
         default, more["metavar"] = None, "<str>" if kind == "list" else "<json>"
     if default is None or own.name in _ENVIRONMENT:
@@ -121,7 +154,7 @@ def _parameter(own: Field[Any], about: str) -> inspect.Parameter:
 
 
 def _value(own: Field[Any], given: Any) -> Any:
-    """As the class takes it."""
+    """Return a parsed value in the form that the configuration class takes."""
     if _kind(own) == "list":
         return list(given or ()) or None
     if given is None or _kind(own) != "json":
@@ -130,10 +163,12 @@ def _value(own: Field[Any], given: Any) -> Any:
         found = json.loads(given)
     except ValueError as error:
         raise ValueError(f"{own.name} must be JSON, got {given}: {error}") from error
-    if own.name == "ladder" and isinstance(found, dict):
-        rungs: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in found.items()}
+    if own.name == "buckets" and isinstance(found, dict):
+        sizes: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in found.items()}
         try:
-            return Ladder(**rungs)
+            return BucketSizes(**sizes)
         except TypeError as error:
-            raise ValueError(f"ladder must hold rows, patches, sequences and window, got {given}") from error
+            raise ValueError(
+                f"buckets must have only the keys rows, patches, sequences and window, got {given}"
+            ) from error
     return found

@@ -1,1 +1,1 @@
-"""What every package may use: checks of values, JSON and other files, progress bars, names of vLLM."""
+"""Helpers for every package: checks of values, JSON and other files, progress bars, and vLLM's argument names."""

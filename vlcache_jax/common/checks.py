@@ -1,6 +1,6 @@
-"""Checks of arguments and arrays, with errors that show the value; names and sizes of the codecs of stored KV.
+"""Checks of arguments and arrays, with errors that show the value. Names and sizes of the codecs of stored KV.
 
-What codecs compute is in `vlcache_jax.pallas_kernels.link.codec`, which takes long to import.
+The codecs themselves are in `vlcache_jax.pallas_kernels.link.codec`, which is slow to import.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ if TYPE_CHECKING:
 GROUP = 32  # values that share a scale of `int4`
 
 SIZES: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, GROUP)}
-"""Bits of a code, and how many values share a scale; None: those of a head."""
+"""Bits of a code, and the number of values that share a scale; None: all values of a head."""
 
 
 _FEW = 8  # names that an error lists
 _LONGEST_NAME = 80  # characters that are compared with others
-_PIECE = 1 << 18  # values that stay in a core's cache
-_SHOWN = 1 << 14  # characters and entries of a value that is written out whole before it is shortened
-_ENTRIES, _LEVELS = 8, 3  # of a larger value that are written
+_PIECE = 1 << 18  # values that fit into a core's cache
+_SHOWN = 1 << 14  # characters and entries up to which `repr` is applied to the full value
+_ENTRIES, _LEVELS = 8, 3  # entries and nesting levels shown of a larger value
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 def is_a(value: Any, kind: Any) -> TypeGuard[Any]:
-    """Whether a value is of a type, or of one of several. True and False are no integers here."""
+    """Return whether a value is an instance of `kind`, a type or a tuple of types. True and False do not count as
+    integers.
+    """
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_whole(name: str, value: Any, least: int, most: float = math.inf, *, or_none: bool = False) -> None:
-    """Sees that it is an integer, from `least` to `most`.
+    """Check that a value is an integer from `least` to `most`, or None if `or_none`.
 
     Raises:
-      ValueError: it is not; it names `name`.
+      ValueError: it is not; the message begins with `name`.
     """
     if (is_a(value, int) and least <= value <= most) or (value is None and or_none):
         return
@@ -68,10 +70,10 @@ def unknown(name: Any, known: Collection[str], instead: Mapping[str, str] | None
 
 
 def check_flags(**flags: Any) -> None:
-    """Sees that each is True or False. Anything else would count as one of them: "no" as True.
+    """Check that each argument is True or False. Other values would be misread: "no" would count as True.
 
     Raises:
-      ValueError: one is not; it names which.
+      ValueError: one is not; the message names it.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -79,7 +81,11 @@ def check_flags(**flags: Any) -> None:
 
 
 def check_text(text: Any, name: str, expected: str = "a string") -> None:
-    """Raises a ValueError unless it is a string of characters: half of a surrogate pair is none."""
+    """Check that `text` is a string without unpaired surrogates.
+
+    Raises:
+      ValueError: it is not; the message begins with `name`.
+    """
     if not isinstance(text, str):
         raise ValueError(f"{name} must be {expected}, got {short(text)}")
     try:
@@ -91,7 +97,7 @@ def check_text(text: Any, name: str, expected: str = "a string") -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's alone."""
+    """Return whether an address is a loopback address or "localhost"."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -99,10 +105,10 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_bytes(value: int | str, name: str) -> int:
-    """A number of bytes from an integer or from a string with a unit (KB = 1000 bytes, KiB = 1024).
+    """Return a number of bytes from an integer or a string with a unit (KB = 1000 bytes, KiB = 1024).
 
     Raises:
-      ValueError: neither, or negative; it names `name`.
+      ValueError: it is neither, or negative; the message begins with `name`.
     """
     if is_a(value, int) and value >= 0:
         return value
@@ -110,14 +116,16 @@ def parse_bytes(value: int | str, name: str) -> int:
         match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", value.upper())
         if match and match[2] in _UNITS:
             return int(float(match[1]) * _UNITS[match[2]])
-    raise ValueError(f'{name} must be bytes of at least 0, as a number or like "4GiB" or "500MB", got {value!r}')
+    raise ValueError(
+        f'{name} must be a non-negative number of bytes, such as 1000000, "4GiB" or "500MB", got {value!r}'
+    )
 
 
 def parse_counts(text: str, name: str) -> tuple[int, ...]:
-    """Positive integers from a string such as "1024,3072".
+    """Return positive integers from a string such as "1024,3072".
 
     Raises:
-      ValueError: it is none of such; it names `name`.
+      ValueError: an entry is not a positive integer; the message begins with `name`.
     """
     parts = text.split(",")
     if not all(re.fullmatch(r"\s*0*[1-9]\d{0,17}\s*", part) for part in parts):
@@ -126,10 +134,10 @@ def parse_counts(text: str, name: str) -> tuple[int, ...]:
 
 
 def parse_rates(text: str, name: str) -> tuple[float, ...]:
-    """Numbers above 0 from a string such as "0.5,1,2".
+    """Return numbers above 0 from a string such as "0.5,1,2".
 
     Raises:
-      ValueError: it is none of such; it names `name`.
+      ValueError: an entry is not a number above 0; the message begins with `name`.
     """
     try:
         rates = tuple(map(float, text.split(",")))
@@ -141,14 +149,14 @@ def parse_rates(text: str, name: str) -> tuple[float, ...]:
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """A text for an error message: its beginning and its length where it is long."""
+    """Return a text for an error message; a long one is cut and its length is appended."""
     return text if len(text) <= most else f"{text[: 3 * most // 5]}... ({len(text)} characters)"
 
 
 def short(value: Any, most: int = 120) -> str:
-    """A value as Python writes it, shortened; one that Python does not write is named by its type.
+    """Return the `repr` of a value, cut to about `most` characters. If `repr` fails, return the name of the type.
 
-    Of a large value only the beginning is read.
+    Only the beginning of a large value is read.
     """
     try:
         if not exceeds(value, _SHOWN):
@@ -160,9 +168,9 @@ def short(value: Any, most: int = 120) -> str:
 
 
 def exceeds(value: Any, most: int) -> bool:
-    """Whether a value of JSON has more than `most` characters and entries, those inside it included.
+    """Return whether a JSON value has more than `most` characters and entries, nested ones included.
 
-    The search stops where it has counted so many.
+    The search stops as soon as the count exceeds `most`.
     """
     pending = [value]
     while pending and most >= 0:
@@ -175,7 +183,7 @@ def exceeds(value: Any, most: int) -> bool:
 
 
 def _beginning(value: Any, most: int, levels: int) -> Any:
-    """The first characters or entries of a value, to so many levels."""
+    """Return the first characters or entries of a value, down to `levels` nesting levels."""
     if isinstance(value, str | bytes):
         return value[:most]
     if not isinstance(value, dict | list | tuple):
@@ -188,14 +196,14 @@ def _beginning(value: Any, most: int, levels: int) -> Any:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether an array of floats holds neither infinities nor not-a-numbers, without a second copy of it.
+    """Return whether an array of floats has no infinities and no NaN, without copying it.
 
-    Both have all bits of the exponent set, which is several times faster to see than to ask for in bfloat16.
+    Both have all exponent bits set. Testing these bits is several times faster than `isfinite` in bfloat16.
 
     Args:
-      array: contiguous; float32, bfloat16 or float16, or float8_e4m3fn, which has no infinities, and one not-a-number.
+      array: contiguous array of float32, bfloat16, float16 or float8_e4m3fn, which has one NaN and no infinities.
     """
-    import numpy as np  # most callers check arguments alone, and do without it
+    import numpy as np  # imported here: most callers check only arguments and do not need it
 
     all_set = np.uint8(0x7F) if array.itemsize == 1 else np.array(np.inf, array.dtype).view(f"u{array.itemsize}")
     bits = array.reshape(-1).view(all_set.dtype)

@@ -1,4 +1,4 @@
-"""Files that commands read and write: whether they can is known before the work, and what is written appears whole."""
+"""Files that commands read and write. Access is checked before the work, and files are written atomically."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def check_writable(name: str, path: str | os.PathLike[str] | None, suffixes: tuple[str, ...] = ()) -> None:
-    """Makes the folder of a file that will be written, and sees that it can be.
+    """Create the folder of an output file and check that the file can be written.
 
     Args:
-      name: of the argument, for the error.
-      path: of the file; None is none.
-      suffixes: of which it must have one.
+      name: name of the argument, for the error.
+      path: path of the file; None: do nothing.
+      suffixes: allowed suffixes; empty: any.
 
     Raises:
-      ValueError: it cannot be written, or is called otherwise.
+      ValueError: the file cannot be written or has another suffix.
     """
     if path is None:
         return
@@ -40,17 +40,17 @@ def check_writable(name: str, path: str | os.PathLike[str] | None, suffixes: tup
 
 
 def make_folder(path: pathlib.Path) -> None:
-    """Makes a folder for its owner alone, and those above it, if it does not exist.
+    """Create a folder that only its owner can access (mode 0700), with its parents.
 
     Raises:
-      OSError: it cannot be made. It says which file or link is in the way, if one is, and what to do.
+      OSError: it cannot be created. If a file or a broken link is in the way, the message names it and the remedy.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         for part in (*reversed(path.parents), path):
             if part.is_symlink() and not part.exists():
-                what = "a link that leads nowhere: delete it"
+                what = "a broken symbolic link: delete it"
             elif part.exists() and not part.is_dir():
                 what = "a file: move it away"
             else:
@@ -60,24 +60,26 @@ def make_folder(path: pathlib.Path) -> None:
 
 
 def check_readable(name: str, path: str | os.PathLike[str]) -> None:
-    """Sees that a file can be read.
+    """Check that a file can be read.
 
     Raises:
-      ValueError: it cannot, or is none.
+      ValueError: it does not exist, is not a regular file, or cannot be read.
     """
     try:
         if not pathlib.Path(path).is_file():
-            raise FileNotFoundError(errno.ENOENT, "no file" if pathlib.Path(path).exists() else "no such file")
+            raise FileNotFoundError(
+                errno.ENOENT, "not a regular file" if pathlib.Path(path).exists() else "no such file"
+            )
         open(path, "rb").close()
     except OSError as error:
         raise ValueError(f"{name} must be a file that can be read, got {path}: {error.strerror}") from error
 
 
 def check_all_readable(name: str, paths: Sequence[str | os.PathLike[str]]) -> None:
-    """Sees that files can be read, and that each is named once.
+    """Check that files can be read and that each is named once.
 
     Raises:
-      ValueError: one cannot, or is none, or comes twice.
+      ValueError: a file cannot be read, is not a regular file, or is named twice.
     """
     for number, path in enumerate(paths):
         check_readable(name, path)
@@ -86,17 +88,17 @@ def check_all_readable(name: str, paths: Sequence[str | os.PathLike[str]]) -> No
 
 
 def check_free(name: str, path: pathlib.Path) -> None:
-    """Sees that a directory can be made in a place.
+    """Check that a directory can be created at a path.
 
     Raises:
-      FileExistsError: something is there that is no empty directory.
+      FileExistsError: the path exists and is not an empty directory.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"{name} must not exist or be an empty directory, got {path}")
+        raise FileExistsError(f"{name} must be a new path or an empty directory, got {path}")
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file that appears only when it is complete; makes its folder."""
+    """Write a file atomically, creating its folder. Devices and pipes are written directly."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
@@ -113,9 +115,11 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def cache_home() -> pathlib.Path:
-    """The folder of what can be made anew at any time: compiled programs, verdicts on kernels."""
+    """Return the folder of derived files: compiled programs and results of kernel self-tests."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "vlcache-jax"
 
 
 def _part(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # several may write the same file
+    return path.with_name(
+        f"{path.name}.{secrets.token_hex(4)}.part"
+    )  # unique: several processes may write the same file

@@ -1,7 +1,7 @@
-"""JSON files from elsewhere: read, and checked field by field before anything is built from them.
+"""Untrusted JSON files: reading, and checking of every field before anything is built from it.
 
-A number out of bounds hangs or crashes far from here, where nothing knows the file. Bounds are generous: beyond any
-model there is, but such that the work that a number asks for is bounded.
+A number out of bounds would otherwise hang or crash later, in code that does not know the file. The bounds exceed every
+existing model, but they limit the work that a number can cause.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vlcache_jax.common.checks import is_a, short
 
 _MOST_BYTES = 64 << 20
 AT_ONCE = 1 << 19
-"""Bytes of JSON that the library parses in one call. It lets no other thread run until it returns: 20 ms at worst."""
+"""Largest text in bytes that one call of `json` parses. The call holds the GIL, for 20 ms at most."""
 MOST_VALUES = 1 << 21
-"""Integers of a larger text, such as ids of 128 prompts of 16384 tokens. Any other value counts as eight."""
+"""Maximum number of integers in a larger text: the ids of 128 prompts of 16384 tokens. Other values count as eight."""
 _WEIGHT = 8
 MOST_DEPTH = 200
-"""Levels of lists and objects within each other."""
-_SHORT = 1 << 16  # characters of a string that is read in one call
-_PIECE = 1 << 20  # bytes or characters that are read in one call where nothing has to be built of each
-_MOST_DIGITS = 4300  # of a number, as Python has it for integers
+"""Maximum nesting of lists and objects."""
+_SHORT = 1 << 16  # longest string, in characters, that is read in one call
+_PIECE = 1 << 20  # bytes or characters that are decoded in one call
+_MOST_DIGITS = 4300  # of a number; Python's default limit for integers
 _SPACE = re.compile(r"[ \t\n\r]{0,65536}+")
 _INTEGERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,17})[ \t\n\r]{0,64}+,[ \t\n\r]{0,64}+){16,4096}+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]{1,1048576}+')
@@ -43,7 +43,12 @@ _NUMBER = re.compile(rf"[-+.0-9eE]{{0,{_MOST_DIGITS + 1}}}")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field may hold: in words that follow "must be", and as a test."""
+    """Allowed values of a field.
+
+    Attributes:
+      words: description that follows "must be" in errors.
+      accepts: test of a value.
+    """
 
     words: str
     accepts: Callable[[Any], bool]
@@ -88,22 +93,23 @@ OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Read a JSON file that contains an object.
 
     Raises:
-      ValueError: it is no regular file, larger than 64 MiB, not JSON, nested too deep, or holds something else.
+      ValueError: the file is not a regular file, is larger than 64 MiB, is not JSON, is nested too deep, or contains
+        another type.
     """
     path = pathlib.Path(path)
     try:
         if not path.is_file():
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON file: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a JSON file that holds an object, got {short(content)}")
+        raise ValueError(f"{path} must be a JSON file that contains an object, got {short(content)}")
     return content
 
 
@@ -115,15 +121,17 @@ def check_fields(
     section: str = "",
     required: bool = False,
 ) -> None:
-    """Checks the fields that `kinds` names; others may hold anything.
+    """Check the fields named in `kinds`; other fields are ignored.
 
     Args:
-      source: the file that they are from.
-      section: where in the file, such as "text_config.".
-      required: a field that is not there counts as null; otherwise it is passed over.
+      values: fields of the file.
+      kinds: allowed values by field.
+      source: path of the file, for errors.
+      section: path of the object in the file, such as "text_config.".
+      required: treat a missing field as null; otherwise missing fields are skipped.
 
     Raises:
-      ValueError: a field holds something else; the message names it and the file.
+      ValueError: a field has another value; the message names the field and the file.
     """
     of = "" if source is None else f" of {os.fspath(source)}"
     for key, kind in kinds.items():
@@ -132,15 +140,15 @@ def check_fields(
 
 
 class TooManyError(ValueError):
-    """A text of JSON holds more values than are read."""
+    """A JSON text has more values than the limit."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a text of JSON holds. Of a large one it is parsed in pieces, so that other threads run in between.
+    """Parse a JSON text. Texts above `AT_ONCE` bytes are parsed in pieces, so that other threads run in between.
 
     Raises:
-      TooManyError: it is large, and holds too many values.
-      ValueError: it is not JSON, is nested too deep, or holds numbers that JSON does not have.
+      TooManyError: the text is above `AT_ONCE` bytes and has more than `MOST_VALUES` values.
+      ValueError: the text is not JSON, is nested too deep, or has numbers that JSON does not allow.
     """
     if len(text) > AT_ONCE:
         return _Pieces(text if isinstance(text, str) else _decoded(text)).whole()
@@ -154,7 +162,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists and objects are within each other at more than `MOST_DEPTH` levels."""
+    """Return whether lists and objects are nested in more than `MOST_DEPTH` levels."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         level = [one for one in level if isinstance(one, dict | list)]
@@ -169,23 +177,23 @@ def _too_deep() -> ValueError:
 
 
 def _decoded(data: bytes) -> str:
-    """As `json.loads` decodes it."""
+    """Return the text of `data`, decoded in pieces with the encodings of `json.loads`."""
     decoder = codecs.getincrementaldecoder(json.detect_encoding(data))("surrogatepass")
     pieces = [decoder.decode(data[i : i + _PIECE]) for i in range(0, len(data), _PIECE)]
     return "".join([*pieces, decoder.decode(b"", final=True)])
 
 
 def _finite(text: str) -> float:
-    """JSON has no other numbers, and what reads the answers may refuse them."""
+    """Return the number. NaN and infinities are not JSON, and readers of the results may reject them."""
     if len(text) > _MOST_DIGITS:
         raise ValueError(f"a number must have at most {_MOST_DIGITS} digits")
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 
 class _Pieces:
-    """Parses a text of JSON: lists and objects value by value, runs of integers and parts of strings at once."""
+    """Parser of a large JSON text. One call reads one value, a run of integers or a part of a string."""
 
     def __init__(self, text: str):
         self._text, self._left, self._depth = text, MOST_VALUES, 0
@@ -216,7 +224,7 @@ class _Pieces:
             raise json.JSONDecodeError("Expecting value", self._text, place) from None
 
     def _within(self, read: Callable[[int], tuple[Any, int]], place: int) -> tuple[Any, int]:
-        """What is one level deeper."""
+        """Read a value one level deeper."""
         if self._depth == MOST_DEPTH:
             raise _too_deep()
         self._depth += 1
@@ -238,7 +246,7 @@ class _Pieces:
                 continue
             value, place = self._value(place)
             values.append(value)
-            place, is_last = self._behind(place, "]")
+            place, is_last = self._after_value(place, "]")
             if is_last:
                 return values, place
 
@@ -249,20 +257,20 @@ class _Pieces:
             return values, place + 1
         while True:
             if self._text[place : place + 1] != '"':
-                told = "Expecting property name enclosed in double quotes"
-                raise json.JSONDecodeError(told, self._text, place)
+                message = "Expecting property name enclosed in double quotes"
+                raise json.JSONDecodeError(message, self._text, place)
             key, place = self._string(place + 1)
             place = self._after_space(place)
             if self._text[place : place + 1] != ":":
                 raise json.JSONDecodeError("Expecting ':' delimiter", self._text, place)
             value, place = self._value(self._after_space(place + 1))
             values[self._keys.setdefault(key, key)] = value
-            place, is_last = self._behind(place, "}")
+            place, is_last = self._after_value(place, "}")
             if is_last:
                 return values, place
 
-    def _behind(self, place: int, end: str) -> tuple[int, bool]:
-        """Where what follows a value begins, and whether it was the last one."""
+    def _after_value(self, place: int, end: str) -> tuple[int, bool]:
+        """Return the index of the next value, or of the text after `end`, and whether the value was the last one."""
         place = self._after_space(place)
         char = self._text[place : place + 1]
         if char == end:
@@ -272,7 +280,7 @@ class _Pieces:
         return self._after_space(place + 1), False
 
     def _string(self, place: int) -> tuple[str, int]:
-        """Its text, and where it ends; `place` is that of its first character."""
+        """Return a string and the index after its closing quote; `place` is the index of its first character."""
         end = self._text.find('"', place, place + _SHORT)
         if end >= 0 and self._text.find("\\", place, end) < 0:
             return _scan(self._text, place)
@@ -282,7 +290,7 @@ class _Pieces:
                 parts.append(found[0])
             elif found := _ESCAPES.match(self._text, place):
                 parts.append(_scan(f'{found[0]}"', 0)[0])
-            else:  # it ends here, or is wrong
+            else:  # the end of the string, or an error
                 try:
                     last, end = _scan(self._text, place)
                 except json.JSONDecodeError as error:

@@ -1,6 +1,6 @@
-"""What a wait is for: a bar on a terminal; in a pipe or a file, plain lines now and then. Both on stderr.
+"""Progress reports on stderr: a bar on a terminal, otherwise a plain line every few seconds.
 
-`interruptible` sees to it that Ctrl-C ends it.
+`interruptible` makes Ctrl-C reliable during long waits.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-SECONDS = 3.0  # from one line to the next, unless work of another kind begins
-_MOST_SECONDS, _PART = 30.0, 0.1  # of a long wait: a tenth of the time so far, but no more
-_AGAIN = 0.01  # seconds until an interrupt that was swallowed comes again
+SECONDS = 3.0  # shortest interval between lines; a new kind of work is shown at once
+_MAX_SECONDS, _PART = 30.0, 0.1  # during long waits the interval is a tenth of the elapsed time, up to the maximum
+_RESEND_SECONDS = 0.01  # until a dropped interrupt is sent again
 
 
 class Progress:
-    """Says what is done and how far it is (a context manager). Within another one it shows beside it.
+    """Progress of a piece of work (a context manager). A nested one is appended to the display of the outer one.
 
     Args:
-      doing: such as "answering"; its first word is the kind of work.
-      total: of what `update` counts; None: nothing is counted.
-      show: False is silent, and so is what is within.
+      doing: description such as "answering"; its first word is the kind of work.
+      total: number of units that `update` counts; None: nothing is counted.
+      show: False hides it and everything nested in it.
 
     Attributes:
-      done: so many, so far.
-      note: stands after the numbers.
+      done: units done so far.
+      note: text shown after the numbers.
     """
 
     def __init__(self, doing: str, total: int | None = None, *, show: bool = True):
@@ -38,17 +38,17 @@ class Progress:
         self.note = ""
         self._begin = time.monotonic()
         self._show = show
-        self._chain: tuple[Progress, ...] = (self,)  # those that it is within, and it
+        self._chain: tuple[Progress, ...] = (self,)  # the enclosing ones, outermost first, and this one
         self._screen: _Bar | _Lines | None = None
 
     def update(self, count: int = 1, *, tokens: int = 0) -> None:
-        """So many more are done, and so many tokens with them."""
+        """Add `count` done units and `tokens` generated tokens, and refresh the display."""
         self.done += count
         self._tokens += tokens
         self._say()
 
     def reach(self, done: int, note: str = "") -> None:
-        """Set how many are done, and the note."""
+        """Set the number of done units and the note."""
         self.note = note
         self.update(done - self.done)
 
@@ -60,7 +60,9 @@ class Progress:
 
     @property
     def rate(self) -> str:
-        """Tokens a second so far, if there are any. Of one request it would tell how long the first token took."""
+        """Tokens per second so far as text; empty without tokens, and for a single request, where it would mostly show
+        TTFT.
+        """
         seconds = time.monotonic() - self._begin
         return f", {self._tokens / seconds:.3g} tokens/s" if self._tokens and seconds and self.total != 1 else ""
 
@@ -74,7 +76,7 @@ class Progress:
         self.close()
 
     def open(self) -> None:
-        """Begins to show it, beside the one that is active."""
+        """Show it, next to the enclosing one if there is one."""
         if (outer := _innermost.get()) is not None:
             self._chain = (*outer._chain, self)
         if self._show:
@@ -83,7 +85,7 @@ class Progress:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """What is shown within shows beside it; for work that goes on now and then."""
+        """Return a context in which others nest in this one; for work that is done in intervals."""
         before = _innermost.set(self)
         try:
             yield
@@ -91,7 +93,7 @@ class Progress:
             _innermost.reset(before)
 
     def close(self) -> None:
-        """Shows it no more."""
+        """Remove it from the display."""
         if self._screen is not None and len(self._chain) == 1:
             self._screen.close()
         elif self._screen is not None:
@@ -106,19 +108,22 @@ _innermost: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("pr
 
 
 def shown_waiting(doing: str) -> contextlib.AbstractContextManager[Any]:
-    """Shows what a request waits for. Loading takes a moment: it is shown beside what is shown already, not alone."""
+    """Return a context that shows what a request waits for.
+
+    Loading is short: it is shown only next to something that is already displayed.
+    """
     is_alone = _innermost.get() is None
     return contextlib.nullcontext() if is_alone and doing.startswith("loading") else Progress(doing)
 
 
 def say(line: str) -> None:
-    """A line on stderr, at once."""
+    """Write a line to stderr and flush it."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def say_errors() -> Iterator[None]:
-    """Turns errors of users into a line on stderr and exit code 1."""
+    """Report user errors (ValueError, OSError, MemoryError) as one line on stderr and exit with code 1."""
     try:
         yield
     except (ValueError, OSError, MemoryError) as error:
@@ -165,7 +170,7 @@ class _Lines:
     def show(self, chain: Sequence[Progress]) -> None:
         kind = chain[-1].doing.split()[0]
         now = time.monotonic()
-        if kind not in self._kinds or now - self._last >= min(max(SECONDS, _PART * (now - self._begin)), _MOST_SECONDS):
+        if kind not in self._kinds or now - self._last >= min(max(SECONDS, _PART * (now - self._begin)), _MAX_SECONDS):
             self._kinds.add(kind)
             self._last = now
             say(": ".join(map(str, chain)))
@@ -179,9 +184,9 @@ class _Lines:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets Ctrl-C through that arrives while jax attends to the garbage collector, where Python drops every exception.
+    """Deliver a Ctrl-C that arrives in JAX's garbage collection callback, where Python drops all exceptions.
 
-    The same signal is sent again a moment later. Only the main thread is ever interrupted; in others this does nothing.
+    The signal is sent again 10 ms later. Only the main thread is interrupted; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -190,8 +195,8 @@ def interruptible() -> Iterator[None]:
 
     def hook(dropped: Any) -> None:
         if dropped.exc_type is KeyboardInterrupt:
-            # A real one: `_thread.interrupt_main` does not wake a thread that waits.
-            threading.Timer(_AGAIN, signal.pthread_kill, (main, signal.SIGINT)).start()
+            # Send a real signal: `_thread.interrupt_main` does not wake a waiting thread.
+            threading.Timer(_RESEND_SECONDS, signal.pthread_kill, (main, signal.SIGINT)).start()
         else:
             before(dropped)
 

@@ -1,4 +1,4 @@
-"""Arguments that vLLM's classes and calls take and ours do not, by name: what each means here."""
+"""Arguments of vLLM's classes and calls that this package does not have, and their meaning here."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-_OURS = (str(pathlib.Path(__file__).parents[1]), "<string>")  # files; what a dataclass writes itself has the other name
+# Files that warnings skip. Code that a dataclass generates has the file name "<string>".
+OURS = (str(pathlib.Path(__file__).parents[1]), "<string>")
 
 
 @dataclass(frozen=True)
 class VllmNames:
-    """Arguments of a class or call of vLLM's, by what comes of them here. None, False and what is empty ask for
-    nothing.
+    """Arguments of a vLLM class or call, by their treatment here. None, False and empty values request nothing.
 
     Attributes:
-      renamed: the same here under another name.
-      only: errors, unless the value is one of these.
-      instead: of some of the others, what to do in their place.
-      ignored: no answer depends on them; they are taken with a warning.
-      usual: of these, what vLLM has on: it is False that is warned of.
-      strange: of names that only others than vLLM have, or none, what to write.
+      renamed: name here by vLLM's name.
+      only: accepted values by name; other values raise an error.
+      instead: remedies for some of the arguments that raise or are ignored.
+      ignored: arguments without effect on outputs; they are accepted with a warning.
+      usual: ignored arguments that are on by default in vLLM; False warns, True does not.
+      strange: remedies for arguments that vLLM does not have, such as names from other libraries.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -45,16 +45,16 @@ def _listed(names: str) -> frozenset[str]:
 
 
 def _notes(options: type) -> dict[str, tuple[Any, ...]]:
-    """What stands beside the types of options."""
+    """Return the annotations of the options' types by option."""
     hints = get_type_hints(options, include_extras=True)
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
-# Of EngineArgs, AsyncEngineArgs and LLM of vLLM 0.33.0, and of the versions before it, by what comes of them here.
+# Arguments of EngineArgs, AsyncEngineArgs and LLM of vLLM up to 0.33.0, by their treatment here.
 
 
 class _Renamed(TypedDict, total=False):
-    """The same here under the name beside it."""
+    """Options with another name here, which is the annotation."""
 
     kv_cache_memory_bytes: Annotated[int | str | None, "kv_cache_bytes"]
     max_num_batched_tokens: Annotated[int | None, "max_rows"]
@@ -62,16 +62,16 @@ class _Renamed(TypedDict, total=False):
 
 
 class _Only(TypedDict, total=False):
-    """Errors, unless the value is one of those beside it."""
+    """Options that raise an error unless the value is one of the annotations."""
 
-    # one device
+    # devices
     data_parallel_size: Annotated[Any, 1]
     decode_context_parallel_size: Annotated[Any, 1]
     device_ids: Any
     nnodes: Annotated[Any, 1]
     pipeline_parallel_size: Annotated[Any, 1]
     prefill_context_parallel_size: Annotated[Any, 1]
-    # weights and numbers as the checkpoint has them
+    # weights and data types, which the checkpoint determines
     config_format: Annotated[Any, "auto", "hf"]
     hf_config_path: Any
     hf_overrides: Any
@@ -87,7 +87,7 @@ class _Only(TypedDict, total=False):
     tokenizer: Any
     tokenizer_mode: Annotated[Any, "auto", "hf", "slow"]
     tokenizer_revision: Any
-    # what there is not
+    # unsupported features
     convert: Annotated[Any, "auto", "none"]
     default_mm_loras: Any
     diffusion_config: Any
@@ -110,7 +110,7 @@ class _Only(TypedDict, total=False):
     task: Annotated[Any, "auto", "generate"]
     video_pruning_rate: Annotated[Any, 0]
     watermark_config: Any
-    # what is said in another place
+    # options that are set elsewhere
     chat_template: Any
     download_dir: Any
     generation_config: Annotated[Any, "auto"]
@@ -120,7 +120,7 @@ class _Only(TypedDict, total=False):
     override_generation_config: Any
 
 
-# No answer depends on these.
+# Options without effect on outputs.
 # fmt: off
 _Ignored = TypedDict(  # noqa: UP013
     "_Ignored",
@@ -212,46 +212,46 @@ _Ignored = TypedDict(  # noqa: UP013
 
 
 class VllmOptions(_Renamed, _Only, _Ignored, total=False):
-    """The options of vLLM's engines that are taken here."""
+    """Options of vLLM's engines that are accepted here."""
 
 
 ENGINE = VllmNames(
     renamed={name: new for name, (new,) in _notes(_Renamed).items()},
     only=_notes(_Only),
     instead={
-        "attention_backend": "implementation chooses the kernels",
-        "chat_template": "give it to each call of chat",
+        "attention_backend": "set implementation to choose the kernels",
+        "chat_template": "pass it to each call of chat",
         "device_ids": "set CUDA_VISIBLE_DEVICES",
-        "disable_mm_preprocessor_cache": 'reuse="off" keeps nothing of images',
+        "disable_mm_preprocessor_cache": 'set reuse="off" to disable image caching',
         "download_dir": "set HF_HOME",
-        "enable_prompt_embeds": "give texts and images",
-        "enable_mm_embeds": "give images",
-        "generation_config": "give sampling_params to each call",
+        "enable_prompt_embeds": "pass texts and images",
+        "enable_mm_embeds": "pass images",
+        "generation_config": "pass sampling_params to each call",
         "hf_token": "log in with `hf auth login`, or set HF_TOKEN",
-        "kv_transfer_config": "cache=CacheConfig(remote=...) shares what is kept of images",
-        "ec_transfer_config": "cache=CacheConfig(remote=...) shares what is kept of images",
-        "language_model_only": 'give limit_mm_per_prompt={"image": 0, "video": 0}',
-        "logits_processors": "give logit_bias, bad_words or allowed_token_ids of SamplingParams",
-        "max_num_queued_reqs": "AsyncLLM has max_waiting",
-        "media_io_kwargs": "give fps or num_frames beside each video",
-        "mm_processor_cache_gb": "cache=CacheConfig(host_bytes=...) bounds what is kept of images",
-        "num_gpu_blocks_override": "kv_cache_bytes sizes the pool",
-        "override_generation_config": "give sampling_params to each call",
+        "kv_transfer_config": "set cache=CacheConfig(remote=...) to share cached images",
+        "ec_transfer_config": "set cache=CacheConfig(remote=...) to share cached images",
+        "language_model_only": 'set limit_mm_per_prompt={"image": 0, "video": 0}',
+        "logits_processors": "set logit_bias, bad_words or allowed_token_ids of SamplingParams",
+        "max_num_queued_reqs": "set max_waiting of AsyncLLM",
+        "media_io_kwargs": "set fps or num_frames of each video",
+        "mm_processor_cache_gb": "set cache=CacheConfig(host_bytes=...) to size the image cache",
+        "num_gpu_blocks_override": "set kv_cache_bytes to size the KV pool",
+        "override_generation_config": "pass sampling_params to each call",
     },
     ignored=frozenset(_Ignored.__annotations__),
     usual=frozenset({"disable_log_stats", "enable_chunked_prefill"}),
 )
 
-# What vLLM called the fields of `structured_outputs` before.
+# Former names in vLLM of the fields of `structured_outputs`.
 GUIDED = {
     f"guided_{kind}": f"write it into structured_outputs: {{{kind!r}: ...}}"
     for kind in ("json", "regex", "choice", "grammar", "json_object")
 } | {
     "guided_whitespace_pattern": "write it into structured_outputs: {'whitespace_pattern': ...}",
-    "guided_decoding_backend": "leave it out: llguidance serves all",
+    "guided_decoding_backend": "remove it: llguidance is the only backend",
 }
 
-# Of SamplingParams.
+# Arguments of SamplingParams.
 SAMPLING = VllmNames(
     only={
         "best_of": (1,),
@@ -275,7 +275,7 @@ SAMPLING = VllmNames(
         "guided_decoding": "set structured_outputs=StructuredOutputs(...)",
         "logits_processors": "set logit_bias, bad_words or allowed_token_ids",
         "logprob_token_ids": "set logprobs, up to 20, or call LLM.score",
-        "output_kind": "outputs hold all there is so far; AsyncLLM.deltas tells what is new",
+        "output_kind": "outputs contain all tokens so far; call AsyncLLM.deltas for the new ones",
         "prompt_logprob_start": "set prompt_logprobs",
         "prompt_logprob_token_ids": "set prompt_logprobs, up to 20, or call LLM.score",
         "trace_decode_token_ids": "call LLM.score",
@@ -297,25 +297,25 @@ SAMPLING = VllmNames(
     },
 )
 
-# Of StructuredOutputs.
+# Arguments of StructuredOutputs.
 STRUCTURED = VllmNames(
     only={"disable_additional_properties": ()},
     instead={"disable_additional_properties": "write additionalProperties into the schema"},
     ignored=_listed("_backend _backend_was_auto disable_fallback"),
 )
 
-# Of StructuredOutputsConfig.
+# Arguments of StructuredOutputsConfig.
 STRUCTURED_CONFIG = VllmNames(
     only={"disable_additional_properties": ()},
     instead={"disable_additional_properties": "write additionalProperties into each schema"},
     ignored=_listed("backend disable_fallback reasoning_parser reasoning_parser_plugin"),
 )
 
-# Of LLM.chat, LLM.generate and AsyncLLM.generate.
+# Arguments of LLM.chat, LLM.generate and AsyncLLM.generate.
 
 
 class _OnlyOfCalls(TypedDict, total=False):
-    """Errors, unless the value is one of those beside it."""
+    """Arguments that raise an error unless the value is one of the annotations."""
 
     add_special_tokens: Any
     guided_options_request: Any
@@ -342,7 +342,7 @@ _IgnoredOfCalls = TypedDict(  # noqa: UP013
 
 
 class VllmCallOptions(_OnlyOfCalls, _IgnoredOfCalls, total=False):
-    """The arguments of vLLM's calls that are taken here."""
+    """Arguments of vLLM's calls that are accepted here."""
 
 
 CALLS = VllmNames(
@@ -351,32 +351,32 @@ CALLS = VllmNames(
         "mm_processor_kwargs": "write it into each prompt's dict",
         "priority": "write it into options=RequestOptions(priority=...)",
         "prompt_token_ids": 'write it into each prompt: {"prompt_token_ids": [...]}',
-        "tools": "call chat, whose template tells of them",
+        "tools": "call chat, which renders them with the chat template",
     },
     ignored=frozenset(_IgnoredOfCalls.__annotations__),
     strange={
-        "sampling": "is it sampling_params?",
+        "sampling": "did you mean sampling_params?",
         **dict.fromkeys(("temperature", "max_tokens"), "write it into sampling_params=SamplingParams(...)"),
     },
 )
 
 
 def ours(name: str, names: VllmNames, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """What arguments that are none of ours mean here.
+    """Translate arguments that this package does not have into its own.
 
-    Warns once of those that have no meaning here.
+    Arguments without effect here cause one warning.
 
     Args:
-      name: of what was called.
-      names: what is known of vLLM's.
+      name: name of the called class or function, for errors.
+      names: treatment of vLLM's arguments.
       given: the arguments.
-      known: names of ours.
+      known: names of the arguments that this package has.
 
     Returns:
-      Ours in place of some of them.
+      Arguments of this package that replace some of the given ones.
 
     Raises:
-      TypeError: one is unknown, must be written in another way, or asks for what there is not.
+      TypeError: an argument is unknown, must be passed in another way, or requests an unsupported feature.
     """
     found: dict[str, Any] = {}
     idle: list[str] = []
@@ -386,49 +386,51 @@ def ours(name: str, names: VllmNames, given: Mapping[str, Any], known: Collectio
         if argument not in names:
             everything = [one for one in (*known, *names.renamed, *names.only, *names.ignored) if one[0] != "_"]
             close = difflib.get_close_matches(argument, everything, 1, 0.75)
-            hint = names.strange.get(argument) or (f"is it {close[0]}?" if close else "")
+            hint = names.strange.get(argument) or (f"did you mean {close[0]}?" if close else "")
             raise TypeError(f"{name} has no argument {argument}" + (f"; {hint}" if hint else ""))
-        asks = value is False if argument in names.usual else not _asks_nothing(value)
-        if not asks:
+        is_request = value is False if argument in names.usual else not _requests_nothing(value)
+        if not is_request:
             continue
         if argument in names.renamed:
             found[names.renamed[argument]] = value
         elif argument in names.ignored:
             idle.append(argument)
         elif not _is_one_of(value, names.only[argument]):
-            if what := names.instead.get(argument):  # the value may be a secret
-                raise TypeError(f"{name} cannot do what vLLM's {argument} asks for: {what}")
-            expected = " or ".join(map(repr, (None, *names.only[argument])))
-            raise TypeError(f"{argument} must be {expected}, as nothing else is supported here, got {value!r:.80}")
+            if what := names.instead.get(argument):  # without the value, which may be a secret
+                raise TypeError(f"{name} does not support vLLM's {argument}: {what}")
+            values = (None, *names.only[argument])
+            supported = f"the only supported value{'s' * (len(values) > 1)}"
+            raise TypeError(f"{argument} must be {' or '.join(map(repr, values))}, {supported}, got {value!r:.80}")
+
     if idle:
         warn_ignored(idle, "; ".join(names.instead[one] for one in idle if one in names.instead))
     return found
 
 
 def warn_ignored(names: Collection[str], instead: str = "") -> None:
-    """Warns that something of what this package was told says nothing to it."""
+    """Warn that arguments are ignored, with the remedy `instead` if there is one."""
     has = "has" if len(names) == 1 else "have"
-    told = f"{', '.join(names)} {has} no meaning here and {'is' if has == 'has' else 'are'} ignored"
-    warn(f"{told} ({instead})" if instead else told)
+    message = f"{', '.join(names)} {has} no effect here and {'is' if has == 'has' else 'are'} ignored"
+    warn(f"{message} ({instead})" if instead else message)
 
 
 def warn(message: str) -> None:
-    """Warns whoever called this package."""
-    warnings.warn(message, UserWarning, skip_file_prefixes=_OURS)
+    """Issue a UserWarning at the line of the caller of this package."""
+    warnings.warn(message, UserWarning, skip_file_prefixes=OURS)
 
 
-def _asks_nothing(value: Any) -> bool:
+def _requests_nothing(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, str | Mapping | list | tuple | set) and not value)
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    if isinstance(value, enum.Enum):  # of vLLM's own
+    if isinstance(value, enum.Enum):  # an enum of vLLM
         value = value.name
     return isinstance(value, str | int | float) and value in values
 
 
 def takes_foreign[T](names: VllmNames) -> Callable[[type[T]], type[T]]:
-    """Lets a class be made also with arguments of vLLM's class of the same name; see `ours`."""
+    """Return a class decorator that adds the arguments of vLLM's class of the same name; see `ours`."""
 
     def changed(kind: Any) -> Any:
         init, known = kind.__init__, inspect.signature(kind).parameters
@@ -444,16 +446,16 @@ def takes_foreign[T](names: VllmNames) -> Callable[[type[T]], type[T]]:
     return changed
 
 
-# Names of vLLM's package, and attributes of its engines, that there are not here: what to write.
+# Remedies by name for names of vLLM's package that this package does not have.
 _OPTIONS = "write its arguments into LLM(model, ...) or AsyncLLM(model, ...)"
 NAMES = {
     "AsyncEngineArgs": _OPTIONS,
     "AsyncLLMEngine": "import AsyncLLM",
     "EngineArgs": _OPTIONS,
     "GuidedDecodingParams": "import StructuredOutputs",
-    "LLMEngine": "import LLM, or AsyncLLM for requests that come one by one",
+    "LLMEngine": "import LLM, or AsyncLLM for requests that arrive one by one",
     "PoolingParams": "call LLM.embed or LLM.score",
-    "RequestOutputKind": "AsyncLLM.generate yields what there is so far, AsyncLLM.deltas what is new",
+    "RequestOutputKind": "AsyncLLM.generate yields all tokens so far, AsyncLLM.deltas the new ones",
     "StructuredOutputsParams": "import StructuredOutputs",
     "TextPrompt": 'write {"prompt": ..., "multi_modal_data": ...}',
     "TokensPrompt": 'write {"prompt_token_ids": [...], "multi_modal_data": ...}',
@@ -461,10 +463,10 @@ NAMES = {
 
 
 class Absent:
-    """An attribute of vLLM's class that ours has not: asking for it raises an AttributeError that says what to write.
+    """Attribute of vLLM's class that this package does not have. Access raises an AttributeError with the remedy.
 
     Args:
-      instead: that.
+      instead: the remedy.
     """
 
     def __init__(self, instead: str):

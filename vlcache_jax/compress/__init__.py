@@ -1,7 +1,7 @@
-"""Which of a prompt's tokens answers go on with, once it is computed.
+"""KV compression: selection of the prompt tokens whose KV is kept for decoding after prefill.
 
-A policy (`policies`) says how many rows behind the prompt's last image are looked at, how many tokens each layer keeps
-(`budgets`: host integers, from how sparse the layers' attention is), and how keys are ranked by the attention that they
-received (`scores`: traced). `parse` reads what users write as `compress`. Nothing here knows of pages, programs or
-other requests: what a request keeps depends on its own prompt alone.
+A policy (`policies`) sets the number of observed tokens at the end of the prompt, the number of tokens that each layer
+keeps, and the ranking of keys. `budgets` computes the tokens per layer on the host from the sparsity of attention.
+`scores` ranks keys by the attention they received (traced). `parse` reads the argument `compress`. This package does
+not depend on KV blocks, programs or other requests: the result depends only on the request's own prompt.
 """

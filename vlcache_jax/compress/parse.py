@@ -1,4 +1,4 @@
-"""From what users write as `compress` to a policy."""
+"""Parsing of the argument `compress` into a policy."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _NAMED = re.compile(rf"({'|'.join(_POLICIES)})-((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\
 
 
 def parse_compressor(compress: Any) -> Compressor:
-    """The policy that a user's `compress` stands for.
+    """Return the policy for the argument `compress`.
 
     Args:
       compress: "vl-cache-A", "postvision-A", "snapkv-A", "pyramidkv-A", "h2o-A", "zipcache-A", "streaming-A" or
-        "random-A", where A is the share of the prompt's K, V to be kept, above 0 and at most 1; or a `Compressor`.
+        "random-A", where A is the fraction of the prompt's KV to keep, above 0 and at most 1; or a `Compressor`.
 
     Raises:
-      ValueError: something else, or an attribute of the `Compressor` is not as it should be.
+      ValueError: it is something else, or an attribute of the `Compressor` is invalid.
     """
     if isinstance(compress, Compressor) and not isinstance(compress, type):
         _check(compress)
@@ -48,36 +48,36 @@ def parse_compressor(compress: Any) -> Compressor:
     if isinstance(compress, str) and (match := _NAMED.fullmatch(compress)):
         word, alpha = match[1], float(match[2])
         if not 0 < alpha <= 1:
-            raise ValueError(f"compress must be {word}-A with a share A above 0 and at most 1, got {short(compress)}")
+            raise ValueError(f"compress must be {word}-A with a fraction A (0 < A <= 1), got {short(compress)}")
         return _POLICIES[word](alpha)
     names = ", ".join(f"{word}-A" for word in _POLICIES)
     usual = [f"{word}-0.1" for word in _POLICIES]
     close = difflib.get_close_matches(compress, usual, 1) if isinstance(compress, str) else []
     raise ValueError(
-        f"compress must be one of {names}, where A is the share of the K, V to be kept (0 < A <= 1), or a Compressor, "
-        f"got {short(compress)}{f'; is it {close[0]!r}?' if close else ''}"
+        f"compress must be one of {names}, where A is the fraction of KV to keep (0 < A <= 1), or a Compressor, "
+        f"got {short(compress)}{f'; did you mean {close[0]!r}?' if close else ''}"
     )
 
 
 def _check(compressor: Compressor) -> None:
-    """Sees that attributes are as they should be, before an engine works with them."""
+    """Check the attributes of a compressor before an engine uses it."""
     check_text(compressor.name, "name of compress")
     for name, share in (("alpha", compressor.alpha), ("p", 1 if compressor.p is None else compressor.p)):
         if not is_a(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"{name} of compress must be a number above 0 and at most 1, got {short(share)}")
     scores = compressor.scores
     if not isinstance(scores, Hashable) or not callable(scores):
-        raise ValueError(f"scores of compress must be Scores, which are called and can be hashed, got {short(scores)}")
+        raise ValueError(f"scores of compress must be callable and hashable, got {short(scores)}")
     shape = _score_shape(scores)
     if shape != _SHAPE:
-        raise ValueError(f"scores of compress must be [K, W] as `received` is, {_SHAPE}, got {short(shape)}")
+        raise ValueError(f"scores of compress must return the shape [K, W] of `received`, {_SHAPE}, got {short(shape)}")
 
 
 @functools.lru_cache(256)
 def _score_shape(scores: Scores) -> Any:
-    """Of what it makes of `_SHAPE`."""
+    """Return the output shape for keys of shape `_SHAPE`."""
     received, number, seed = (
         jax.ShapeDtypeStruct(*one) for one in ((_SHAPE, np.float32), ((), np.int32), ((), np.uint32))
     )
-    told = jax.eval_shape(lambda *seen: scores(KeyStatistics(*seen)), received, number, number, seed)
-    return getattr(told, "shape", told)
+    output = jax.eval_shape(lambda *keys: scores(KeyStatistics(*keys)), received, number, number, seed)
+    return getattr(output, "shape", output)

@@ -1,4 +1,4 @@
-"""Policies: which of a prompt's tokens are kept for decoding, in each layer (host, per request)."""
+"""Compression policies: selection of the prompt tokens that each layer keeps for decoding (host, per request)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from vlcache_jax.inputs.layout import Layout
 
 _log = logging.getLogger(__name__)
 _WHOLE = int, np.integer
-_ROWS = 50  # observed of a prompt without images, as in VL-Cache's benchmarks
+_ROWS = 50  # observed tokens of a prompt without images, as in VL-Cache's benchmarks
 
 
 @runtime_checkable
 class Compressor(Protocol):
-    """How a prompt's K, V are compressed before its answer is decoded.
+    """Policy that compresses a prompt's KV before decoding.
 
-    What its methods raise, or give that is not as it should be, is the error of the one request.
+    If a method raises or returns an invalid value, only the request fails.
 
     Attributes:
-      name: in reports; as `parse.parse_compressor` takes it, where there is such a word.
-      alpha: the share of the prompt's K, V to be kept; 1 keeps all, and nothing has to be observed.
-      p: attention below p x the maximum of its row counts as zero in gamma; None: `counts` does without gamma.
-      scores: what tokens outside the window are ranked by. Programs are compiled for it, and not for the rest.
+      name: name in reports; for built-in policies the string that `parse.parse_compressor` accepts.
+      alpha: fraction of the prompt's KV to keep; 1 keeps all, and nothing has to be observed.
+      p: attention below p times the maximum of its row counts as zero in gamma; None: `counts` does not need gamma.
+      scores: ranking of the tokens outside the window. Programs are compiled for it, but not for the other attributes.
     """
 
     @property
@@ -48,31 +48,34 @@ class Compressor(Protocol):
     def scores(self) -> Scores: ...
 
     def observed(self, layout: Layout) -> int:
-        """How many of the prompt's last rows are observed, 0 to all."""
+        """Return the number of observed tokens at the end of the prompt, 0 to all."""
 
     def counts(self, length: int, gamma: npt.NDArray[np.float64] | None, layers: int) -> tuple[int, ...]:
-        """Tokens that each layer keeps of `length`, the same number for all its heads, 1 to all.
+        """Return the number of kept tokens per layer, 1 to `length`, equal for all heads of a layer.
 
-        Gamma is `budgets.sparsity`. Where it is not known yet, None, the counts are an estimate, unless `p` is None or
-        alpha is 1.
+        Args:
+          length: tokens of the prompt.
+          gamma: sparsity [L], see `budgets.sparsity`; None: not known yet. The counts are then an estimate, unless `p`
+            is None or alpha is 1.
+          layers: number of layers L.
         """
 
     def window(self, count: int) -> int:
-        """How many of `count` kept tokens are the prompt's last ones, 0 to all."""
+        """Return how many of `count` kept tokens are the last ones of the prompt, 0 to all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy:
-    """What the policies share, but for what they say otherwise.
+    """Defaults of the policies.
 
-    No rows are observed, and all layers have an equal budget, of which a tenth are the prompt's last tokens.
+    No tokens are observed, and all layers have an equal budget, of which a tenth are the prompt's last tokens.
 
     Attributes:
-      alpha: the share of the prompt's K, V to be kept, above 0 and at most 1.
-      granularity: "kv_head": each KV head keeps tokens of its own; "layer": all heads of a layer keep the same.
+      alpha: fraction of the prompt's KV to keep, above 0 and at most 1.
+      granularity: "kv_head": each KV head keeps tokens of its own; "layer": all heads of a layer keep the same tokens.
 
     Raises:
-      ValueError: one is not such.
+      ValueError: an attribute is invalid.
     """
 
     alpha: float = dataclasses.field(kw_only=False)
@@ -87,7 +90,7 @@ class _Policy:
 
     @property
     def name(self) -> str:
-        """What stands for it as text, and options that are not the usual ones."""
+        """Policy as text, such as "vl-cache-0.1", followed by the options that differ from their defaults."""
         own = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)[1:]]
         options = ", ".join(f"{name}={value}" for name, value, usual in own if value != usual)
         return f"{self.word}-{self.alpha:g}{options and f' ({options})'}"
@@ -112,12 +115,12 @@ class _Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class PostVision(_Policy):
-    """By what the text behind the last image looks at: VL-Cache's scores with equal budgets, our own."""
+    """Policy that ranks by the attention of the text after the last image: VL-Cache's scores with equal budgets."""
 
     word: ClassVar[str] = "postvision"
 
     def observed(self, layout: Layout) -> int:
-        """The rows behind the last image, at least the last one; of a prompt without images the last `_ROWS`."""
+        """Return the number of tokens after the last image, at least 1; without images up to the last 50."""
         if not layout.images:
             return min(len(layout), _ROWS)
         return max(len(layout) - layout.images[-1].stop, 1)
@@ -125,11 +128,11 @@ class PostVision(_Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class VLCache(PostVision):
-    """By what the text behind the last image looks at, more in layers of denser attention (VL-Cache).
+    """Policy that ranks by the attention of the text after the last image and keeps more in dense layers (VL-Cache).
 
     Attributes:
-      p: attention below p x the maximum of its row counts as zero in a layer's sparsity.
-      refill: whether all of alpha is given out, where bounds on layers' budgets leave some; see `budgets.layer_shares`.
+      p: attention below p times the maximum of its row counts as zero in a layer's sparsity.
+      refill: redistribute the part of alpha that bounds on the layers' budgets leave; see `budgets.layer_shares`.
     """
 
     p: float = 0.01
@@ -150,11 +153,11 @@ class VLCache(PostVision):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(_Policy):
-    """By what the last rows look at, each token with its neighbours (SnapKV).
+    """Policy that ranks by the attention of the last tokens, averaged over neighboring keys (SnapKV).
 
     Attributes:
-      rows: that are observed.
-      pooling: tokens that a mean is over, an odd number.
+      rows: number of observed tokens.
+      pooling: number of keys in an average, odd.
     """
 
     rows: int = 32
@@ -183,7 +186,7 @@ class PyramidKV(SnapKV):
     word: ClassVar[str] = "pyramidkv"
 
     def counts(self, length: int, gamma: npt.NDArray[np.float64] | None, layers: int) -> tuple[int, ...]:
-        # The pyramid is of the tokens beside the window, a tenth of the mean budget.
+        # The pyramid distributes the tokens outside the window. The window is a tenth of the mean budget.
         window = 0.1 * self.alpha * length
         tokens = pyramid(self.alpha * length - window, length - window, layers) + window
         return whole(tokens + 0.5, length)
@@ -191,7 +194,7 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(_Policy):
-    """By what all rows look at (H2O, for the prompt alone). The prompt is computed a second time."""
+    """Policy that ranks by the attention of all prompt tokens (H2O without decoding). The prompt is computed twice."""
 
     word: ClassVar[str] = "h2o"
 
@@ -201,7 +204,9 @@ class H2O(_Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ZipCache(H2O):
-    """By what a row looks at, the mean of all that see the token (ZipCache's scores, for dropping)."""
+    """Policy that ranks by the mean attention of the tokens that see a key (the scores of ZipCache, used to drop
+    tokens).
+    """
 
     word: ClassVar[str] = "zipcache"
 
@@ -212,10 +217,10 @@ class ZipCache(H2O):
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(_Policy):
-    """The first tokens and the last ones (StreamingLLM, positions as they were).
+    """Policy that keeps the first and the last tokens (StreamingLLM, with unchanged positions).
 
     Attributes:
-      first: how many first ones.
+      first: number of first tokens.
     """
 
     first: int = 4
@@ -235,10 +240,10 @@ class Streaming(_Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Random(_Policy):
-    """By chance, the same tokens for the same prompt.
+    """Policy that keeps random tokens, the same ones for the same prompt.
 
     Attributes:
-      seed: another one draws others.
+      seed: random seed.
     """
 
     seed: int = 0
@@ -256,12 +261,12 @@ class Random(_Policy):
 def make_counts(
     compressor: Compressor, length: int, gamma: npt.NDArray[np.float64] | None, layers: int
 ) -> tuple[int, ...]:
-    """The compressor's counts, checked.
+    """Return the compressor's counts, checked.
 
     Raises:
-      ValueError: they are no integers from 1 to `length`, one a layer, or it raised something.
+      ValueError: they are not one integer from 1 to `length` per layer, or the method raised an exception.
     """
-    counts = _told(compressor, lambda: tuple(compressor.counts(length, gamma, layers)), "counts")
+    counts = _call(compressor, lambda: tuple(compressor.counts(length, gamma, layers)), "counts")
     if len(counts) != layers or not all(is_a(count, _WHOLE) and 1 <= count <= length for count in counts):
         raise ValueError(
             f"counts of {compressor.name} must be {layers} integers from 1 to {length}, got {short(counts)}"
@@ -270,34 +275,38 @@ def make_counts(
 
 
 def make_observed(compressor: Compressor, layout: Layout) -> int:
-    """How many rows the compressor observes, checked.
+    """Return the number of tokens that the compressor observes, checked.
 
     Raises:
-      ValueError: no integer from 0 to all, or it raised something.
+      ValueError: it is not an integer from 0 to the prompt's length, or the method raised an exception.
     """
     return _number(compressor, lambda: compressor.observed(layout), "observed", len(layout))
 
 
 def make_windows(compressor: Compressor, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The compressor's window in each layer, of which `counts` are kept, checked.
+    """Return the compressor's window in each layer, checked.
+
+    Args:
+      compressor: the policy.
+      counts: kept tokens per layer.
 
     Raises:
-      ValueError: no integer from 0 to the count, or it raised something.
+      ValueError: a window is not an integer from 0 to the layer's count, or the method raised an exception.
     """
     return tuple(_number(compressor, functools.partial(compressor.window, n), "window", n) for n in counts)
 
 
-def _number(compressor: Compressor, ask: Callable[[], Any], what: str, most: int) -> int:
-    number = _told(compressor, ask, what)
+def _number(compressor: Compressor, method: Callable[[], Any], what: str, most: int) -> int:
+    number = _call(compressor, method, what)
     if not is_a(number, _WHOLE) or not 0 <= number <= most:
         raise ValueError(f"{what} of {compressor.name} must be an integer from 0 to {most}, got {short(number)}")
     return int(number)
 
 
-def _told(compressor: Compressor, ask: Callable[[], Any], what: str) -> Any:
-    """What a method of somebody's own says, on a thread that serves others, too."""
+def _call(compressor: Compressor, method: Callable[[], Any], what: str) -> Any:
+    """Call a method of a user's policy; its exceptions must not stop this thread, which serves other requests too."""
     try:
-        return ask()
+        return method()
     except Exception as error:
         _log.warning("%s of %s failed", what, compressor.name, exc_info=True)
         raise ValueError(f"{what} of {compressor.name} raised {error!r}") from error

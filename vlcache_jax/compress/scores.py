@@ -1,4 +1,4 @@
-"""How the tokens of a prompt are ranked, and which are kept (traced)."""
+"""Ranking and selection of the prompt tokens that are kept (traced)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vlcache_jax.inputs.layout import Layout
 
 
 class KeyStatistics(NamedTuple):
-    """What is known of a prompt's keys in one layer.
+    """Attention statistics of a prompt's keys in one layer.
 
     Attributes:
-      received: the attention that each key gets from the observed rows, summed over them, the mean of a KV head's query
-        heads; float32 [K, W], of no meaning from `length` on; zeros where no rows are observed.
-      length: of the prompt; an int32 scalar.
-      window: its last tokens that are kept whatever they received; an int32 scalar.
-      seed: see `seeds`; a uint32 scalar.
+      received: attention that each key receives from the observed tokens, summed over them and averaged over the query
+        heads of a KV head; float32 [K, W]. Undefined from `length` on; zeros if no tokens are observed.
+      length: tokens of the prompt; an int32 scalar.
+      window: number of last tokens that are always kept; an int32 scalar.
+      seed: random seed, see `seeds`; a uint32 scalar.
     """
 
     received: jax.Array
@@ -34,17 +34,17 @@ class KeyStatistics(NamedTuple):
 
 
 class Scores(Hashable, Protocol):
-    """What one layer's tokens are ranked by, for each KV head: [K, W]. Programs are compiled once for equal ones."""
+    """Function that ranks one layer's tokens for each KV head, [K, W]. Equal ones share a compiled program."""
 
     def __call__(self, seen: KeyStatistics) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
 class Received:
-    """The attention received (VL-Cache, H2O).
+    """Received attention (VL-Cache, H2O).
 
     Attributes:
-      granularity: "kv_head": each KV head ranks for itself; "layer": all heads of a layer by their mean.
+      granularity: "kv_head": each KV head ranks for itself; "layer": all heads of a layer rank by their mean.
     """
 
     granularity: str
@@ -59,10 +59,10 @@ class Received:
 
 @dataclass(frozen=True)
 class PooledScores(Received):
-    """The mean of what a token and its neighbours in front of the window received (SnapKV).
+    """Mean received attention of a key and its neighbors before the window (SnapKV).
 
     Attributes:
-      width: tokens that a mean is over, an odd number; those outside count as 0.
+      width: number of keys in the mean, odd; keys outside the prompt count as 0.
     """
 
     width: int
@@ -76,7 +76,7 @@ class PooledScores(Received):
 
 @dataclass(frozen=True)
 class Normalized(Received):
-    """The attention received from a row that sees the token, the mean of all rows of the prompt (ZipCache)."""
+    """Attention received from a token that sees the key, averaged over all such tokens of the prompt (ZipCache)."""
 
     def by_head(self, seen: KeyStatistics) -> jax.Array:
         return seen.received / jnp.maximum(seen.length - jnp.arange(seen.received.shape[1]), 1)
@@ -84,7 +84,7 @@ class Normalized(Received):
 
 @dataclass(frozen=True)
 class Earliest(Received):
-    """The prompt's order (StreamingLLM: the first tokens beside the window)."""
+    """Order of the prompt (StreamingLLM: the first tokens outside the window)."""
 
     def by_head(self, seen: KeyStatistics) -> jax.Array:
         K, W = seen.received.shape
@@ -93,10 +93,10 @@ class Earliest(Received):
 
 @dataclass(frozen=True)
 class Drawn(Received):
-    """By chance; a token's draw depends on the seeds, its head and its place alone.
+    """Random scores; the value of a token depends only on the seeds, its head and its position.
 
     Attributes:
-      seed: another one draws otherwise.
+      seed: additional random seed.
     """
 
     seed: int = 0
@@ -107,7 +107,7 @@ class Drawn(Received):
         return jax.vmap(functools.partial(jax.random.uniform, shape=(W,)))(keys)
 
 
-# Scores of the policies that a word stands for. One program has all of them, so that a warm-up compiles them.
+# Scores of the built-in policies. One program contains all of them, so that a warm-up compiles them.
 USUAL: Mapping[Scores, int] = {
     scores: number
     for number, scores in enumerate(
@@ -123,27 +123,28 @@ USUAL: Mapping[Scores, int] = {
 
 
 def usual_scores(number: jax.Array, seen: KeyStatistics) -> jax.Array:
-    """What the scores of this number in `USUAL` make of `seen` [K, W]; the number is an int32 scalar of the device."""
+    """Return the scores [K, W] of `seen` by the entry of `USUAL` with this number, an int32 scalar on the device."""
     return jax.lax.select_n(number, *(scores(seen) for scores in USUAL))
 
 
 def kept_tokens(score: jax.Array, length: jax.Array, count: jax.Array, window: jax.Array, *, most: int) -> jax.Array:
-    """The tokens that each KV head keeps: the last `window` of the prompt, and of the others those of highest score.
+    """Return the tokens that each KV head keeps: the last `window` of the prompt and those with the highest scores.
 
-    Of equal scores the earlier token is kept.
+    Ties are resolved in favor of the earlier token.
 
     Args:
-      score: [K, W]; nan is as -inf.
-      length: of the prompt.
-      count: tokens that are kept, the window's among them; at most `length` and `most`.
-      most: static.
+      score: scores [K, W]; NaN counts as -inf.
+      length: tokens of the prompt.
+      count: number of kept tokens, including the window; at most `length` and `most`.
+      window: number of last tokens that are always kept.
+      most: static upper limit of `count`.
 
     Returns:
-      int32 [K, min(most, W)], rising; W from `count` on.
+      int32 [K, min(most, W)], ascending; W from `count` on.
     """
     W = score.shape[1]
     token = jnp.arange(W)
-    # What lies behind the prompt is somebody else's: nothing may be ranked after it, as -nan would be.
+    # Entries after the prompt belong to other requests. No token may rank below them, as -nan would.
     score = jnp.where(jnp.isnan(score), -jnp.inf, score)
     score = jnp.where(token >= length, -jnp.inf, jnp.where(token >= length - window, jnp.inf, score))
     _, best = jax.lax.top_k(score, min(most, W))
@@ -151,7 +152,7 @@ def kept_tokens(score: jax.Array, length: jax.Array, count: jax.Array, window: j
 
 
 def seeds(layout: Layout, layers: int) -> npt.NDArray[np.uint32]:
-    """A seed for each layer, from the digest of the prompt's tokens and images, [L]."""
+    """Return a random seed per layer, uint32 [L], from the digest of the prompt's tokens and images."""
     digest = hashlib.shake_256(layout.token_ids.tobytes())
     for span in layout.images:
         digest.update(span.image.key.encode())

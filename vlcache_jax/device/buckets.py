@@ -1,7 +1,7 @@
-"""The sizes that programs are compiled for.
+"""Sizes that programs are compiled for.
 
-Every size in a batch is rounded up to a rung of one of three ladders, and every program's shapes follow from rungs
-alone, so that the family of programs is small and known before the first request.
+Every size in a batch is rounded up to a bucket. There are three lists of buckets: for tokens, patches and sequences.
+All shapes of a program follow from buckets, so the set of programs is small and known before the first request.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from vlcache_jax.common.checks import check_whole, is_a
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """Ladders of sizes, each ascending. More rungs: less padding, more programs to compile.
+class BucketSizes:
+    """Bucket sizes, each list ascending. More buckets mean less padding and more programs to compile.
 
     Attributes:
-      rows: rows of one prefill step; the last is the most that one step computes (`max_rows`).
-      patches: patches of one encoder call, multiples of merge_size**2; the last bounds the largest image.
-      sequences: rows of one decode step, of the output head and of the sampler; the last is the most sequences that
-        decode together.
-      window: tokens that are decoded at most before the host looks at them.
+      rows: tokens of one prefill chunk. The last bucket is the largest chunk (`max_rows`).
+      patches: patches of one encoder call, multiples of merge_size**2. The last bucket bounds the largest image.
+      sequences: rows of a decode step, the output head and the sampler. The last bucket is the largest number of
+        sequences that decode together.
+      window: largest number of tokens decoded before the host reads them.
+
+    Raises:
+      ValueError: a list is empty, not ascending, or not of positive integers, or `window` is below 1.
     """
 
     rows: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -33,11 +36,11 @@ class Ladder:
 
     def __post_init__(self) -> None:
         for name in ("rows", "patches", "sequences"):
-            rungs = getattr(self, name)
-            ascending = bool(rungs) and all(a < b for a, b in zip((0, *rungs), rungs, strict=False))
-            if not ascending or not all(is_a(rung, int) for rung in rungs):
-                raise ValueError(f"ladder.{name} must be ascending positive integers, got {rungs!r}")
-        check_whole("ladder.window", self.window, 1)
+            sizes = getattr(self, name)
+            ascending = bool(sizes) and all(a < b for a, b in zip((0, *sizes), sizes, strict=False))
+            if not ascending or not all(is_a(bucket, int) for bucket in sizes):
+                raise ValueError(f"buckets.{name} must be ascending positive integers, got {sizes!r}")
+        check_whole("buckets.window", self.window, 1)
 
     @functools.cached_property
     def max_rows(self) -> int:
@@ -48,51 +51,56 @@ class Ladder:
         return self.sequences[-1]
 
     def outputs(self, rows: int) -> int:
-        """Rows that leave the last layer of a step with `rows` rows: the most whose logits can be wanted."""
+        """Return how many tokens leave the last layer of a chunk of `rows` tokens: the most that can need logits."""
         return min(rows, self.max_sequences)
 
     def until_fewer(self, left: Sequence[int]) -> int:
-        """Steps after which fewer rows will do for answers that have so many tokens left; none of them goes on then, if
-        the rows are the fewest."""
-        rung = bisect.bisect_left(self.sequences, len(left))
-        return sorted(left, reverse=True)[self.sequences[rung - 1] if rung else 0]
+        """Return the number of steps after which the next smaller bucket holds the sequences that still run.
+
+        In the smallest bucket, this is the number of steps after which all sequences have ended.
+
+        Args:
+          left: remaining tokens of each sequence.
+        """
+        bucket = bisect.bisect_left(self.sequences, len(left))
+        return sorted(left, reverse=True)[self.sequences[bucket - 1] if bucket else 0]
 
 
-def round_up(size: int, rungs: tuple[int, ...]) -> int:
-    """The smallest rung that holds `size`.
+def round_up(size: int, sizes: tuple[int, ...]) -> int:
+    """Return the smallest bucket that holds `size`.
 
     Raises:
-      ValueError: `size` is beyond the last rung.
+      ValueError: `size` exceeds the last bucket.
     """
-    index = bisect.bisect_left(rungs, size)
-    if index == len(rungs):
-        raise ValueError(f"size must be at most {rungs[-1]}, the last rung, got {size}")
-    return rungs[index]
+    index = bisect.bisect_left(sizes, size)
+    if index == len(sizes):
+        raise ValueError(f"size must be at most {sizes[-1]}, the largest bucket, got {size}")
+    return sizes[index]
 
 
-def cover(size: int, rungs: tuple[int, ...]) -> list[int]:
-    """The rungs that hold `size` together: the last one as often as it is filled, and one for what is left."""
-    whole, rest = divmod(size, rungs[-1])
-    return [rungs[-1]] * whole + ([round_up(rest, rungs)] if rest else [])
+def cover(size: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return buckets that together hold `size`: the last one as often as it is filled, and one for the remainder."""
+    whole, rest = divmod(size, sizes[-1])
+    return [sizes[-1]] * whole + ([round_up(rest, sizes)] if rest else [])
 
 
-def split_rows(rows: int, rungs: tuple[int, ...], overhead: int = 256) -> list[int]:
-    """Rungs for consecutive steps that together hold `rows` rows, descending.
+def split_rows(rows: int, sizes: tuple[int, ...], overhead: int = 256) -> list[int]:
+    """Return buckets, in descending order, for consecutive chunks that together hold `rows` tokens.
 
-    Prefill in several steps is exact, so 5000 rows become 4096 + 1024 rather than 8192. A further step reads all
-    weights again and starts its kernels anew; `overhead` says how many computed rows that is worth.
+    Prefill in several chunks is exact, so 5000 tokens become 4096 + 1024 rather than 8192. Each further chunk reads all
+    weights and launches its kernels again. `overhead` is this cost in computed tokens.
     """
     steps: list[int] = []
-    while rows > rungs[-1]:
-        steps.append(rungs[-1])
-        rows -= rungs[-1]
-    return steps + _cheapest(rows, rungs, overhead)
+    while rows > sizes[-1]:
+        steps.append(sizes[-1])
+        rows -= sizes[-1]
+    return steps + _cheapest(rows, sizes, overhead)
 
 
-def _cheapest(rows: int, rungs: tuple[int, ...], overhead: int) -> list[int]:
-    whole = round_up(rows, rungs)
-    lower = bisect.bisect_right(rungs, rows) - 1
-    if lower < 0 or rungs[lower] == rows:
+def _cheapest(rows: int, sizes: tuple[int, ...], overhead: int) -> list[int]:
+    whole = round_up(rows, sizes)
+    lower = bisect.bisect_right(sizes, rows) - 1
+    if lower < 0 or sizes[lower] == rows:
         return [whole]
-    pieces = [rungs[lower], *_cheapest(rows - rungs[lower], rungs, overhead)]
+    pieces = [sizes[lower], *_cheapest(rows - sizes[lower], sizes, overhead)]
     return pieces if sum(pieces) + overhead * (len(pieces) - 1) < whole else [whole]

@@ -1,7 +1,7 @@
-"""Checkpoints as the engine reads them: converted ones, and directories of the hub as they are.
+"""Checkpoints for the engine: converted checkpoints and Hugging Face directories.
 
-Opening reads no tensor, so what is wrong with a checkpoint, and whether it fits, is known at once. Loading goes tensor
-by tensor, so that the host never holds a second copy of the model.
+Opening reads no tensor, so errors in a checkpoint and its size are known at once. Loading reads tensor by tensor, so
+the host never holds a second copy of the model.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ type Place = Callable[[Parameter, np.ndarray], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(abc.ABC):
-    """An opened checkpoint, of which no tensor has been read yet.
+    """An open checkpoint whose tensors have not been read yet.
 
     Attributes:
-      directory: holds the weights, and the files of tokenizer and processor.
-      config: of the model.
-      dtype: that `load` gives the weights.
-      revision: commit on the hub, if it is known.
+      directory: directory of the weights and the files of tokenizer and processor.
+      config: configuration of the model.
+      dtype: dtype of the weights that `load` returns.
+      revision: commit on the hub, or None if it is unknown.
     """
 
     directory: pathlib.Path
@@ -76,26 +76,30 @@ class Checkpoint(abc.ABC):
     revision: str | None
 
     def nbytes(self, dtype: Any = None) -> int:
-        """Bytes of the weights in `dtype`, by default as `load` returns them."""
+        """Return the bytes of the weights in `dtype`, by default in the dtype that `load` returns."""
         used = self.dtype if dtype is None else as_dtype(dtype)
         return sum(parameter.nbytes(used) for parameter in parameters(self.config))
 
     @property
     @abc.abstractmethod
     def source_digest(self) -> str:
-        """Of the tensors that the weights were made from, whatever dtype they have now. It costs as `fingerprint`."""
+        """Digest of the source's tensors, independent of the present dtype. It costs as much as `fingerprint`."""
 
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """Stands for the weights, in the dtype they are loaded in, in cache keys.
+        """Identifier of the weights, in the dtype they are loaded in, for cache keys.
 
-        A directory of the hub and its conversion have the same one. The first use on a directory of the hub reads and
-        hashes all its weights, on several threads; a converted checkpoint knows it.
+        A Hugging Face directory and its conversion have the same fingerprint. The first use on a Hugging Face directory
+        reads and hashes all weights on several threads. A converted checkpoint stores its fingerprint.
         """
 
     def check_policy(self, policy: Policy) -> Policy:
-        """The policy. Raises a ValueError if it goes by a schedule of another model."""
+        """Return the policy.
+
+        Raises:
+          ValueError: the policy uses a schedule that was measured on another model.
+        """
         if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             fingerprint = "" if schedule.allow_other_model else self.source_digest
             schedule.check_model(self.config.model_type, self.config.text.num_layers, fingerprint)
@@ -103,12 +107,17 @@ class Checkpoint(abc.ABC):
 
     @property
     def num_parameters(self) -> int:
-        """How many arrays `load` loads."""
+        """Number of arrays that `load` loads."""
         return len(parameters(self.config))
 
     @abc.abstractmethod
     def load(self, place: Place = ONE.place, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """The parameters as nested dicts of arrays, each put by `place`; `loaded` is called after each of them."""
+        """Return the parameters as nested dicts of arrays.
+
+        Args:
+          place: puts a parameter on the devices.
+          loaded: called after each parameter.
+        """
 
 
 def open_checkpoint(
@@ -117,19 +126,19 @@ def open_checkpoint(
     dtype: Any = None,
     verify_weights: bool = False,
 ) -> Checkpoint:
-    """Opens a converted checkpoint or a Hugging Face directory, which may be on the hub.
+    """Open a converted checkpoint or a Hugging Face directory.
+
+    If a killed conversion left files in the same folder, a log warning names them.
 
     Args:
-      path_or_hub_id: a local directory, or the id of a model on the hub, which is fetched.
-      dtype: "float32", "bfloat16" or "float16", also as a dtype; None keeps the one that is stored.
+      path_or_hub_id: local directory, or Hub ID of a model, which is downloaded.
+      dtype: "float32", "bfloat16" or "float16", also as a dtype. None keeps the stored dtype.
       verify_weights: also read all weights of a converted checkpoint and compare them with the hashes in its manifest.
 
-    What a killed conversion has left in the same folder is named in a warning of the log.
-
     Raises:
-      FileNotFoundError: it is nowhere, or files are missing.
+      FileNotFoundError: the checkpoint does not exist, or files are missing.
       ValueError: the model is not supported, the checkpoint is damaged, its tensors are not those of its model, or
-        weights are to be verified that have no hashes.
+        `verify_weights` is set for a checkpoint without hashes.
     """
     wanted = None if dtype is None else as_dtype(dtype)
     check_flags(verify_weights=verify_weights)
@@ -147,7 +156,7 @@ def open_checkpoint(
             check_contents(directory)
         return _ConvertedCheckpoint(directory, config, wanted or as_dtype(manifest.dtype), manifest.revision, manifest)
     if verify_weights:
-        check_contents(directory)  # says that it has no hashes
+        check_contents(directory)  # raises, because the directory has no hashes
     config = source_config(directory)
     plan = make_plan(directory, config)
     return _HubCheckpoint(directory, config, wanted or stored_dtype(plan, config), located.revision, tuple(plan))
@@ -155,13 +164,13 @@ def open_checkpoint(
 
 @dataclasses.dataclass(frozen=True)
 class _HubCheckpoint(Checkpoint):
-    """A Hugging Face directory, opened as it is."""
+    """A Hugging Face directory, opened without conversion."""
 
     plan: tuple[Source, ...] = dataclasses.field(repr=False)
 
     @property
     def source_digest(self) -> str:
-        with _HASHING:  # who comes meanwhile waits, instead of hashing the same
+        with _HASHING:  # a second thread waits instead of hashing the same weights
             return self._source_digest
 
     @functools.cached_property
@@ -216,11 +225,11 @@ def _load(
     place: Place,
     loaded: Callable[[], object],
 ) -> dict[str, Any]:
-    # The largest first: what a tensor takes in passing is then taken while the model is not yet all there.
+    # Largest first: the temporary memory of a large tensor is needed while most of the model is not loaded yet.
     ordered = sorted(parameters(config), key=lambda parameter: -math.prod(parameter.shape))
     arrays: dict[Path, jax.Array] = {}
     for parameter, array in zip(ordered, _ahead(read, ordered), strict=True):
-        # Waiting bounds what is on its way to the device; the next tensors are read in the meantime.
+        # Waiting bounds the memory of transfers to the device. Threads read the next tensors in the meantime.
         arrays[parameter.path] = place(parameter, array).block_until_ready()
         loaded()
     tree: dict[str, Any] = {}
@@ -230,7 +239,7 @@ def _load(
 
 
 def _ahead(read: Callable[[Parameter], np.ndarray], wanted: Iterable[Parameter]) -> Iterator[np.ndarray]:
-    """Maps on a few threads, each of which holds at most one result that nobody has taken yet."""
+    """Map `read` over the parameters on up to four threads, with at most one unconsumed result per thread."""
     threads = min(4, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, "vlcache-load") as pool:
         running: collections.deque[Future[np.ndarray]] = collections.deque()

@@ -1,4 +1,4 @@
-"""Keys and values: how many a token has, as which arrays they lie in the pool and are stored, and their bytes."""
+"""Shapes, dtypes and sizes of KV in the pool and in cache entries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from vlcache_jax.pallas_kernels import Codec
 
 @dataclass(frozen=True)
 class KVShape:
-    """The keys and values of a model.
+    """The layout of a model's keys and values.
 
     Attributes:
-      layers, heads, width: of the decoder: layers, heads of K and V in each, values of a head.
-      dtype: in the pool.
-      codec: of what is stored; None: it is kept as it is.
+      layers: number of decoder layers.
+      heads: KV heads per layer.
+      width: values per head.
+      dtype: dtype of KV in the pool.
+      codec: codec of stored KV. None: KV is stored in full precision.
     """
 
     layers: int
@@ -34,56 +36,56 @@ class KVShape:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: Any, codec: Codec | None = None) -> Self:
-        """Those of a model."""
+        """Return the layout for a model whose KV has the given dtype and codec."""
         text = config.text
         return cls(text.num_layers, text.num_kv_heads, text.head_dim, np.dtype(dtype), codec)
 
     @property
     def codec_name(self) -> str | None:
-        """Of the codec."""
+        """Name of the codec, or None without one."""
         return None if self.codec is None else self.codec.name
 
     @property
     def stored_as(self) -> str:
-        """How keys of records name what is stored: the dtype, or with a codec both."""
+        """Name of the stored format in entry keys: the dtype, followed by the codec if there is one."""
         return f"{self.dtype} {self.codec.name}" if self.codec else str(self.dtype)
 
     def half(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Keys or values of rows, [N, K, D]: of all slots, K or V of a layer in the pool."""
+        """Return the abstract keys or values of `rows` tokens, [N, K, D]. K or V of a layer has all KV slots."""
         return jax.ShapeDtypeStruct((rows, self.heads, self.width), self.dtype)
 
     @functools.cached_property
     def code_bytes(self) -> tuple[int, ...]:
-        """Of a token's codes and of their scales, for its keys or values in a layer; empty if they are not coded."""
-        return self.codec.planes(self.heads, self.width) if self.codec else ()
+        """Bytes of a token's codes and of their scales, for K or V of a layer. Empty without a codec."""
+        return self.codec.buffers(self.heads, self.width) if self.codec else ()
 
     def stored(self, *lead: int) -> list[jax.ShapeDtypeStruct]:
-        """The planes of stored keys or values: [..., K, D], or codes and scales, uint8 [..., K, bytes] each."""
+        """Return the buffers of stored keys or values: [..., K, D], or codes and scales, uint8 [..., K, bytes] each."""
         if self.codec is None:
             return [jax.ShapeDtypeStruct((*lead, self.heads, self.width), self.dtype)]
         return [jax.ShapeDtypeStruct((*lead, self.heads, size // self.heads), np.uint8) for size in self.code_bytes]
 
     def record(self, tokens: int) -> jax.ShapeDtypeStruct:
-        """The same of an image in all layers, as `Meta.shape` tells it."""
+        """Return the abstract KV of an image in all layers, in the shape that `Meta.shape` records."""
         if self.codec is None:
             return self.stored(self.layers, 2, tokens)[0]
         return jax.ShapeDtypeStruct((self.layers, 2, tokens * sum(self.code_bytes)), np.uint8)
 
     def joined(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Keys and values of rows as they are coded, of each head all planes: uint8 [2, N, K, bytes]."""
+        """Return the encoded keys and values of `rows` tokens, all buffers of a head joined: uint8 [2, N, K, bytes]."""
         return jax.ShapeDtypeStruct((2, rows, self.heads, sum(self.code_bytes) // self.heads), np.uint8)
 
     def split(self, rows: jax.Array) -> list[jax.Array]:
-        """The planes of what has all of them in its last axis."""
-        widths = [plane.shape[-1] for plane in self.stored()]
+        """Return the buffers of an array that joins them in its last axis."""
+        widths = [buffer.shape[-1] for buffer in self.stored()]
         return jnp.split(rows, list(itertools.accumulate(widths[:-1])), axis=-1)
 
     @property
     def slot_bytes(self) -> int:
-        """Of a token's K and V in all layers, in the pool."""
+        """Bytes of a token's KV in all layers, in the pool."""
         return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
 
     @property
     def stored_bytes(self) -> int:
-        """The same as it is stored, without padding."""
-        return sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.stored(self.layers, 2))
+        """Bytes of a token's KV in all layers as it is stored, without padding."""
+        return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in self.stored(self.layers, 2))

@@ -1,8 +1,8 @@
-"""How prompts are put together: the steps that prefill those which are computed in one turn (host, numpy).
+"""Prefill chunks: prompts of one group, cut into chunks of static sizes (host, numpy).
 
-The rows that prompts compute follow each other in their order and are cut into steps of static sizes. A cut may fall
-inside a request or an image: a step's rows see all slots before them, so cutting is exact. Images whose linked K, V are
-moved are not cut, unless more of their tokens are computed than one step can.
+The tokens that the prompts compute are concatenated in order and cut. A cut may fall inside a request or an image: the
+tokens of a chunk attend to all slots before them, so cutting is exact. Images whose linked KV is shifted are not cut,
+unless more of their tokens are computed than one chunk can hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Captured
-from vlcache_jax.device.buckets import Ladder, round_up, split_rows
+from vlcache_jax.device.buckets import BucketSizes, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
@@ -31,7 +31,7 @@ Index = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Rows of an image that a step computes: row `image_row[i]` of the image is encoder row `place[i]` of the step."""
+    """Tokens of an image in a chunk: row `image_row[i]` of the image is encoder row `place[i]` of the chunk."""
 
     image: ImageRef
     image_row: Index
@@ -40,16 +40,16 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """What a sequence has to compute at once.
+    """Tokens that a sequence has to compute in one go.
 
     Attributes:
-      sequence: whose it is.
-      layout, plan: of the tokens up to here.
-      table: the pool's page of each logical page [B].
-      shared: pages, the first ones, that others use too, so that nobody writes into them.
-      cached: tokens at the beginning that are in pages.
-      choice: how rows are chosen on the device; such a prefill has steps of its own.
-      links: whether stored images are still to be linked.
+      sequence: the sequence.
+      layout, plan: layout and plan of its tokens so far.
+      table: page of the pool for each logical page, int32 [B].
+      shared: number of leading pages that other sequences use too, so that nothing may be written there.
+      cached: number of leading tokens whose KV is in pages.
+      choice: rule by which the device selects tokens; None if `plan` fixes them. Such a prefill has chunks of its own.
+      links: whether cached images are still to be linked.
     """
 
     sequence: Sequence
@@ -62,17 +62,17 @@ class Prefill:
     links: bool = True
 
     def slots(self, place: Index) -> Index:
-        """The pool's slots of logical slots."""
+        """Return the pool's slots of logical slots."""
         return self._slots[place]
 
     @functools.cached_property
     def _slots(self) -> Index:
-        """Of all logical slots."""
+        """Pool slots of all logical slots."""
         return np.add.outer(PAGE * self.table, np.arange(PAGE, dtype=np.int32)).reshape(-1)
 
     @functools.cached_property
     def to_link(self) -> Index:
-        """The pool's slot of each token, beyond any pool where its K, V are there already [n]."""
+        """Pool slot of each token, int32 [n]; out of bounds for tokens whose KV is there already."""
         place = self.plan.slots
         slots = self.slots(place)
         slots[: self.cached] = np.iinfo(np.int32).max
@@ -81,30 +81,35 @@ class Prefill:
 
 
 def copied_pages(prefills: abc.Iterable[Prefill]) -> list[tuple[int, int]]:
-    """The pages that are copied before anything of `prefills` is computed: from, to."""
-    leases = [prefill.sequence.progress.lease for prefill in prefills if prefill.sequence.progress.prefilled == 0]
-    return [lease.copy for lease in leases if lease is not None and lease.copy is not None]
+    """Return the pages to copy before `prefills` are computed, as pairs (from, to)."""
+    block_tables = [
+        prefill.sequence.progress.block_table for prefill in prefills if prefill.sequence.progress.prefilled == 0
+    ]
+    return [
+        block_table.copy for block_table in block_tables if block_table is not None and block_table.copy is not None
+    ]
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One prefill step.
+    """Prefill chunk.
 
-    Its rows are sorted by the layer at which they drop out, those that stay longest first, so that the rows of every
-    layer are a slice of those before it.
+    Its tokens are sorted by the number of layers that compute them, largest first. The tokens of each layer are
+    therefore a leading slice of those of the layer before.
 
     Attributes:
-      rows: padded to a rung.
-      request: which of the tables each row sees through, without padding [n].
-      tables: pages of each prompt.
-      active: rows that each layer computes, [L].
-      bounds: rungs that hold them, and last the rows leaving the last layer, [L + 1]; both non-increasing.
-      placements: the images whose rows are computed.
-      captured: rows whose K, V are kept, by image.
-      wanted: (sequence, index of the token) of each row whose logits are wanted; they come first.
-      num_slots: of the pool.
-      selection: what is chosen on the device; `active` and `bounds` count the rows that are.
-      shift: the images whose linked K, V are moved; None: there are none.
+      rows: tokens, padded to a bucket.
+      request: index in `tables` for each token, without padding [n].
+      tables: block table of each prompt.
+      active: number of tokens that each layer computes, [L].
+      bounds: buckets of these numbers, and last that of the tokens leaving the last layer, [L + 1]. Both are
+        non-increasing.
+      placements: images whose tokens are computed.
+      captured: tokens whose KV is saved, by image.
+      wanted: (sequence, index of the token) for each token whose logits are requested; these come first.
+      num_slots: number of slots of the pool.
+      selection: selection on the device; `active` and `bounds` count the selected tokens. None if there is none.
+      shift: images whose linked KV is shifted; None if there are none.
     """
 
     rows: Rows
@@ -121,31 +126,37 @@ class Step:
 
     @functools.cached_property
     def leaving(self) -> tuple[tuple[int, int, bool], ...]:
-        """Of each layer how many rows attend: their bound, how many there are, whether some were chosen on the device.
+        """Bucket and number of the attending tokens of each layer, and whether the device selected some of them.
 
-        They are in the check layer, of whose other rows nothing but K, V is computed.
+        In the check layer these are the tokens after the selection. For the others, that layer computes only KV.
         """
         check = len(self.active) if self.selection is None else self.selection.policy.check_layer
         counts = (*self.active[1:], len(self.wanted))
         return tuple((self.bounds[i + 1], counts[i], i >= check) for i in range(len(self.active)))
 
     def work(self, bound: int, is_chosen: bool, config: WorkConfig) -> Work:
-        """The attention of all layers that agree in their bound, and in whether some rows were chosen."""
+        """Return the work list of all layers with this bucket and this value of `is_chosen`.
+
+        Args:
+          bound: bucket of the attending tokens.
+          is_chosen: whether the device selected some of them.
+          config: configuration of the work list.
+        """
         count = max(count for own, count, chosen in self.leaving if (own, chosen) == (bound, is_chosen))
         used, table = np.unique(self.request[:count], return_inverse=True)
-        least = end = self.rows.k_end[:count]
+        min_end = end = self.rows.k_end[:count]
         if is_chosen and self.selection is not None:
-            # Those that follow the rows that must go on may be any of the prompt's.
+            # The rows after the mandatory ones may be any tokens of the prompt.
             must = np.arange(count) < self.selection.must
-            end, least = np.where(must, end, self.selection.length), np.where(must, end, 0)
+            end, min_end = np.where(must, end, self.selection.length), np.where(must, end, 0)
         tables = [self.tables[i] for i in used]
-        return make_work(table, np.zeros_like(end), end, tables, config, least=least, shared=shared_prefixes(tables))
+        return make_work(table, np.zeros_like(end), end, tables, config, least=min_end, shared=shared_prefixes(tables))
 
 
 def linked_images(
     prefills: abc.Iterable[Prefill],
 ) -> list[tuple[Record, list[tuple[Prefill, ImageSpan]]]]:
-    """The records whose K, V are to be linked, each with the places that it comes to."""
+    """Return the cache entries whose KV is to be linked, each with the prefills and spans that need it."""
     users: dict[int, tuple[Record, list[tuple[Prefill, ImageSpan]]]] = {}
     for prefill in prefills:
         for use in prefill.sequence.progress.images if prefill.links else ():
@@ -154,12 +165,19 @@ def linked_images(
     return list(users.values())
 
 
-def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: int, num_layers: int) -> list[Step]:
-    """The steps that compute what the plans ask for, in the order of the prompts."""
-    # All tokens of the prompts, one behind the other.
+def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slots: int, num_layers: int) -> list[Step]:
+    """Cut the tokens that the plans compute into chunks, in the order of the prompts.
+
+    Args:
+      prefills: prefills of the group.
+      buckets: sizes of the chunks.
+      num_slots: number of slots of the pool.
+      num_layers: number of decoder layers.
+    """
+    # All tokens of the prompts, concatenated.
     length = [len(prefill.layout) for prefill in prefills]
     owner = np.repeat(np.arange(len(prefills), dtype=np.int32), length)
-    index = np.concatenate([np.arange(n, dtype=np.int32) for n in length])  # of the token in its prompt
+    index = np.concatenate([np.arange(n, dtype=np.int32) for n in length])  # index of the token in its prompt
     place = np.concatenate([prefill.plan.slots for prefill in prefills])  # its logical slot
     slot = np.concatenate([prefill.slots(prefill.plan.slots) for prefill in prefills])
     is_shared = np.concatenate([prefill.plan.slots < PAGE * prefill.shared for prefill in prefills])
@@ -168,30 +186,30 @@ def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: in
     token = np.concatenate([prefill.layout.token_ids for prefill in prefills])
     images, image, image_row = _image_rows(prefills, length)
     shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
-    begun = 0  # of these images, those whose first rows are in a step
+    begun = 0  # number of these images whose first rows are in a chunk
 
     steps = []
     computed = np.flatnonzero(depth)
     while len(computed):
         choice = prefills[0].choice
-        # What is chosen from must lie in one step.
+        # All tokens to select from must be in one chunk.
         count = len(computed)
-        size = split_rows(count, ladder.rows)[0] if choice is None else round_up(count, ladder.rows)
+        size = split_rows(count, buckets.rows)[0] if choice is None else round_up(count, buckets.rows)
         count = min(size, count)
         end = most_moved(shifted, begun, min(TOKENS, num_slots))
         count = min(count, int(np.argmax(np.append(shifted[computed], end) >= end)))
         if count < len(computed) and (cut := shifted[computed[count]]) == shifted[computed[count - 1]] >= 0:
-            # What moves an image must not depend on where a step ends, so its rows stay together: they begin the next
-            # step, or are this one, if need be the most that a step holds.
+            # The shift of an image must not depend on where a chunk ends, so its rows stay together. They begin the
+            # next chunk or fill this one, up to the largest size.
             inside = shifted[computed] == cut
-            count = int(np.argmax(inside)) or min(int(inside.sum()), ladder.max_rows)
-        # Within a step those that stay longest come first, so that each layer's rows are the first ones.
+            count = int(np.argmax(inside)) or min(int(inside.sum()), buckets.max_rows)
+        # Tokens that more layers compute come first, so that each layer's tokens are a leading slice.
         rows, computed = computed[:count], computed[count:]
         rows = rows[np.argsort(-depth[rows], kind="stable")]
         selection = None
         active = active_rows(depth[rows], num_layers)
         if choice is not None:
-            # Up to the check layer all are computed; behind it those that must be, and so many of the others.
+            # All tokens are computed up to the check layer; after it the mandatory ones and a number of the others.
             check = choice.policy.check_layer
             must = active[check + 1]
             among = active[0] - must
@@ -201,21 +219,21 @@ def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: in
                 choice.policy, must, among, keep, prefills[0].table, choice.length, choice.question, tokens
             )
             active = (*active[: check + 1], *(must + n for n in keep))
-        bounds = [round_up(max(n, 1), ladder.rows) for n in active]
+        bounds = [round_up(max(n, 1), buckets.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
-        # An image is moved in the step that has its first row.
+        # An image is shifted in the chunk that has its first row.
         moving = range(begun, max(begun, 1 + int(shifted[rows].max())))
         begun = moving.stop
         outputs = rows[depth[rows] > num_layers]
-        # The output head takes as many rows as sequences run; where more logits are wanted, it takes slices of all.
-        leaving = ladder.outputs(bounds[-1]) if len(outputs) <= ladder.max_sequences else bounds[-1]
-        # What is in a shared page is there already, and never written.
+        # The output head takes at most one row per running sequence; if more logits are needed, it takes slices.
+        leaving = buckets.outputs(bounds[-1]) if len(outputs) <= buckets.max_sequences else bounds[-1]
+        # Shared pages are complete and are never written.
         written = np.where(is_shared[rows], num_slots + np.arange(len(rows), dtype=np.int32), slot[rows])
         seen = place[rows] + 1
-        mine = Rows(written, position[:, rows], np.zeros_like(seen), seen, source)
+        unpadded = Rows(written, position[:, rows], np.zeros_like(seen), seen, source)
         steps.append(
             Step(
-                rows=pad_rows(mine, bounds[0], num_slots),
+                rows=pad_rows(unpadded, bounds[0], num_slots),
                 request=owner[rows],
                 tables=tuple(prefill.table for prefill in prefills),
                 active=active,
@@ -234,7 +252,7 @@ def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: in
 def _captured(
     prefills: abc.Sequence[Prefill], length: list[int], rows: npt.NDArray[np.int64]
 ) -> abc.Iterator[Captured]:
-    """Which of `rows`, indices into all tokens, belong to records to be filled."""
+    """Yield the entries to be filled with KV of `rows`, which are indices into all tokens."""
     place = np.full(sum(length), -1)
     place[rows] = np.arange(len(rows))
     first = 0
@@ -250,7 +268,7 @@ def _captured(
 
 
 def pad_rows(rows: Rows, size: int, num_slots: int) -> Rows:
-    """Padding rows write nowhere (distinct slots beyond the pool) and see nothing."""
+    """Pad `rows` to `size`. Padding writes to distinct slots beyond the pool and attends to nothing."""
     count = len(rows.slot)
     padded = Rows(*[np.zeros((*field.shape[:-1], size), field.dtype) for field in rows])
     for own, field in zip(padded, rows, strict=True):
@@ -259,27 +277,30 @@ def pad_rows(rows: Rows, size: int, num_slots: int) -> Rows:
     return padded
 
 
-def encoder_calls(images: abc.Iterable[ImageRef], rungs: tuple[int, ...]) -> list[list[ImageRef]]:
-    """Consecutive images that share an encoder call of one of these sizes: the last, or a smaller one where a call more
-    costs less than the padding that it saves. A larger image has a call of its own."""
-    given = [(image, math.prod(image.grid)) for image in images]
+def encoder_calls(images: abc.Iterable[ImageRef], sizes: tuple[int, ...]) -> list[list[ImageRef]]:
+    """Group consecutive images into encoder calls of these sizes, in patches.
+
+    A call has the largest size, or a smaller one if an additional call costs less than the padding that it saves. A
+    larger image has a call of its own.
+    """
+    pairs = [(image, math.prod(image.grid)) for image in images]
     calls: list[list[ImageRef]] = []
-    left, used, size = sum(patches for _, patches in given), 0, 0
-    for image, patches in given:
+    left, used, size = sum(patches for _, patches in pairs), 0, 0
+    for image, patches in pairs:
         if used + patches > size:
             calls.append([])
-            used, size = 0, split_rows(left, rungs)[0]
+            used, size = 0, split_rows(left, sizes)[0]
         used, left = used + patches, left - patches
         calls[-1].append(image)
     return calls
 
 
 def _image_rows(prefills: abc.Sequence[Prefill], length: list[int]) -> tuple[list[ImageRef], Index, Index]:
-    """The images, and for every row which image it belongs to (-1: text) and which row of it it is."""
+    """Return the images, and for every token the index of its image (-1 for text) and its row in the image."""
     images: list[ImageRef] = []
     image = np.full(sum(length), -1, np.int32)
     image_row = np.zeros(sum(length), np.int32)
-    known: dict[int, int] = {}  # requests share images
+    known: dict[int, int] = {}  # by the id of an image, since requests share images
     first = 0
     for prefill in prefills:
         for span in prefill.layout.images:
@@ -294,13 +315,13 @@ def _image_rows(prefills: abc.Sequence[Prefill], length: list[int]) -> tuple[lis
 
 
 def _place(images: list[ImageRef], image: Index, image_row: Index, token: Index) -> tuple[tuple[Placement, ...], Index]:
-    """Numbers a step's image rows as its encoder rows; returns where they come from, and each row's source.
+    """Number the image tokens of a chunk as its encoder rows; return their placements, and the source of each token.
 
-    Answers to one prompt share the rows of its images.
+    Outputs of one prompt share the rows of its images.
     """
     is_image = image >= 0
     first = np.cumsum([0, *[one.num_tokens for one in images]])
-    index = first[image[is_image]] + image_row[is_image]  # among the rows of all images
+    index = first[image[is_image]] + image_row[is_image]  # index among the rows of all images
     is_there = np.zeros(first[-1], bool)
     is_there[index] = True
     place = np.cumsum(is_there, dtype=np.int32) - 1

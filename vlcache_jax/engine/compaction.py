@@ -1,9 +1,10 @@
-"""Takes prompts whose first tokens are there to what their answers go on with.
+"""Compression of prompts: from the full KV to the part with which outputs continue.
 
-A prompt is observed: some of its rows go through the layers once more, write nothing, and each layer adds up what its
-keys receive of their attention. That comes behind the first token, which does not wait for it. From the sums follows
-how much each layer keeps, and what; when there are pages for it, it is moved into them, and the prompt's own are given
-up. Where answers need more of these pages than there are, one waits in host memory.
+After the first token, some of the prompt's tokens pass through the layers once more and write nothing. Each layer sums
+the attention that its keys receive from them. The sums determine how many tokens each layer keeps, and which. When
+pages of the pool for compressed prompts are free, the kept KV is copied into them, and the prompt's own pages are
+released. The first token does not wait for this. If outputs need more of these pages than there are, one of them is
+swapped out to host memory.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ import numpy as np
 from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.policies import Compressor, make_counts, make_observed, make_windows
 from vlcache_jax.compress.scores import USUAL, seeds
-from vlcache_jax.device.buckets import Ladder, round_up
+from vlcache_jax.device.buckets import BucketSizes, round_up
 from vlcache_jax.device.programs.base import MOVED_PAGES, pack
 from vlcache_jax.device.programs.compress import Compact, EmptySums, Observe, ReadPages, WritePages
 from vlcache_jax.device.runner import Clock, Runner
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
-from vlcache_jax.engine.compressed_pages import CompressedLease, Compression
+from vlcache_jax.engine.compressed_pages import CompressedBlockTable, Compression
 from vlcache_jax.engine.prefilling import Prefiller
 from vlcache_jax.engine.request import Generation, Sequence
-from vlcache_jax.engine.results import CompressionResult, Observed, Results
+from vlcache_jax.engine.results import CompressionResult, ObservationResult, Results
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import PAGE, make_work
 from vlcache_jax.reuse.policies import full_prefill
 
-_AT_ONCE = 2  # prompts whose sums are on the device
-_COUNTED = "compressed", "uncompressed", "put_aside", "brought_back", "moved_bytes"  # see `EngineStats`
+_AT_ONCE = 2  # most prompts whose sums are on the device
+_COUNTED = "compressed", "uncompressed", "swapped_out", "swapped_in", "moved_bytes"  # see `EngineStats`
 
 
 @dataclass(eq=False)
 class _Observation:
-    """What has been found out of a prompt.
+    """Observation of a prompt.
 
     Attributes:
-      rows: that were observed.
-      sums: what the keys received, see `Observe`; None: nothing was observed.
-      took: seconds of the device.
-      compression: what is kept; None: it is not known yet.
-      windows: of each layer, how many of these tokens are the prompt's last ones.
+      rows: number of tokens that were observed.
+      sums: attention received by the keys, see `Observe`; None if nothing was observed.
+      took: device times, in seconds.
+      compression: the kept part; None while it is not known.
+      windows: for each layer, how many of the kept tokens are the prompt's last ones.
     """
 
     rows: int
@@ -56,30 +57,30 @@ class _Observation:
 
 
 class Compactor:
-    """Observes and compacts.
+    """Compression of prompts after their first token.
 
     Args:
-      runner: computes.
-      scheduler: gives pages.
-      prefiller: hands observed rows of images their encoder rows.
-      clock: times it.
+      runner: runner of the programs.
+      scheduler: scheduler that assigns pages.
+      prefiller: source of the encoder output of observed image tokens.
+      clock: clock of the device times.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, prefiller: Prefiller, clock: Clock):
         self._runner, self._scheduler, self._prefiller, self._clock = runner, scheduler, prefiller, clock
-        # Of a step that observes: as few rows as there is a program for.
-        self._ladder = Ladder(runner.ladder.rows[:1], runner.ladder.patches, runner.ladder.sequences)
+        # Chunks that observe have the smallest compiled size.
+        self._buckets = BucketSizes(runner.buckets.rows[:1], runner.buckets.patches, runner.buckets.sequences)
         self._found: dict[Generation, _Observation] = {}
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     def stats(self) -> dict[str, int]:
-        """See `EngineStats`."""
+        """Return the counters and sizes of `EngineStats` that concern compression."""
         pages, page_bytes = self._scheduler.compressed, self._page_bytes
         return self._counts | {
             "compressed_kv_bytes": pages.count * page_bytes,
             "compressed_pages": pages.count,
             "compressed_in_use": pages.in_use,
-            "aside_bytes": pages.aside_bytes,
+            "swapped_bytes": pages.swapped_bytes,
         }
 
     @property
@@ -88,22 +89,22 @@ class Compactor:
         return PAGE * kv.slot_bytes // kv.layers
 
     def reset(self) -> None:
-        """What the device held is gone."""
+        """Discard the observations, and free all pages of the pool."""
         self._found.clear()
         self._scheduler.compressed.reset()
 
     def forget(self, answer: Sequence) -> None:
-        """It has ended."""
+        """Discard the observation of an ended sequence."""
         if isinstance(answer, Generation):
             self._found.pop(answer, None)
 
     def advance(self) -> abc.Iterator[Results]:
-        """Launches what can be launched; yields what is to be read of it. Nobody overtakes who lacks pages."""
+        """Launch what is possible; yield the results to read. No output overtakes one that waits for pages."""
         answers = (one for one in self._scheduler.decoding if isinstance(one, Generation))
-        lacking = [one for one in answers if one.is_aside or (one.awaits_compression and one.token_ids)]
-        for answer in self._scheduler.turns.sorted(lacking):
-            if (lease := answer.progress.compressed) is not None:
-                if not self._bring_back(lease):
+        lacking = [one for one in answers if one.is_swapped_out or (one.awaits_compression and one.token_ids)]
+        for answer in self._scheduler.tenant_order.sorted(lacking):
+            if (block_table := answer.progress.compressed) is not None:
+                if not self._bring_back(block_table):
                     return
                 continue
             if answer not in self._found and len(self._found) < _AT_ONCE:
@@ -118,7 +119,7 @@ class Compactor:
     # Observing.
 
     def _look(self, answer: Generation) -> abc.Iterator[Results]:
-        """Finds out what is kept of a prompt, or lets it be found out."""
+        """Start to determine what is kept of a prompt; yield the results to read."""
         compressor, layout = answer.planned.options.compress, answer.layout
         assert compressor is not None
         try:
@@ -145,52 +146,57 @@ class Compactor:
                 self._count(uncompressed=1)
                 return
             if compressor.p is not None:
-                yield Observed(answer, zeros, decide)
+                yield ObservationResult(answer, zeros, decide)
                 return
         decide(None)
 
     def _compression(self, compressor: Compressor, length: int, gamma: np.ndarray | None) -> Compression:
         kv = self._runner.shapes.kv
         counts = make_counts(compressor, length, gamma, kv.layers)
-        of_token = kv.slot_bytes // self._runner.devices.copies // kv.layers
-        told = None if gamma is None else tuple(gamma.tolist())
+        token_bytes = kv.slot_bytes // self._runner.devices.copies // kv.layers
+        sparsities = None if gamma is None else tuple(gamma.tolist())
         return Compression(
-            compressor.name, length, counts, told, of_token * sum(counts), of_token * length * kv.layers
+            compressor.name, length, counts, sparsities, token_bytes * sum(counts), token_bytes * length * kv.layers
         )  # fmt: skip
 
     def _check(self, answer: Generation, compression: Compression) -> None:
-        """Raises a ValueError if there will never be enough pages."""
+        """Check that the pool can ever hold a compressed output.
+
+        Raises:
+          ValueError: it needs more pages than the pool has.
+        """
         pages = self._scheduler.compressed
         needed = pages.needed(compression.kept, answer.new_slots - 1)
         if needed > pages.count and not compression.is_whole:
             raise ValueError(
-                f"max_tokens must be such that what is kept of the prompt and the answer fit in compressed_kv_bytes, "
-                f"which holds {pages.count} pages of {PAGE} tokens in a layer, got {answer.new_slots}, for which "
-                f"{compression.policy} needs {needed}"
+                "max_tokens must be small enough for the compressed prompt and the output to fit in "
+                f"compressed_kv_bytes, got {answer.new_slots}: {compression.policy} needs "
+                f"{needed} pages, but the pool has {pages.count}; "
+                "reduce max_tokens or increase compressed_kv_bytes"
             )
 
     def _observe(self, answer: Generation, found: _Observation) -> jax.Array | None:
-        """Launches it; returns how often attention is next to nothing. None: it lacks pixels."""
-        lease, layout, layers = answer.progress.lease, answer.layout, self._runner.shapes.kv.layers
-        assert lease is not None
+        """Launch the observation; return counts of near-zero attention, int32 [L, H], or None if pixels are missing."""
+        block_table, layout, layers = answer.progress.block_table, answer.layout, self._runner.shapes.kv.layers
+        assert block_table is not None
         assert answer.planned.options.compress is not None
-        # The rows as if they were computed once more, into pages that nobody writes.
-        plan = full_prefill(layout, layers, ()).behind(len(layout) - found.rows)
+        # The tokens are computed once more with all pages marked as shared, so that nothing is written.
+        plan = full_prefill(layout, layers, ()).after(len(layout) - found.rows)
         plan = replace(plan, slot=answer.progress.plan.slot)
-        prefill = Prefill(answer, layout, plan, lease.table, shared=len(lease.table), links=False)
-        turn = self._prefiller.begin([prefill], self._ladder)
-        turn.kept = {image: record for image, record in turn.kept.items() if record.is_ready}
-        looked_at = {span.image for span in layout.images if plan.depth[span.tokens].any()}
-        if not _are_readable(looked_at - turn.kept.keys() - turn.here.keys()):
+        prefill = Prefill(answer, layout, plan, block_table.table, shared=len(block_table.table), links=False)
+        group = self._prefiller.begin([prefill], self._buckets)
+        group.kept = {image: record for image, record in group.kept.items() if record.is_ready}
+        observed = {span.image for span in layout.images if plan.depth[span.tokens].any()}
+        if not _are_readable(observed - group.kept.keys() - group.here.keys()):
             return None
-        pages = self._rung(lease.table)
+        pages = self._bucket(block_table.table)
         sums, threshold = self._runner.run(EmptySums(pages)), np.float32(answer.planned.options.compress.p or 0)
-        for step in prefill_steps([prefill], self._ladder, self._runner.num_slots, layers):
-            self._prefiller.stage(step, turn)
+        for step in prefill_steps([prefill], self._buckets, self._runner.num_slots, layers):
+            self._prefiller.stage(step, group)
             sums = self._runner.run(
                 Observe(pages), sums, self._runner.text, self._runner.pool.make(), self._runner.encoder_rows(),
-                pack(step.rows, self._runner.ladder.max_rows), self._work(step, lease.table),
-                _table(lease.table, pages), threshold,
+                pack(step.rows, self._runner.buckets.max_rows), self._work(step, block_table.table),
+                _table(block_table.table, pages), threshold,
             )  # fmt: skip
         found.sums, zeros = sums
         found.took.append(self._clock.mark([zeros]))
@@ -201,17 +207,17 @@ class Compactor:
         end, start = step.rows.k_end[:count], np.zeros(count, np.int32)
         return make_work(start, start, end, [table], self._runner.shapes.work_config(step.bounds[0]))
 
-    def _rung(self, table: np.ndarray) -> int:
-        return round_up(len(table), self._runner.shapes.page_rungs)
+    def _bucket(self, table: np.ndarray) -> int:
+        return round_up(len(table), self._runner.shapes.page_buckets)
 
     # Compacting.
 
     def _has_pages(self, answer: Generation, compression: Compression) -> bool:
-        """Whether there are pages for it, if it takes any; then it has them."""
+        """Return whether a compressed output has its pages, after taking them if they are free."""
         return compression.is_whole or self._scheduler.compress(answer, compression.kept)
 
     def _settle(self, answer: Generation, found: _Observation, compression: Compression) -> Results:
-        """Lets an answer go on."""
+        """Launch the compaction of an output, unless nothing is dropped; the output may then continue."""
         del self._found[answer]
         if compression.is_whole:
             self._scheduler.stays_whole(answer)
@@ -222,16 +228,17 @@ class Compactor:
         return CompressionResult(answer, compression, found.took)
 
     def _compact(self, answer: Generation, found: _Observation, compression: Compression) -> None:
-        lease, compressed = answer.progress.lease, answer.progress.compressed
+        """Launch the copy of the kept KV, layer by layer."""
+        block_table, compressed = answer.progress.block_table, answer.progress.compressed
         compressor = answer.planned.options.compress
-        assert lease is not None
+        assert block_table is not None
         assert compressed is not None
         assert compressor is not None
-        pages = self._rung(lease.table)
+        pages = self._bucket(block_table.table)
         received = self._runner.run(EmptySums(pages))[0] if found.sums is None else found.sums
         usual = USUAL.get(compressor.scores)
         program = Compact(pages, compressor.scores if usual is None else None)
-        table = _table(lease.table, pages)
+        table = _table(block_table.table, pages)
         seed, pool = seeds(answer.layout, len(compression.kept)), self._runner.pool.make()
         for layer, (count, window) in enumerate(zip(compression.kept, found.windows, strict=True)):
             numbers = np.array([layer, compression.prompt_tokens, count, window, usual or 0], np.int32)
@@ -242,58 +249,68 @@ class Compactor:
                 )
         found.took.append(self._clock.mark([tokens]))
 
-    # Where pages are short.
+    # Swapping.
 
-    def put_aside(self) -> None:
-        """Lets others have the pages of the last of those that are compressed. All that was launched has been read.
+    def swap_out(self) -> None:
+        """Swap out the last compressed output, so that others can use its pages.
+
+        Everything launched must have been read.
 
         Raises:
-          RuntimeError: no others have any.
+          RuntimeError: no other output has any pages.
         """
-        having = [one for one in self._scheduler.decoding if one.progress.compressed is not None and not one.is_aside]
-        lease, kept, held = self._scheduler.turns.sorted(having)[-1].progress.compressed, self._runner.compressed, []
-        assert lease is not None
-        if len(having) == 1:
-            raise RuntimeError(f"{lease.most} pages must fit in the compressed KV pool")
-        for some in _parts(lease.pages):
+        candidates = [
+            one for one in self._scheduler.decoding if one.progress.compressed is not None and not one.is_swapped_out
+        ]
+        block_table, kept, held = (
+            self._scheduler.tenant_order.sorted(candidates)[-1].progress.compressed,
+            self._runner.compressed,
+            [],
+        )
+        assert block_table is not None
+        if len(candidates) == 1:
+            raise RuntimeError(
+                f"the compressed KV pool is too small for {block_table.most} pages; increase compressed_kv_bytes"
+            )
+        for some in _parts(block_table.pages):
             source = _table(some, round_up(len(some), MOVED_PAGES))
             held.append(np.asarray(self._runner.run(ReadPages(len(source)), kept.make(), source)))
-        self._scheduler.compressed.put_aside(lease, held)
-        self._count(put_aside=1, moved_bytes=lease.count * self._page_bytes)
+        self._scheduler.compressed.swap_out(block_table, held)
+        self._count(swapped_out=1, moved_bytes=block_table.count * self._page_bytes)
 
-    def _bring_back(self, lease: CompressedLease) -> bool:
-        """Whether there is room for it; then it has its pages as they were."""
-        held = self._scheduler.compressed.bring_back(lease)
+    def _bring_back(self, block_table: CompressedBlockTable) -> bool:
+        """Swap an output in; return False if there is no room."""
+        held = self._scheduler.compressed.bring_back(block_table)
         if held is None:
             return False
-        for some, own in zip(_parts(lease.pages), held, strict=True):
+        for some, own in zip(_parts(block_table.pages), held, strict=True):
             target = np.full(own.shape[1], self._runner.shapes.compressed_slots // PAGE, np.int32)
             target[: len(some)] = some
             with self._runner.compressed.taken() as arrays:
                 arrays[:] = self._runner.run(WritePages(len(target)), arrays, own, target)
-        self._count(brought_back=1, moved_bytes=lease.count * self._page_bytes)
+        self._count(swapped_in=1, moved_bytes=block_table.count * self._page_bytes)
         return True
 
-    def _count(self, **more: int) -> None:
-        for name, value in more.items():
+    def _count(self, **added: int) -> None:
+        for name, value in added.items():
             self._counts[name] += value
 
 
-def _are_readable(pictures: abc.Iterable[ImageRef]) -> bool:
-    """Whether pictures can be decoded; then they are."""
+def _are_readable(images: abc.Iterable[ImageRef]) -> bool:
+    """Decode images; return whether all of them could be decoded."""
     try:
-        return all(picture.patches for picture in pictures)
-    except Exception:  # they were known, and a file may be gone since
+        return all(image.patches for image in images)
+    except Exception:  # a file of a cached image may have been deleted
         return False
 
 
 def _parts(pages: np.ndarray) -> list[np.ndarray]:
-    """Of some pages those that one program moves, one after the other."""
+    """Return the pages split into parts that one program moves."""
     return [pages[first : first + MOVED_PAGES[-1]] for first in range(0, len(pages), MOVED_PAGES[-1])]
 
 
 def _table(table: np.ndarray, pages: int) -> np.ndarray:
-    """As long as the program wants it."""
+    """Return the table padded to the size of the program."""
     padded = np.zeros(pages, np.int32)
     padded[: len(table)] = table
     return padded

@@ -1,7 +1,7 @@
-"""What the repeat of a request will call for is compiled when the request has been answered, while nobody waits.
+"""Background compilation of the programs that a repeated request needs, after the request has been answered.
 
-A cold request computes its images; when they come again they are linked, and few rows are left: other programs. The
-first repeat would wait for them.
+A cold request computes its images. When the images repeat, they are linked and few tokens are computed, which takes
+other programs. Without this module the first repeat would wait for their compilation.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.selection import decide
 
-_CALLS = 2  # groups of requests that wait to be looked at
+_CALLS = 2  # most groups of requests that wait for their programs to be determined
 _log = logging.getLogger(__name__)
 
 
 class Ahead:
-    """Compiles programs one after the other in a thread of its own.
+    """Background compilation of programs, one after another, in its own thread.
 
-    The thread has no lower priority: it holds Python's lock in turns, and a call may wait for its program.
+    The thread has no lower priority: it holds Python's lock for parts of the time, and a call may wait for its program.
 
     Args:
-      programs: those of the engine.
+      programs: programs of the engine.
     """
 
     def __init__(self, programs: Programs):
@@ -49,10 +49,11 @@ class Ahead:
         self._stopped = False
 
     def expect(self, policy: Policy, answered: abc.Sequence[Sequence]) -> None:
-        """The same sequences may come again, as many together as can run; `start` compiles what they will call for.
+        """Note sequences that may repeat, together with as many others as can run; `start` compiles their programs.
 
         Args:
-          policy: of their call.
+          policy: reuse policy of their call.
+          answered: the sequences, which have ended.
         """
         if self._stopped or not any(
             use.captured is not None for sequence in answered for use in sequence.progress.images
@@ -60,29 +61,29 @@ class Ahead:
             return
         with self._lock:
             known, together = self._answered[-1] if self._answered else (None, [])
-            if known is policy and len(together) < self._programs.shapes.ladder.max_sequences:
+            if known is policy and len(together) < self._programs.shapes.buckets.max_sequences:
                 together += answered
-            elif len(self._answered) < _CALLS:  # a long job is not remembered as a whole
+            elif len(self._answered) < _CALLS:  # the rest of a long job is ignored
                 self._answered.append((policy, [*answered]))
 
     def start(self) -> None:
-        """Begins, where something is to be compiled; called when nobody waits any more."""
+        """Start the compile thread if programs may be missing. Called once no request waits."""
         with self._lock:
             if (self._answered or self._missing) and self._thread is None and not self._stopped:
-                atexit.register(self.stop)  # what ends while a program is being compiled may crash
+                atexit.register(self.stop)  # the process may crash if it ends during a compilation
                 self._thread = threading.Thread(target=self._run, name="vlcache-ahead", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:  # the interpreter ends, or there are no more threads
+                except RuntimeError:  # the interpreter is shutting down, or the system has no more threads
                     self._thread = None
 
     def wait(self) -> None:
-        """Returns when everything is compiled."""
+        """Wait until everything is compiled."""
         if (thread := self._thread) is not None:
             thread.join()
 
     def stop(self) -> None:
-        """Ends it for good, after the program under way."""
+        """Stop for good, after the program in progress."""
         self._stopped = True
         self.wait()
 
@@ -97,7 +98,7 @@ class Ahead:
             for policy, sequences in answered:
                 try:
                     missing = self._programs.missing(repeat_programs(self._programs, policy, sequences))
-                except Exception:  # whoever repeats the request will meet the error
+                except Exception:  # a repeated request will raise the error
                     _log.debug("planning a repeat failed", exc_info=True)
                 else:
                     self._missing = list(dict.fromkeys(missing + self._missing))
@@ -106,20 +107,26 @@ class Ahead:
             program = self._missing.pop(0)
             try:
                 self._programs.program(program)
-            except Exception:  # whoever needs the program will meet the error
+            except Exception:  # a request that needs the program will raise the error
                 _log.debug("compiling %s ahead failed", program, exc_info=True)
 
 
 def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[Sequence]) -> list[Program[Any]]:
-    """The programs that sequences call for when they come again, those that choose or move rows aside."""
+    """Return the programs that repeated sequences need, except those that select or shift tokens.
+
+    Args:
+      programs: programs of the engine.
+      policy: reuse policy of the call.
+      answered: the sequences, which have ended.
+    """
     kv = programs.shapes.kv
-    # The same prompts, with the images that were computed as known ones.
+    # The same prompts, with the images that were computed now cached.
     computed = {use.span for sequence in answered for use in sequence.progress.images if use.captured is not None}
     again: State = "exact" if kv.codec is None else "approximate" if policy.approximates else "miss"
-    # Answers to one request share their layout.
+    # Outputs of one request share their layout.
     layouts = {id(sequence.layout): sequence.layout.marked(computed, again) for sequence in answered}
     rehearsal = _Rehearsal(programs.shapes)
-    # Linked as images are elsewhere, and beside what a first run has left in pages.
+    # The first run links images without any KV in pages; the others also use pages that an earlier run left.
     for has_pages in (False, True, True):
         sequences = []
         for sequence in answered:
@@ -135,55 +142,58 @@ def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[S
 
 
 class _Rehearsal:
-    """Runs sequences one call after the other without computing anything, and notes what would be called for."""
+    """Scheduling of sequences without computation, which records the program sizes that they need."""
 
     def __init__(self, shapes: Shapes):
-        self._shapes, ladder = shapes, shapes.ladder
+        self._shapes, buckets = shapes, shapes.buckets
         pages = Pages(shapes.num_slots // PAGE - 1)
-        self._scheduler = Scheduler(pages, ladder.max_sequences, ladder.max_rows, shapes.kv.layers)
+        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, shapes.kv.layers)
         self._steps: list[Step] = []
         self._linked: set[tuple[int, int]] = set()
         self._recalled: set[int] = set()
         self._copied: set[int] = set()
 
     def run(self, sequences: abc.Iterable[Sequence]) -> None:
-        """They run together, and leave their pages to those that come after."""
+        """Run sequences together; their pages stay for later calls."""
         scheduler, shapes = self._scheduler, self._shapes
         for sequence in sequences:
             scheduler.add(sequence)
         while scheduler.waiting:
             admitted = scheduler.admit()
-            while turn := scheduler.next_turn(scheduler.prefilling):
-                self._copied.update(cover(len(copied_pages(turn)), shapes.ladder.sequences))
-                self._note_links(turn)
-                self._steps += prefill_steps(turn, shapes.ladder, shapes.num_slots, shapes.kv.layers)
-                scheduler.launched(turn)
+            while group := scheduler.next_group(scheduler.prefilling):
+                self._copied.update(cover(len(copied_pages(group)), shapes.buckets.sequences))
+                self._note_links(group)
+                self._steps += prefill_steps(group, shapes.buckets, shapes.num_slots, shapes.kv.layers)
+                scheduler.launched(group)
             for sequence in admitted:
-                if sequence.progress.lease is not None:
-                    scheduler.pages.proven(sequence.progress.lease)
+                if sequence.progress.block_table is not None:
+                    scheduler.pages.proven(sequence.progress.block_table)
                 scheduler.finish(sequence, failed=False)
 
-    def _note_links(self, turn: list[Prefill]) -> None:
-        """What a turn links: from the device tier, if that holds all of its images."""
+    def _note_links(self, group: list[Prefill]) -> None:
+        """Record what a prefill group links.
+
+        It links from the device tier if that fits all of its images, otherwise from host memory.
+        """
         shapes = self._shapes
-        spans = (span for one in turn for span in one.layout.images if not span.within(one.cached))
+        spans = (span for one in group for span in one.layout.images if not span.within(one.cached))
         lengths = [span.length for span in spans if span.state != "miss"]
-        pages = {span.image.key: -(-span.length // PAGE_TOKENS) for one in turn for span in one.layout.images}
+        pages = {span.image.key: -(-span.length // PAGE_TOKENS) for one in group for span in one.layout.images}
         if lengths and sum(pages.values()) * PAGE_TOKENS <= shapes.kept_tokens:
             self._recalled.update(shapes.split_recalls(lengths))
             return
-        for size, number in collections.Counter(round_up(n, shapes.token_rungs) for n in lengths).items():
+        for size, number in collections.Counter(round_up(n, shapes.token_buckets) for n in lengths).items():
             self._linked.update((size, count) for count in shapes.split_links(size, number))
 
     @property
     def repeat(self) -> Repeat:
-        """All that has come up."""
-        steps, ladder = self._steps, self._shapes.ladder
-        rungs = dataclasses.replace(
-            ladder,
+        """Program sizes recorded so far."""
+        steps, buckets = self._steps, self._shapes.buckets
+        sizes = dataclasses.replace(
+            buckets,
             rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
-            sequences=tuple(sorted({round_up(len(step.wanted), ladder.sequences) for step in steps if step.wanted})),
+            sequences=tuple(sorted({round_up(len(step.wanted), buckets.sequences) for step in steps if step.wanted})),
         )
         layers = range(self._shapes.kv.layers - 1)
         shrinking = {layer for step in steps for layer in layers if step.bounds[layer + 1] < step.bounds[layer]}
-        return Repeat(Demand(rungs, linking=True, shrinking=shrinking), self._linked, self._recalled, self._copied)
+        return Repeat(Demand(sizes, linking=True, shrinking=shrinking), self._linked, self._recalled, self._copied)

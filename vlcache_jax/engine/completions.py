@@ -1,4 +1,4 @@
-"""Outputs of the engine: text while it grows, log-probabilities, and the times of a request (host)."""
+"""Outputs of the engine: incremental text, log-probabilities, and the times of a request (host)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from vlcache_jax.common.checks import short
 
 @dataclass
 class RequestMetrics:
-    """Seconds. Steps that several requests share count in full for each of them; steps of the device are told by when
-    their results were ready, as nobody waits for them.
+    """Times of a request, in seconds.
 
-    What is done once for several requests of a call, such as decoding an image, counts for the first of them.
+    Chunks that several requests share count in full for each of them. Device times end when the results were ready,
+    because no thread waits for them. Work done once for several requests of a call, such as decoding an image, counts
+    for the first of them.
 
     Attributes:
-      lookup, decode_image, preprocess: until the images were identified, that is, until the request arrived.
-      queue: from arrival until it got pages.
-      transfer, link, encode, prefill: on the device, of the steps that computed the prompt.
-      first_token: the rest of the time to the first token: the output head, sampling, and waiting between steps.
-      compress: on the device, to find out what the answer goes on with, and to compact it.
+      lookup, decode_image, preprocess: parts of the identification of the images, which ends when the request arrives.
+      queue: from arrival until it received pages.
+      transfer, link, encode, prefill: device time of these parts of the chunks that computed the prompt.
+      first_token: rest of the time to the first token: output head, sampling, and waiting between chunks.
+      compress: device time to observe the prompt and to compact its KV.
       decode: from the first token to the last.
-      inter_token: from one delivery of tokens to the next; those of a window come together.
-      launched: from the call until the first of its programs had been handed to the device, by the clock; all that was
-        done before for other rows of the call is in it.
-      ttft: from the beginning to the first token, by the clock.
-      e2e: from the beginning to the end, by the clock.
-      wave: number of the step of the engine's loop that admitted it.
+      inter_token: times between deliveries of tokens; the tokens of one decode program arrive together.
+      launched: wall-clock time from the call to the launch of the request's first program, including earlier work for
+        other requests of the call.
+      ttft: wall-clock time from the beginning to the first token.
+      e2e: wall-clock time from the beginning to the end.
+      wave: number of the pass that admitted it; not a time.
     """
 
     lookup: float = 0.0
@@ -59,13 +60,13 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """What vLLM's mappings have of a token.
+    """Log-probability of one token, as in vLLM's mappings.
 
     Attributes:
-      logprob: its log-probability.
+      logprob: log-probability of the token.
       rank: 1 for the most likely token, 2 for the next one.
-      decoded_token: its text; of a part of a character `bytes:\\xe2\\x80`, its bytes as OpenAI writes them.
-      token_bytes: the bytes that it spells.
+      decoded_token: text of the token; a part of a character is written as OpenAI does, such as `bytes:\\xe2\\x80`.
+      token_bytes: bytes of the token.
     """
 
     logprob: float
@@ -76,14 +77,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Logprob(abc.Mapping[int, TokenLogprob]):
-    """Of a token that was chosen or given. It is also vLLM's mapping: that token and the most likely ones, by token id.
+    """Log-probability of a sampled or given token.
+
+    It is also vLLM's mapping by token id of that token and the most likely ones.
 
     Attributes:
-      chosen: its log-probability.
+      chosen: log-probability of the token.
       top: log-probabilities of the most likely tokens, by token id.
-      token: its id.
+      token: id of the token.
       rank: 1 for the most likely token, 2 for the next one.
-      texts, token_bytes: of all these tokens, by token id; see `TokenLogprob`.
+      texts, token_bytes: texts and bytes of all these tokens, by token id; see `TokenLogprob`.
     """
 
     chosen: float
@@ -110,18 +113,17 @@ class Logprob(abc.Mapping[int, TokenLogprob]):
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer; in a `RequestDelta` what is new of it.
+    """Output of a request, or in a `RequestDelta` the new part of it.
 
     Attributes:
-      index: which of the request's answers.
-      text: without the stop string that ended it, unless that was asked for. In a delta it follows the text so far. It
-        may be empty then, as characters and beginnings of stop strings are held back until they are complete, or turn
-        out to be none.
-      token_ids: up to the end token, or the token that completed the stop string; in a delta those that follow.
-      finish_reason: "stop" (end token or stop string), "length", "error" or "abort"; None while it goes on. Deltas have
-        it once, with the last tokens or behind them.
-      stop_reason: the stop string, or the token of `stop_token_ids`, that ended it.
-      logprobs: of its tokens, if asked for.
+      index: index of the output in its request.
+      text: text without the stop string that ended it, unless that was requested. In a delta, the new text; it may be
+        empty, because incomplete characters and possible beginnings of stop strings are held back.
+      token_ids: tokens up to the end token, or up to the token that completed the stop string; in a delta the new ones.
+      finish_reason: "stop" (end token or stop string), "length", "error" or "abort"; None while it runs. One delta has
+        it: the one with the last tokens or the one after.
+      stop_reason: stop string, or token of `stop_token_ids`, that ended it; None otherwise.
+      logprobs: log-probabilities of its tokens, if requested.
       cumulative_logprob: their sum; None in a delta.
     """
 
@@ -133,32 +135,33 @@ class CompletionOutput:
     logprobs: tuple[Logprob, ...] | None = None
     cumulative_logprob: float | None = None
 
-    # vLLM's, of what there is not here.
+    # Attributes of vLLM for features that do not exist here.
     lora_request: ClassVar[None] = None
     routed_experts: ClassVar[None] = None
 
     def finished(self) -> bool:
-        """Whether it has ended; vLLM has this method."""
+        """Return whether it has ended, like vLLM's method."""
         return self.finish_reason is not None
 
 
 class Detokenizer:
-    """The text of one answer, and whether a stop string has ended it.
+    """Incremental text of one output, and detection of stop strings.
 
-    A token is bytes, which may be parts of characters; the text is what all of them spell. A token costs the same
-    however long the answer is. `tokenizers.DecodeStream` keeps neither rule: it holds back all of a token that ends
-    within a character, so that stop strings in it are found later, and a run of invalid bytes costs it quadratic time.
+    A token is a byte string and may hold parts of characters; the text is the decoded sequence of all bytes. The cost
+    per token does not depend on the length of the output. `tokenizers.DecodeStream` has neither property: it holds back
+    all of a token that ends within a character, so stop strings are found later, and a run of invalid bytes takes
+    quadratic time.
 
     Args:
-      tokenizer: of the checkpoint; a byte-level one.
-      stop: strings that end the answer.
-      skip_special_tokens: leave special tokens out of the text.
-      include_stop: the stop string is part of the text.
-      least: a stop string that is complete before that many tokens does not count.
+      tokenizer: byte-level tokenizer of the checkpoint.
+      stop: strings that end the output.
+      skip_special_tokens: whether special tokens are left out of the text.
+      include_stop: whether the text includes the stop string.
+      least: number of tokens before which a complete stop string is ignored.
 
     Attributes:
-      count: tokens so far.
-      stop_reason: the stop string that ended the answer; None: none did.
+      count: number of tokens so far.
+      stop_reason: stop string that ended the output; None if none did.
 
     Raises:
       ValueError: the tokenizer is not byte-level.
@@ -177,23 +180,23 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._least = least
-        self._kept = max(map(len, self._stop), default=1) - 1  # characters that may begin a stop string
+        self._kept = max(map(len, self._stop), default=1) - 1  # number of characters that may begin a stop string
         self.count = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._parts: list[str] = []  # of the text, behind what has been taken
-        self._taken = 0  # characters that have been
-        self._length = 0  # characters in all
-        self._tail = ""  # the last of them
-        self._end: int | None = None  # characters up to where a stop string cuts the text
+        self._parts: list[str] = []  # text after what was taken
+        self._taken = 0  # number of characters taken
+        self._length = 0  # number of characters in all
+        self._tail = ""  # the last characters
+        self._end: int | None = None  # number of characters before the cut by a stop string
         self.stop_reason: str | None = None
         self._is_finished = False
 
     def append(self, token_ids: Sequence[int]) -> int | None:
-        """Goes on with new tokens of the answer.
+        """Append new tokens of the output.
 
         Returns:
-          None, or once a stop string is complete the number of the answer's tokens up to the one that completes it.
-          The tokens behind that one count for nothing, now and later.
+          None, or after a stop string is complete the number of tokens up to the one that completes it. Later tokens
+          are ignored, now and in later calls.
         """
         for token in token_ids:
             if self._end is not None:
@@ -204,16 +207,16 @@ class Detokenizer:
         return None if self._end is None else self.count
 
     def finish(self) -> None:
-        """The answer has ended: what is left of a character that never became complete is shown as such."""
+        """Mark the end of the output: an incomplete character becomes a replacement character."""
         self._is_finished = True
         if self._end is None:
             self._parts.append(self._decoder.decode(b"", final=True))
 
     def take(self) -> str:
-        """What the tokens spell behind what has been taken.
+        """Return the text since the last call.
 
-        Left out are what lies behind the end of the answer, and until `finish` a character that is not complete, and
-        what may be the beginning of a stop string: what has been shown is never taken back.
+        Text after the end of the output is left out. Until `finish`, an incomplete character and a possible beginning
+        of a stop string are held back, since returned text is never retracted.
         """
         text, self._parts = "".join(self._parts), []
         if self._end is not None:
@@ -235,7 +238,7 @@ class Detokenizer:
             self._tail = window[-self._kept :]
 
     def _find(self, window: str, known: int) -> None:
-        """Looks for stop strings that end behind the `known` first characters; the one that begins first wins."""
+        """Search stop strings that end after the first `known` characters; the one that begins first wins."""
         places = ((window.find(stop, max(0, known - len(stop) + 1)), len(stop), stop) for stop in self._stop)
         first = min((place for place in places if place[0] >= 0), default=None)
         if first is not None:
@@ -244,7 +247,7 @@ class Detokenizer:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of tokens by their ids; found when they are asked for first."""
+    """Bytes of tokens by id, computed at first use."""
 
     def __init__(self, backend: Any, skip_special_tokens: bool):
         self._backend = backend
@@ -255,23 +258,23 @@ class _TokenBytes(dict[int, bytes]):
         }
 
     def __missing__(self, token: int) -> bytes:
-        # Ids beyond the vocabulary spell nothing.
+        # Ids beyond the vocabulary have no text.
         text = "" if token in self._skipped else self._backend.id_to_token(int(token)) or ""
         if all(character in _BYTES for character in text):
             spelled = bytes(_BYTES[character] for character in text)
-        else:  # an added token may be written as it is
+        else:  # an added token may be plain text
             spelled = text.encode()
         self[token] = spelled
         return spelled
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return what a token spells, also a special one; a part of a character has a part of its bytes."""
+    """Return the bytes of a token, including special tokens; part of a character gives part of its bytes."""
     return _token_bytes(tokenizer, False)[token]
 
 
 def spelled(data: bytes) -> str:
-    """Return a token's bytes as text; those of a part of a character as OpenAI writes them, `bytes:\\xe2\\x80`."""
+    """Return a token's bytes as text. Part of a character is written as OpenAI does, such as `bytes:\\xe2\\x80`."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -279,7 +282,10 @@ def spelled(data: bytes) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary: itself if it can be printed, or U+0100 on."""
+    """Return the byte of each character of a byte-level vocabulary.
+
+    A printable byte is its own character. The others are U+0100 and up.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -290,12 +296,12 @@ _known: weakref.WeakKeyDictionary[Any, dict[bool, _TokenBytes]] = weakref.WeakKe
 
 
 def _token_bytes(tokenizer: Any, skip_special_tokens: bool) -> _TokenBytes:
-    """Of a tokenizer; all detokenizers of it share them."""
+    """Return the token bytes of a tokenizer, which all of its detokenizers share."""
     tables = _known.setdefault(tokenizer, {})
     if skip_special_tokens not in tables:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = getattr(backend, "decoder", None)
         if type(decoder).__name__ != "ByteLevel":
-            raise ValueError(f"tokenizer must decode bytes (ByteLevel), got one that decodes with {short(decoder)}")
+            raise ValueError(f"tokenizer must decode bytes (ByteLevel), got one with the decoder {short(decoder)}")
         tables[skip_special_tokens] = _TokenBytes(backend, skip_special_tokens)
     return tables[skip_special_tokens]

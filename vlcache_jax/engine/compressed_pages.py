@@ -1,9 +1,9 @@
-"""Answers that go on with a part of their prompt's K, V: the pages that hold it, and what is told of it (host).
+"""Compressed outputs: the pages that hold the kept KV of their prompts, and their reports (host).
 
-A page is of one layer of one answer, whichever. An answer takes pages for what is kept of its prompt, and more as it
-grows. Where none is left, one is put aside: its pages are others', and what they held waits in host memory until there
-is room for it again. None begins, or comes back, before each that has pages then can fill one more in each layer: so
-many tokens all go on by at least, until one is put aside again.
+A page belongs to one layer of one output. An output takes pages for the kept tokens of its prompt, and more as it
+grows. If none is left, an output is swapped out: others use its pages, and their content waits in host memory until
+there is room. An output starts or returns only if afterwards every output with pages can fill one more page in each
+layer. All outputs can thus generate at least that many tokens before one is swapped out again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ Index = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Compression:
-    """What an answer goes on with.
+    """Part of a prompt's KV with which an output continues.
 
     Attributes:
-      policy: what chose it.
-      prompt_tokens: of the prompt, m.
-      kept: tokens of these that each layer keeps, in each of its KV heads [L].
-      sparsity: of each layer's attention [L]; None: the policy does not ask for it.
-      bytes, bytes_full: of K, V of what is kept, and of the whole prompt. Memory is taken in pages, see `EngineStats`.
-      seconds: on the device, to observe and to compact.
+      policy: name of the compression policy.
+      prompt_tokens: number of tokens in the prompt, m.
+      kept: number of tokens that each KV head of each layer keeps [L].
+      sparsity: sparsity of each layer's attention [L]; None if the policy does not need it.
+      bytes, bytes_full: bytes of the kept KV, and of the full prompt's KV. Memory is allocated in pages, see
+        `EngineStats`.
+      seconds: device time to observe and to compact, in seconds.
     """
 
     policy: str
@@ -43,53 +44,53 @@ class Compression:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is dropped."""
+        """True if nothing is dropped."""
         return all(count == self.prompt_tokens for count in self.kept)
 
 
 @dataclass(eq=False)
-class CompressedLease:
-    """The pages of a compressed prompt and its answer.
+class CompressedBlockTable:
+    """Pages of a compressed prompt and its output.
 
     Attributes:
-      kept: tokens of the prompt that each layer keeps [L].
-      tables: of each layer the pool's page of each of its logical pages; while it is put aside, those that it had.
-      most: pages that it has in the end at most.
-      room: tokens behind the prompt's that all layers have pages for.
-      aside: what its pages held, while it is put aside; None: it is not.
+      kept: number of prompt tokens that each layer keeps, int32 [L].
+      tables: for each layer the pool's page of each logical page; while swapped out, the pages that it had.
+      most: largest number of pages that it can have.
+      room: number of generated tokens for which all layers have pages.
+      swapped: content of its pages while it is swapped out; otherwise None.
     """
 
     kept: Index
     tables: list[Index]
     most: int
     room: int = 0
-    aside: list[npt.NDArray[Any]] | None = None
+    swapped: list[npt.NDArray[Any]] | None = None
 
     @property
     def pages(self) -> Index:
-        """Those of all layers."""
+        """Pages of all layers, concatenated, int32."""
         return np.concatenate(self.tables)
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Number of pages of all layers."""
         return sum(map(len, self.tables))
 
     def missing(self, more: int) -> list[int]:
-        """Pages that each layer lacks for `more` tokens behind the prompt's."""
+        """Return how many pages each layer lacks for `more` generated tokens."""
         needed = -(-(self.kept + more) // PAGE)
         return [max(0, count - len(table)) for count, table in zip(needed.tolist(), self.tables, strict=True)]
 
 
 class CompressedPages:
-    """The pages of the pool, numbered from 1.
+    """Pages of the pool for compressed prompts, numbered from 1.
 
     Args:
-      count: how many there are.
+      count: number of pages.
 
     Attributes:
-      in_use: how many are leased.
-      aside_bytes: of host memory, in which is what those that are put aside had.
+      in_use: number of pages that belong to outputs.
+      swapped_bytes: host memory that swapped-out outputs take, in bytes.
     """
 
     def __init__(self, count: int):
@@ -101,84 +102,104 @@ class CompressedPages:
         return self.count - len(self._free)
 
     @property
-    def aside_bytes(self) -> int:
-        return sum(part.nbytes for lease in tuple(self._aside) for part in lease.aside or ())
+    def swapped_bytes(self) -> int:
+        return sum(part.nbytes for block_table in tuple(self._swapped) for part in block_table.swapped or ())
 
     def reset(self) -> None:
-        """All pages are free, as after the pool was lost; leases from before are of no use any more."""
+        """Free all pages after the pool was lost. Existing block tables become invalid."""
         self._free = list(range(self.count, 0, -1))
-        self._leases: set[CompressedLease] = set()
-        self._aside: set[CompressedLease] = set()
+        self._block_tables: set[CompressedBlockTable] = set()
+        self._swapped: set[CompressedBlockTable] = set()
 
     def needed(self, counts: abc.Sequence[int], more: int) -> int:
-        """Pages of a prompt of which each layer keeps so many tokens, with room for `more` tokens behind them."""
+        """Return the number of pages, over all layers, for kept prompt tokens and generated tokens.
+
+        Args:
+          counts: number of kept prompt tokens in each layer.
+          more: number of generated tokens.
+        """
         return sum(-(-(count + more) // PAGE) for count in counts)
 
-    def take(self, counts: abc.Sequence[int], most: int) -> CompressedLease | None:
-        """Pages for these tokens of each layer, if there is room.
+    def take(self, counts: abc.Sequence[int], most: int) -> CompressedBlockTable | None:
+        """Return a block table with pages for the kept tokens; None if there is no room.
 
         Args:
-          most: tokens behind them in the end.
+          counts: number of kept tokens in each layer.
+          most: largest number of generated tokens.
         """
         nothing = np.zeros(0, np.int32)
-        lease = CompressedLease(np.array(counts, np.int32), [nothing] * len(counts), self.needed(counts, most))
-        return lease if self._begin(lease, lease.missing(0)) else None
+        block_table = CompressedBlockTable(
+            np.array(counts, np.int32), [nothing] * len(counts), self.needed(counts, most)
+        )
+        return block_table if self._begin(block_table, block_table.missing(0)) else None
 
-    def grow(self, leases: abc.Sequence[CompressedLease], tokens: abc.Sequence[int]) -> bool:
-        """Lets each lease hold so many tokens behind its prompt's; False, and nothing changes, if there are not enough
-        pages for all."""
-        short = [(lease, count) for lease, count in zip(leases, tokens, strict=True) if count > lease.room]
-        missing = [(lease, lease.missing(count)) for lease, count in short]
+    def grow(self, block_tables: abc.Sequence[CompressedBlockTable], tokens: abc.Sequence[int]) -> bool:
+        """Give block tables the pages for `tokens` generated tokens each.
+
+        Returns:
+          False, without any change, if there are not enough pages for all.
+        """
+        short = [
+            (block_table, count)
+            for block_table, count in zip(block_tables, tokens, strict=True)
+            if count > block_table.room
+        ]
+        missing = [(block_table, block_table.missing(count)) for block_table, count in short]
         if sum(sum(counts) for _, counts in missing) > len(self._free):
             return False
-        for lease, counts in missing:
-            self._add(lease, counts)
+        for block_table, counts in missing:
+            self._add(block_table, counts)
         return True
 
-    def put_aside(self, lease: CompressedLease, held: list[npt.NDArray[Any]]) -> None:
-        """Takes its pages from a lease.
+    def swap_out(self, block_table: CompressedBlockTable, held: list[npt.NDArray[Any]]) -> None:
+        """Release the pages of a block table.
 
         Args:
-          held: what they hold.
+          block_table: the block table.
+          held: content of its pages.
         """
-        lease.aside = held
-        self._leases.remove(lease)
-        self._aside.add(lease)
-        self._free += lease.pages.tolist()
+        block_table.swapped = held
+        self._block_tables.remove(block_table)
+        self._swapped.add(block_table)
+        self._free += block_table.pages.tolist()
 
-    def bring_back(self, lease: CompressedLease) -> list[npt.NDArray[Any]] | None:
-        """Gives it as many as it had, if there is room; returns what they held."""
-        had, held, nothing = lease.tables, lease.aside, np.zeros(0, np.int32)
-        lease.tables = [nothing] * len(had)
-        if not self._begin(lease, list(map(len, had))):
-            lease.tables = had
+    def bring_back(self, block_table: CompressedBlockTable) -> list[npt.NDArray[Any]] | None:
+        """Give a swapped-out block table as many pages as it had; return their content, or None if there is no room."""
+        had, held, nothing = block_table.tables, block_table.swapped, np.zeros(0, np.int32)
+        block_table.tables = [nothing] * len(had)
+        if not self._begin(block_table, list(map(len, had))):
+            block_table.tables = had
             return None
-        self._aside.remove(lease)
-        lease.aside = None
+        self._swapped.remove(block_table)
+        block_table.swapped = None
         return held
 
-    def end(self, lease: CompressedLease) -> None:
-        """Nobody needs these pages any more."""
-        if lease in self._leases:
-            self._leases.remove(lease)
-            self._free += lease.pages.tolist()
-        self._aside.discard(lease)
+    def end(self, block_table: CompressedBlockTable) -> None:
+        """Release the pages of an ended output."""
+        if block_table in self._block_tables:
+            self._block_tables.remove(block_table)
+            self._free += block_table.pages.tolist()
+        self._swapped.discard(block_table)
 
-    def _begin(self, lease: CompressedLease, counts: abc.Sequence[int]) -> bool:
-        """Gives a lease that has none so many pages in each layer, if after that everybody can grow by one in each."""
-        spare = sum(min(one.most - one.count, len(one.kept)) for one in self._leases)
-        needed = sum(counts) + min(lease.most - sum(counts), len(counts)) + spare
+    def _begin(self, block_table: CompressedBlockTable, counts: abc.Sequence[int]) -> bool:
+        """Give a block table without pages `counts[l]` pages in each layer.
+
+        Returns:
+          False, without any change, unless every output could still grow by one page in each layer.
+        """
+        spare = sum(min(one.most - one.count, len(one.kept)) for one in self._block_tables)
+        needed = sum(counts) + min(block_table.most - sum(counts), len(counts)) + spare
         if needed > len(self._free):
             return False
-        self._leases.add(lease)
-        self._add(lease, counts)
+        self._block_tables.add(block_table)
+        self._add(block_table, counts)
         return True
 
-    def _add(self, lease: CompressedLease, counts: abc.Sequence[int]) -> None:
+    def _add(self, block_table: CompressedBlockTable, counts: abc.Sequence[int]) -> None:
         for layer, count in enumerate(counts):
             if count:
                 new = np.array([self._free.pop() for _ in range(count)], np.int32)
-                lease.tables[layer] = np.concatenate([lease.tables[layer], new])
-        lease.room = min(
-            PAGE * len(table) - kept for table, kept in zip(lease.tables, lease.kept.tolist(), strict=True)
+                block_table.tables[layer] = np.concatenate([block_table.tables[layer], new])
+        block_table.room = min(
+            PAGE * len(table) - kept for table, kept in zip(block_table.tables, block_table.kept.tolist(), strict=True)
         )

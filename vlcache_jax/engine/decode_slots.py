@@ -1,4 +1,4 @@
-"""What the device keeps of each answer that runs, from the host's side."""
+"""Device state of running outputs, seen from the host."""
 
 from __future__ import annotations
 
@@ -17,43 +17,54 @@ from vlcache_jax.sampling import SamplingParams
 
 
 class DecodeSlots:
-    """Opens lanes. Most answers need nothing in theirs but the end tokens that the one before had, too.
+    """Writer of decode slots.
+
+    Most outputs need only the end tokens. If the previous output in the slot had the same ones, nothing is written.
 
     Args:
-      runner: has the lanes.
+      runner: runner that has the decode slots.
     """
 
     def __init__(self, runner: Runner):
         self._runner = runner
-        self._ends: dict[int, frozenset[int]] = {}  # of lanes that hold nothing else
+        self._ends: dict[int, frozenset[int]] = {}  # of decode slots that hold only end tokens
         self._rows: dict[int, npt.NDArray[np.int32]] = {}
 
     def reset(self) -> None:
-        """The lanes are gone."""
+        """Forget the decode slots after the device state was lost."""
         self._ends = {}
 
     def open(self, answers: abc.Sequence[Generation]) -> npt.NDArray[np.int32]:
-        """Lets the answers' lanes hold what they need; returns how each chooses, int32 [n, C]."""
+        """Write what the outputs need into their decode slots; return their sampling parameters, int32 [n, C]."""
         for answer in answers:
-            lane, params = answer.progress.lane, answer.params
+            decode_slot, params = answer.progress.decode_slot, answer.params
             is_plain = answer.matcher is None and not (
                 params.has_penalty or params.logit_bias or params.allowed_token_ids or params.bad_words
             )
-            if not is_plain or self._ends.get(lane) != answer.end_tokens:
+            if not is_plain or self._ends.get(decode_slot) != answer.end_tokens:
                 self._open(answer, answer.token_ids)
-                self._ends.pop(lane, None)
+                self._ends.pop(decode_slot, None)
             if is_plain:
-                self._ends[lane] = answer.end_tokens
-            choosing = Choosing.row(params, lane=lane, seed=answer.seed, most=answer.new_slots)
-            self._rows[lane] = np.concatenate([[len(answer.layout), answer.layout.delta], choosing]).astype(np.int32)
+                self._ends[decode_slot] = answer.end_tokens
+            choosing = Choosing.row(params, decode_slot=decode_slot, seed=answer.seed, most=answer.new_slots)
+            self._rows[decode_slot] = np.concatenate([[len(answer.layout), answer.layout.delta], choosing]).astype(
+                np.int32
+            )
         self.hold(answers, [answer.length for answer in answers])
         return self.rows(answers)[:, ANSWER:]
 
     def go_on(
         self, answers: abc.Sequence[Generation], tokens: abc.Sequence[abc.Sequence[int]]
     ) -> npt.NDArray[np.int32]:
-        """Lets open lanes of answers that are held to something choose behind these, which are all that each has then;
-        returns how each chooses, int32 [n, C]."""
+        """Prepare decode slots of outputs with a grammar to sample one more token.
+
+        Args:
+          answers: the outputs.
+          tokens: all generated tokens of each output.
+
+        Returns:
+          Their sampling parameters, int32 [n, C].
+        """
         for answer, own in zip(answers, tokens, strict=True):
             if answer.params.has_penalty:
                 self._open(answer, own)
@@ -61,9 +72,9 @@ class DecodeSlots:
         return self.rows(answers)[:, ANSWER:]
 
     def hold(self, answers: abc.Sequence[Generation], counts: abc.Sequence[int]) -> None:
-        """Lets those of the answers that are held to something choose what may come behind `counts` tokens."""
+        """Write the tokens that grammars allow after `counts` tokens into the decode slots of these outputs."""
         held = {
-            one.progress.lane: (one.allowed(count), one.params.logit_bias or ())
+            one.progress.decode_slot: (one.allowed(count), one.params.logit_bias or ())
             for one, count in zip(answers, counts, strict=True)
             if one.matcher is not None
         }
@@ -71,15 +82,15 @@ class DecodeSlots:
             self._runner.hold(held)
 
     def rows(self, answers: abc.Sequence[Generation]) -> npt.NDArray[np.int32]:
-        """Of each open lane what a window needs; see `vlcache_jax.device.programs.window`."""
-        return np.stack([self._rows[answer.progress.lane] for answer in answers])
+        """Return what a decode program needs for each open decode slot; see `vlcache_jax.device.programs.window`."""
+        return np.stack([self._rows[answer.progress.decode_slot] for answer in answers])
 
     def _open(self, answer: Generation, tokens: abc.Sequence[int]) -> None:
         size = self._runner.config.text.vocab_size
         prompt, counted = (answer.layout.token_ids, tokens) if answer.params.has_penalty else ((), ())
         bias = bias_row(answer.params, size)
-        self._runner.open_lane(
-            answer.progress.lane,
+        self._runner.open_decode_slot(
+            answer.progress.decode_slot,
             marks_row(prompt, counted, answer.end_tokens, size),
             np.zeros(size, np.float32) if bias is None else bias,
             words_array(answer.bad_words, size),
@@ -90,24 +101,25 @@ class DecodeSlots:
 def marks_row(
     prompt: npt.ArrayLike, answer: npt.ArrayLike, ends: abc.Collection[int], vocab_size: int
 ) -> npt.NDArray[np.int32]:
-    """Of each token what the sampler has to know, int32 [V].
+    """Return the sampler's state of each vocabulary entry, int32 [V]: flags, and the count in the output.
 
     Args:
-      prompt, answer: token ids, those of the answer so far.
-      ends: tokens that end it.
+      prompt, answer: token ids of the prompt and of the output so far.
+      ends: tokens that end the output.
+      vocab_size: size of the vocabulary, V.
 
     Raises:
       ValueError: a token id is beyond the vocabulary.
     """
     marks = np.zeros(vocab_size, np.int32)
-    np.add.at(marks, _ids(answer, "the answer's tokens", vocab_size), ONCE)
+    np.add.at(marks, _ids(answer, "token_ids of the output", vocab_size), ONCE)
     marks[_ids(prompt, "the prompt's tokens", vocab_size)] |= IN_PROMPT
     marks[_ids(list(ends), "end tokens", vocab_size)] |= ENDS
     return marks
 
 
 def bias_row(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.float32] | None:
-    """What is added to logits, float32 [V]; None: nothing.
+    """Return what is added to the logits, float32 [V]; None if nothing is.
 
     Raises:
       ValueError: a token id is beyond the vocabulary.
@@ -125,7 +137,7 @@ def bias_row(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.float32]
 
 
 def bad_word_tokens(tokenizer: Any, words: abc.Sequence[str]) -> list[list[int]]:
-    """The tokens of bad words at the beginning of a text and, where that is a word as short, after a space.
+    """Return the tokens of bad words at the beginning of a text, and after a space if that has as many tokens.
 
     Raises:
       ValueError: a word has no tokens, or more than the sampler compares.
@@ -137,35 +149,36 @@ def bad_word_tokens(tokenizer: Any, words: abc.Sequence[str]) -> list[list[int]]
             list(tokenizer(space + word.lstrip(), add_special_tokens=False)["input_ids"]) for space in ("", " ")
         )
         if not 0 < len(first) <= MAX_BAD_LENGTH:
-            raise ValueError(f"bad_words must be of 1 to {MAX_BAD_LENGTH} tokens, got {len(first)} for {short(word)}")
+            raise ValueError(f"bad_words must have 1 to {MAX_BAD_LENGTH} tokens, got {len(first)} for {short(word)}")
         found.append(first)
-        # A space that is a token of its own is text before the word, and the word is banned behind it already.
+        # If the space is a token of its own, the word after it is banned already.
         if len(spaced) == len(first) and spaced[0] != first[0]:
             found.append(spaced)
     return found
 
 
 def words_array(words: abc.Sequence[abc.Sequence[int]], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Bad words as lanes hold them, int32 [MAX_BAD_WORDS, MAX_BAD_LENGTH].
+    """Return bad words in the format of decode slots, int32 [MAX_BAD_WORDS, MAX_BAD_LENGTH].
 
     Args:
-      words: token ids of each.
+      words: token ids of each word.
+      vocab_size: size of the vocabulary.
 
     Raises:
-      ValueError: there are too many, one is too long or empty, or a token id is beyond the vocabulary.
+      ValueError: there are too many words, one is empty or too long, or a token id is beyond the vocabulary.
     """
     if len(words) > MAX_BAD_WORDS:
-        raise ValueError(f"bad_words must be at most {MAX_BAD_WORDS} as token sequences, got {len(words)}")
+        raise ValueError(f"bad_words must be at most {MAX_BAD_WORDS} token sequences, got {len(words)}")
     array = np.full((MAX_BAD_WORDS, MAX_BAD_LENGTH), -1, np.int32)
     for i, word in enumerate(words):
         if not 0 < len(word) <= MAX_BAD_LENGTH:
-            raise ValueError(f"bad_words must be of 1 to {MAX_BAD_LENGTH} tokens, got {len(word)}: {short(word)}")
+            raise ValueError(f"bad_words must have 1 to {MAX_BAD_LENGTH} tokens, got {len(word)}: {short(word)}")
         array[i, -len(word) :] = _ids(word, "bad_words", vocab_size)
     return array
 
 
 def recent_tokens(answer: abc.Sequence[int]) -> npt.NDArray[np.int32]:
-    """The last tokens of an answer as lanes hold them, int32 [MAX_BAD_LENGTH - 1]."""
+    """Return the last tokens of an output in the format of decode slots, int32 [MAX_BAD_LENGTH - 1]."""
     last = [-1] * (MAX_BAD_LENGTH - 1) + list(answer[-(MAX_BAD_LENGTH - 1) :])
     return np.array(last[-(MAX_BAD_LENGTH - 1) :], np.int32)
 

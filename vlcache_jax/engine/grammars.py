@@ -1,7 +1,7 @@
-"""What answers are held to: grammars are compiled, and what may come next is found, on threads of their own (host).
+"""Structured outputs: compilation of grammars, and search for the allowed tokens, in threads of their own (host).
 
-llguidance does both, and lets others run meanwhile. A grammar may come from anybody, so that all that it can cost is
-bounded.
+llguidance does both and releases Python's lock meanwhile. A grammar may come from any client, so everything that it can
+cost is bounded.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import llguidance
 
 Bits = npt.NDArray[np.int32]
-type _Held = tuple[StructuredOutputs, bool]  # what is asked, and whether it holds after the model's thinking
+type _Constraint = tuple[StructuredOutputs, bool]  # the grammar, and whether it applies after the model's thinking
 
-_LOOP = "no text fits it: it may refer to itself in a loop without an end"
+_LOOP = "no text matches it, for example because of an endless recursion"
 _NO_TEXT = dict.fromkeys(("json", "json_object", "grammar", "structural_tag"), _LOOP) | dict.fromkeys(
     ("regex", "choice"), "it matches no text"
 )
-_KEPT = 64  # compiled grammars
+_KEPT = 64  # most compiled grammars in memory
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 500,
     "initial_lexer_fuel": 500_000,
@@ -46,82 +46,88 @@ _LIMITS: dict[str, Any] = {
 
 
 class Grammars:
-    """Compiles what answers are held to.
+    """Compiler of grammars.
 
-    The first one reads the vocabulary, which takes seconds if that is large, and in these no other Python runs.
+    The first compilation reads the vocabulary. If that is large, this takes seconds, and no other Python code runs
+    meanwhile.
 
     Args:
-      tokenizer: of the checkpoint, with its `backend_tokenizer`.
-      ends: the checkpoint's end tokens.
-      vocab_size: of the model; what lies beyond the tokenizer's never comes.
+      tokenizer: tokenizer of the checkpoint, with its `backend_tokenizer`.
+      ends: end tokens of the checkpoint.
+      vocab_size: vocabulary size of the model; ids beyond the tokenizer's are never allowed.
     """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int], vocab_size: int):
         self._tokenizer, self._ends, self._vocab_size = tokenizer, ends, vocab_size
         self._built: llguidance.LLTokenizer | None = None
-        self._added: dict[str, int] = {}  # ids of tokens that are added to the vocabulary
-        self._known: OrderedDict[_Held, llguidance.LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()  # of these
+        self._added: dict[str, int] = {}  # ids of added tokens by their texts
+        self._known: OrderedDict[_Constraint, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # guards `_known`
         self._compiling = ThreadPoolExecutor(1, "vlcache-grammars")
         self._filling = ThreadPoolExecutor(1, "vlcache-masks")
 
     def prepare(self) -> Future[llguidance.LLTokenizer]:
-        """Reads the vocabulary, so that the first grammar need not wait for it."""
+        """Read the vocabulary in the background, so that the first grammar need not wait for it."""
         return self._compiling.submit(self._vocabulary)
 
     def check(self, params: SamplingParams, *, opens_thought: bool = False) -> None:
-        """Compiles what an answer is held to, if it is not yet.
+        """Compile the grammar of an output, unless it is compiled already.
 
         Args:
-          opens_thought: the prompt ends within the model's thinking. What is held is what comes after that.
+          params: sampling parameters of the output.
+          opens_thought: whether the prompt ends within the model's thinking; the grammar then applies to what follows
+            it.
 
         Raises:
-          ValueError: it cannot be, or is too large.
+          ValueError: the grammar cannot be compiled, or is too large.
         """
-        if (asked := params.structured_outputs) is not None:
-            self._compiled(_held(asked, opens_thought))
+        if (requested := params.structured_outputs) is not None:
+            self._compiled(_constraint(requested, opens_thought))
 
     def matcher(self, params: SamplingParams, *, opens_thought: bool = False) -> Matcher | None:
-        """Says of a new answer what may come next, see `check`; None: everything."""
-        if (asked := params.structured_outputs) is None:
+        """Return a matcher for a new output, see `check`; None if it has no grammar."""
+        if (requested := params.structured_outputs) is None:
             return None
         ends = bits(self._ends, self._vocab_size)
-        return Matcher(self._compiled(_held(asked, opens_thought)), params, ends, self._filling)
+        return Matcher(self._compiled(_constraint(requested, opens_thought)), params, ends, self._filling)
 
     def close(self) -> None:
-        """What is under way is given up."""
+        """Stop the threads and discard pending work."""
         for threads in (self._compiling, self._filling):
             threads.shutdown(cancel_futures=True)
 
-    def _compiled(self, held: _Held) -> llguidance.LLMatcher:
-        return self._find(held) or self._compiling.submit(self._compile, held).result()
+    def _compiled(self, constraint: _Constraint) -> llguidance.LLMatcher:
+        return self._find(constraint) or self._compiling.submit(self._compile, constraint).result()
 
-    def _find(self, held: _Held) -> llguidance.LLMatcher | None:
+    def _find(self, constraint: _Constraint) -> llguidance.LLMatcher | None:
         with self._lock:
-            if held in self._known:
-                self._known.move_to_end(held)
-            return self._known.get(held)
+            if constraint in self._known:
+                self._known.move_to_end(constraint)
+            return self._known.get(constraint)
 
-    def _compile(self, held: _Held) -> llguidance.LLMatcher:
+    def _compile(self, constraint: _Constraint) -> llguidance.LLMatcher:
         import llguidance
 
-        if (known := self._find(held)) is not None:  # many may have asked for it at once
+        if (known := self._find(constraint)) is not None:  # another request may have compiled it meanwhile
             return known
-        asked, is_after_thought = held
+        requested, is_after_thought = constraint
         try:
             if not self._ends:
-                raise ValueError("the checkpoint must have end tokens")
+                raise ValueError("the checkpoint has no end tokens; set eos_token_id in its generation_config.json")
             vocabulary = self._vocabulary()
             limits = llguidance.LLParserLimits(**_LIMITS)
-            source = _source(asked, self._added)
+            source = _source(requested, self._added)
             if is_after_thought:
                 source = _after_thought(source, self._added, self._ends)
             matcher = llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
             _try(matcher, bits(self._ends, self._vocab_size))
         except Exception as error:  # a converter in Python may raise anything
-            raise ValueError(f"{asked.name} must be usable: {_why(error, asked)}, got {short(asked.text)}") from error
+            why = _why(error, requested)
+            raise ValueError(
+                f"{requested.name} must compile to a grammar: {why}, got {short(requested.text)}"
+            ) from error
         with self._lock:
-            self._known[held] = matcher
+            self._known[constraint] = matcher
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return matcher
@@ -136,27 +142,26 @@ class Grammars:
 
 
 @dataclass(frozen=True, eq=False)
-class Next:
-    """What may come next in an answer.
+class NextTokens:
+    """Tokens that may come next in an output.
 
     Attributes:
-      forced: tokens of which each alone may come, one after the other.
-      behind: which may come behind these: of each token bit i % 32 of word i // 32; None: none, the answer is complete
-        then.
+      forced: tokens each of which is the only one allowed at its place, in order.
+      after: tokens allowed after `forced`: bit i % 32 of word i // 32 is token i. None if the output is complete there.
     """
 
     forced: tuple[int, ...]
-    behind: Bits | None
+    after: Bits | None
 
 
 class Matcher:
-    """What may come next in one answer. Where it stands is changed by one thread, the one that fills masks.
+    """Allowed tokens of one output. Only the thread that fills masks changes its state.
 
     Args:
-      compiled: what the answer is held to, at its beginning.
-      params: of the answer.
-      ends: the checkpoint's end tokens as bits.
-      threads: one thread.
+      compiled: grammar of the output, in its initial state.
+      params: sampling parameters of the output.
+      ends: end tokens of the checkpoint, as bits.
+      threads: executor with one thread.
     """
 
     def __init__(self, compiled: llguidance.LLMatcher, params: SamplingParams, ends: Bits, threads: ThreadPoolExecutor):
@@ -165,68 +170,70 @@ class Matcher:
         self._only = np.full_like(ends, -1) if only is None else bits(only, 32 * len(ends))
         self._own: llguidance.LLMatcher | None = None
         self._count = 0
-        self._told: Next | None = None
-        self._next: Future[Next] = threads.submit(self._advance, ())
+        self._latest: NextTokens | None = None
+        self._next: Future[NextTokens] = threads.submit(self._advance, ())
 
     def fresh(self) -> Matcher:
-        """Of the same answer, begun anew."""
+        """Return a new matcher for the same output, in its initial state."""
         return Matcher(self._compiled, self._params, self._ends, self._threads)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The answer has gone on with these. What follows is asked for."""
+        """Start to compute what may follow these new tokens of the output."""
         self._next = self._threads.submit(self._advance, tuple(tokens))
 
     def wait(self, patience: float) -> bool:
-        """Whether it is known what may come next; waits so many seconds for it."""
+        """Wait at most `patience` seconds for the allowed tokens; return whether they are known."""
         if patience > 0 and not self._next.done():
             wait([self._next], patience)
         return self._next.done()
 
-    def allowed(self) -> Next:
-        """What may come next, once it is known.
+    def allowed(self) -> NextTokens:
+        """Return the tokens that may come next, once they are known.
 
         Raises:
-          ValueError: the answer has left its grammar, or it costs more than a token may.
+          ValueError: the output has left its grammar, or a token exceeds the limits of cost.
         """
         try:
             return self._next.result()
         except Exception as error:
-            raise ValueError(f"structured_outputs must be followed to the end, got {shorten(str(error))}") from error
+            raise ValueError(
+                f"structured_outputs must constrain the full output, but the matcher failed: {shorten(str(error))}"
+            ) from error
 
     def mask(self, ahead: int) -> Bits | None:
-        """Once it is known: which tokens may come behind so many of those that are forced; None: that is not known."""
-        told = self.allowed()
-        if ahead < len(told.forced):
-            return bits([told.forced[ahead]], 32 * len(self._ends))
-        return told.behind if ahead == len(told.forced) else None
+        """Return the tokens allowed after `ahead` forced tokens, once they are known; None if they are not known."""
+        following = self.allowed()
+        if ahead < len(following.forced):
+            return bits([following.forced[ahead]], 32 * len(self._ends))
+        return following.after if ahead == len(following.forced) else None
 
-    def _advance(self, tokens: Sequence[int]) -> Next:
+    def _advance(self, tokens: Sequence[int]) -> NextTokens:
         if self._own is None:
             self._own = self._compiled.deep_copy()
         self._count += len(tokens)
-        # What was forced before stays so: an answer that is put back must not go on in other tokens.
-        forced = () if self._told is None else self._told.forced
-        if self._told is not None and len(tokens) <= len(forced):
-            self._told = dataclasses.replace(self._told, forced=forced[len(tokens) :])
+        # Tokens that were forced once stay forced: a preempted output must continue with the same tokens.
+        forced = () if self._latest is None else self._latest.forced
+        if self._latest is not None and len(tokens) <= len(forced):
+            self._latest = dataclasses.replace(self._latest, forced=forced[len(tokens) :])
         else:
-            self._told = self._look(self._own, tokens[len(forced) :])
-        return self._told
+            self._latest = self._look(self._own, tokens[len(forced) :])
+        return self._latest
 
-    def _look(self, own: llguidance.LLMatcher, tokens: Sequence[int]) -> Next:
-        """Goes on with tokens, and with those that are forced behind them."""
+    def _look(self, own: llguidance.LLMatcher, tokens: Sequence[int]) -> NextTokens:
+        """Consume tokens, and the tokens that are forced after them."""
         _consume(own, tokens)
         mask = self._mask(own, self._count)
         if mask is None or (mask & self._ends).any():
-            return Next((), mask)
+            return NextTokens((), mask)
         if self._params.allowed_token_ids is not None or self._params.bad_words:
-            return Next((), mask)
+            return NextTokens((), mask)
         if forced := own.compute_ff_tokens():
             _consume(own, forced)
             mask = self._mask(own, self._count + len(forced))
-        return Next(tuple(forced), mask)
+        return NextTokens(tuple(forced), mask)
 
     def _mask(self, own: llguidance.LLMatcher, count: int) -> Bits | None:
-        """Which tokens may come in an answer of so many; None: none."""
+        """Return the tokens allowed in an output of `count` tokens; None if there are none."""
         allowed = np.zeros_like(self._ends)
         _fill(own, allowed)
         content, ends = allowed & ~self._ends, allowed & self._ends & self._only
@@ -236,7 +243,7 @@ class Matcher:
 
 
 def bits(tokens: Collection[int], vocab_size: int) -> Bits:
-    """Tokens as bits, int32 [ceil(V / 32)]: bit i % 32 of word i // 32 is token i."""
+    """Return tokens as bits, int32 [ceil(V / 32)]: bit i % 32 of word i // 32 is token i."""
     ids = np.fromiter(tokens, np.int64, len(tokens))
     words = np.zeros(-(-vocab_size // 32), np.uint32)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
@@ -244,13 +251,13 @@ def bits(tokens: Collection[int], vocab_size: int) -> Bits:
 
 
 def _consume(matcher: llguidance.LLMatcher, tokens: Sequence[int]) -> None:
-    """Raises a ValueError if they may not come."""
+    """Advance the matcher by tokens. Raise a ValueError if they are not allowed."""
     if tokens and not matcher.consume_tokens(list(tokens)):
         raise ValueError(matcher.get_error())
 
 
 def _fill(matcher: llguidance.LLMatcher, allowed: Bits) -> None:
-    """Raises a ValueError if the matcher cannot go on."""
+    """Fill the mask of allowed tokens. Raise a ValueError if the matcher failed."""
     import llguidance.numpy
 
     llguidance.numpy.fill_next_token_bitmask(matcher, allowed[None])
@@ -259,7 +266,7 @@ def _fill(matcher: llguidance.LLMatcher, allowed: Bits) -> None:
 
 
 def _try(matcher: llguidance.LLMatcher, ends: Bits) -> None:
-    """Goes a token into a grammar, as what is too large may show only there. Raises a ValueError if it is."""
+    """Advance one token into a grammar, since excessive size may show only there. Raise a ValueError if it fails."""
     allowed = np.zeros_like(ends)
     _fill(matcher, allowed)
     content = np.flatnonzero(np.unpackbits((allowed & ~ends).view(np.uint8), bitorder="little"))
@@ -269,20 +276,21 @@ def _try(matcher: llguidance.LLMatcher, ends: Bits) -> None:
         _fill(further, allowed)
 
 
-def _why(error: Exception, asked: StructuredOutputs) -> str:
-    """What is wrong with what was asked, without a grammar round it that nobody wrote."""
-    told = str(error).replace("<non-verbose/>", "")
-    if told.strip() == "NoExtensionBias":  # the compiler's word for it
-        return _NO_TEXT[asked.kind]
-    if asked.kind != "grammar" and (found := re.findall(r"(?m)^\s*error: (.+)", told)):  # of a regular expression
-        told = found[-1]
-    return shorten(" ".join(told.split()) or type(error).__name__)
+def _why(error: Exception, requested: StructuredOutputs) -> str:
+    """Return what is wrong with a grammar, without the grammar that the compiler wraps around it."""
+    message = str(error).replace("<non-verbose/>", "")
+    if message.strip() == "NoExtensionBias":  # the compiler's name of this error
+        return _NO_TEXT[requested.kind]
+    if requested.kind != "grammar" and (found := re.findall(r"(?m)^\s*error: (.+)", message)):  # a regular expression
+        message = found[-1]
+    return shorten(" ".join(message.split()) or type(error).__name__)
 
 
 def _read(tokenizer: Any) -> tuple[str, dict[str, int]]:
-    """A tokenizer as JSON in which added tokens have names that nobody writes, and the ids of these by their texts.
+    """Return a tokenizer as JSON whose added tokens have unspellable names, and the ids of these tokens by their texts.
 
-    So text that is spelled like such a token is text, and the token itself comes only where a grammar has its id.
+    Text that is spelled like an added token is then plain text. The token itself is allowed only where a grammar has
+    its id.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary, added = content["model"]["vocab"], {}
@@ -294,58 +302,63 @@ def _read(tokenizer: Any) -> tuple[str, dict[str, int]]:
     return json.dumps(content), added
 
 
-def _source(asked: StructuredOutputs, added: dict[str, int]) -> str:
-    """As llguidance has it."""
+def _source(requested: StructuredOutputs, added: dict[str, int]) -> str:
+    """Return the grammar in the syntax of llguidance."""
     import llguidance
 
-    if asked.kind in ("json", "json_object"):
-        spaces: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
-        if asked.whitespace_pattern is not None:
-            spaces["whitespace_pattern"] = asked.whitespace_pattern
-        return llguidance.LLMatcher.grammar_from_json_schema(asked.text, overrides=spaces)
-    if asked.kind == "structural_tag":
-        return _tags(json.loads(asked.text), added)
-    return llguidance.grammar_from(asked.kind, asked.text)  # type: ignore[arg-type]
+    if requested.kind in ("json", "json_object"):
+        spaces: Any = {"whitespace_flexible": not requested.disable_any_whitespace}
+        if requested.whitespace_pattern is not None:
+            spaces["whitespace_pattern"] = requested.whitespace_pattern
+        return llguidance.LLMatcher.grammar_from_json_schema(requested.text, overrides=spaces)
+    if requested.kind == "structural_tag":
+        return _tags(json.loads(requested.text), added)
+    return llguidance.grammar_from(requested.kind, requested.text)  # type: ignore[arg-type]
 
 
-def _held(asked: StructuredOutputs, opens_thought: bool) -> _Held:
-    return asked, opens_thought and not asked.enable_in_reasoning
+def _constraint(requested: StructuredOutputs, opens_thought: bool) -> _Constraint:
+    return requested, opens_thought and not requested.enable_in_reasoning
 
 
 def _after_thought(source: str, added: dict[str, int], ends: frozenset[int]) -> str:
-    """A grammar that takes what a model thinks, then `</think>` and an empty line, then what another grammar takes.
+    """Return a grammar of the model's thinking, then `</think>` and an empty line, then text of another grammar.
 
-    The thinking is any text, and any added tokens but those that end it or the answer.
+    The thinking is any text and any added tokens except those that end it or the output.
     """
     if (close := added.get(CLOSE)) is None:
         rules = [f"thought[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/"]
     else:
-        # The tag as text would end the thinking for who reads it, but not here.
+        # The tag spelled as text would end the thinking for a reader of the text, but not for this grammar.
         text = f"/(.|\\n)+/ & ~/(.|\\n)*{re.escape(CLOSE).replace('/', chr(92) + '/')}(.|\\n)*/"
         others = sorted(set(added.values()) - ends - {close})
         piece = f"TEXT | <[{','.join(map(str, others))}]>" if others else "TEXT"
         rules = [f"thought: ({piece})* <[{close}]>", f"TEXT: {text}"]
     thinking = "\n".join([f"start: thought {json.dumps(chr(10) * 2)} @answer", *rules])
-    held = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    return json.dumps({"grammars": [{"lark_grammar": thinking}, held[0] | {"name": "answer"}, *held[1:]]})
+    own = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [{"lark_grammar": thinking}, own[0] | {"name": "answer"}, *own[1:]]})
 
 
-def _tags(asked: dict[str, Any], added: dict[str, int]) -> str:
-    """Text in which what begins with a trigger is one of the structures. Added tokens in these are meant as such."""
-    tags: Any = asked.get("structures")
-    triggers: Any = asked.get("triggers")
+def _tags(requested: dict[str, Any], added: dict[str, int]) -> str:
+    """Return a grammar of text in which a trigger always begins one of the structures.
+
+    Added tokens may be part of the structures.
+    """
+    tags: Any = requested.get("structures")
+    triggers: Any = requested.get("triggers")
     if not (_are(triggers, str) and _are(tags, dict) and all(map(_is_tag, tags))):
-        raise ValueError("structures must be a list of objects with begin, schema and end, triggers a list of texts")
+        raise ValueError(
+            "structures must be a list of objects with begin, schema and end, and triggers a list of strings"
+        )
     options = " | ".join(f"tag_{i}" for i in range(len(tags)))
     lines = ["%llguidance {}", f"start: ({options})* TEXT", r"TEXT: /(.|\n)*/"]
     for i, tag in enumerate(tags):
         trigger = next((one for one in triggers if one and tag["begin"].startswith(one)), None)
         if trigger is None:
-            raise ValueError(f"one of {triggers} must begin {tag['begin']!r}")
+            raise ValueError(f"begin must start with one of the triggers {triggers}, got {tag['begin']!r}")
         [first, *more] = _terms(trigger, added)
         rest = [*more, *_terms(tag["begin"][len(trigger) :], added), f"%json {json.dumps(tag['schema'])}"]
         head = f"TEXT {first}"
-        if first.startswith('"'):  # the text before it ends with the first of its kind
+        if first.startswith('"'):  # the text before a trigger ends at its first occurrence
             lines.append(f"head_{i}[lazy]: {head}")
             head = f"head_{i}"
         lines.append(" ".join([f"tag_{i}: {head}", *rest, *_terms(tag["end"], added)]))
@@ -361,7 +374,7 @@ def _is_tag(given: dict[str, Any]) -> bool:
 
 
 def _terms(text: str, added: dict[str, int]) -> list[str]:
-    """Of a grammar: pieces of text, and added tokens by their ids."""
+    """Return a text as terms of a grammar: pieces of text, and added tokens by their ids."""
     longest_first = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
     pieces = re.split(f"({longest_first})", text) if added else [text]
     return [f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces if piece]

@@ -1,12 +1,12 @@
-"""Pages of the KV pool: who uses which, what their tokens are, and who else can use them (host, numpy).
+"""Pages of the KV pool: the requests that use them, the tokens that they hold, and their reuse (host, numpy).
 
-A request holds a *lease*: a table of pages that grows with it. Pages whose tokens are known stay in a tree when their
-lease ends: a page's children are the pages that followed it in some request, told apart by their tokens, with the
-images' entry keys in place of placeholders. Under each salt there is a tree of its own. So the way from the root to a
-page says everything that its K, V depend on, and whoever begins alike goes down the tree: whole pages are shared, and
-of the next one what is alike is copied. Nothing is taken for the same by a hash: tokens and keys are compared.
+A request holds a *block table*, a table of pages that grows with it. When the block table ends, pages with known tokens
+stay in a tree. The children of a page are the pages that followed it in some request, distinguished by their tokens,
+with entry keys in place of image placeholders. Each salt has its own tree. The path from the root to a page therefore
+determines its KV. A request with the same beginning follows the path: it shares full pages, and copies the equal part
+of the next page. Tokens and keys are compared directly; equality never depends on a hash.
 
-Pages that no lease needs are *residents*. When their memory is needed, the least recently used leave first.
+Pages that no block table needs are *residents*. When their memory is needed, the least recently used leave first.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.pallas_kernels import PAGE
 
 _IMAGE = 1 << 63  # above every token id
-_MOST_ALIKE = 1024  # pages among which the eldest is looked for
+_MOST_ALIKE = 1024  # most pages that are searched for the eldest
 
 
 class PlacedImage(NamedTuple):
-    """An image among tokens: where it begins, counted from the first token at hand, its entry key, its grid, and its
-    time in a video (`vlcache_jax.inputs.layout.Moment`)."""
+    """Image among tokens.
+
+    Attributes:
+      start: index of its first token, counted from the first token at hand.
+      key: its entry key.
+      grid: its grid of patches.
+      time: its time in a video (`vlcache_jax.inputs.layout.Moment`).
+    """
 
     start: int
     key: str
@@ -44,22 +50,23 @@ class PlacedImage(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What the tokens of a page are: eight bytes each, which sort as they compare, and the images that they show."""
+    """Tokens of a page: eight bytes each, whose order is that of the tokens, and the images among them."""
 
     ids: bytes
     images: tuple[PlacedImage, ...]
 
     @property
     def length(self) -> int:
+        """Number of tokens in the page."""
         return len(self.ids) // 8
 
     def common(self, other: Piece) -> int:
-        """How many tokens at their beginning are the same."""
+        """Return the number of equal tokens at the beginning of both."""
         size = min(len(self.ids), len(other.ids))
         mine, its = (np.frombuffer(piece.ids, np.uint8, size) for piece in (self, other))
         differ = mine != its
         count = int(np.argmax(differ)) // 8 if differ.any() else size // 8
-        # Of a placeholder the eight bytes hold a part of its image's key; here is the whole of it.
+        # The eight bytes of a placeholder hold a part of its image's key. This compares the full keys.
         for one, two in zip(self.images, other.images, strict=False):
             if one != two:
                 count = min(count, max(0, min(one.start, two.start)))
@@ -68,12 +75,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """What the tokens of a request are.
+    """Tokens of a request, as the tree compares them.
 
     Attributes:
-      owner: digest of the salt that it came under.
-      ids: see `Piece`.
-      images: in order, each with its number of tokens.
+      owner: digest of the request's salt.
+      ids: tokens, see `Piece`.
+      images: images in order, each with its number of tokens.
     """
 
     owner: str
@@ -82,33 +89,33 @@ class Chain:
 
     @classmethod
     def of(cls, owner: str, token_ids: npt.NDArray[np.int32], images: Sequence[tuple[PlacedImage, int]] = ()) -> Chain:
-        """That of expanded `token_ids` [n]."""
+        """Return the identity of a prompt's pages: `token_ids`, int32 [n], with entry keys in place of image tokens."""
         ids = token_ids.astype(">u8")
-        for picture, length in images:
-            digest = hashlib.sha256(picture.key.encode()).digest()
-            ids[picture.start : picture.start + length] = _IMAGE | int.from_bytes(digest[:7])
+        for image, length in images:
+            digest = hashlib.sha256(image.key.encode()).digest()
+            ids[image.start : image.start + length] = _IMAGE | int.from_bytes(digest[:7])
         return cls(owner, ids.tobytes(), tuple(images))
 
     def __len__(self) -> int:
         return len(self.ids) // 8
 
     def extended(self, token_ids: Sequence[int]) -> Chain:
-        """The same with generated tokens after it."""
+        """Return the chain with generated tokens after it."""
         return dataclasses.replace(self, ids=self.ids + np.asarray(token_ids, np.int32).astype(">u8").tobytes())
 
     def piece(self, first: int, last: int) -> Piece:
-        """Tokens `first` to `last`."""
+        """Return tokens `first` to `last`."""
         place = bisect.bisect_right(self._ends, first)
         images = []
-        for picture, _ in self.images[place:]:
-            if picture.start >= last:
+        for image, _ in self.images[place:]:
+            if image.start >= last:
                 break
-            images.append(picture._replace(start=picture.start - first))
+            images.append(image._replace(start=image.start - first))
         return Piece(self.ids[8 * first : 8 * last], tuple(images))
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        return [picture.start + length for picture, length in self.images]
+        return [image.start + length for image, length in self.images]
 
 
 _NOTHING = Piece(b"", ())
@@ -116,16 +123,16 @@ _NOTHING = Piece(b"", ())
 
 @dataclass(eq=False)
 class _Page:
-    """A page of the pool, or the root of a tree.
+    """Page of the pool, or the root of a tree.
 
     Attributes:
-      number: in the pool.
-      uses: of how many leases, one that is to copy it included.
-      parent: in the tree; None: nobody can find it.
-      piece: what it holds, if it is in a tree.
-      children: by their tokens.
-      maker: the lease that is to compute it and is not proven yet; None: it is there.
-      since: when it came into the tree.
+      number: number in the pool.
+      uses: number of block tables that use it, including one that is to copy it.
+      parent: parent in the tree; None if no request can find it.
+      piece: tokens that it holds, if it is in a tree.
+      children: children, sorted by their tokens.
+      maker: block table that is to compute it and is not proven yet; None if its KV is complete.
+      since: logical time at which it entered the tree.
     """
 
     number: int
@@ -133,33 +140,33 @@ class _Page:
     parent: _Page | None = None
     piece: Piece = _NOTHING
     children: list[_Page] = field(default_factory=list)
-    maker: Lease | None = None
+    maker: BlockTable | None = None
     since: int = 0
 
 
 @dataclass(eq=False)
-class Lease:
-    """The pages of a request.
+class BlockTable:
+    """Pages of a request.
 
     Attributes:
-      shared: how many of its pages, the first ones, it has from others; it never writes into them.
-      cached: tokens at its beginning that need not be computed.
-      copy: pages (from, to) of which the first is to be copied before anything is computed; None: none is.
-      sources: leases on whose pages it counts, and which were not proven when it was taken.
-      is_computed: what it was to compute has been launched, so that whoever is launched later finds it.
-      is_proven: its results have been seen, and are good.
-      is_ended: nobody holds it any more.
-      is_fork: whether it began with all of another one's prompt.
-      table: the pool's page of each of its logical pages.
-      pages: these, as `Pages` knows them.
-      original: the page to be copied, until what the lease is to compute has been launched.
-      era: of `Pages`, when it was taken.
+      shared: number of leading pages that come from other requests; it never writes into them.
+      cached: number of leading tokens that need not be computed.
+      copy: pages (from, to) to copy before anything is computed; None if there are none.
+      sources: unproven block tables whose pages it uses.
+      is_computed: whether its prefill was launched, so that later programs find the KV.
+      is_proven: whether its results were read and are finite.
+      is_ended: whether it was released.
+      is_fork: whether it began with the full prompt of another block table.
+      table: page of the pool for each logical page, int32 [B].
+      pages: these pages as `Pages` objects.
+      original: page to copy, until the prefill was launched.
+      era: value of `Pages` when it was taken.
     """
 
     shared: int = 0
     cached: int = 0
     copy: tuple[int, int] | None = None
-    sources: list[Lease] = field(default_factory=list)
+    sources: list[BlockTable] = field(default_factory=list)
     is_computed: bool = False
     is_proven: bool = False
     is_ended: bool = False
@@ -171,33 +178,33 @@ class Lease:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all is there on which it counts."""
+        """True if the prefills of all sources were launched."""
         return all(source.is_computed for source in self.sources)
 
     @property
     def is_lost(self) -> bool:
-        """Whether something on which it counts will never be there, or is no good."""
+        """True if a source ended without valid KV."""
         return any(source.is_ended and not source.is_proven for source in self.sources)
 
     def add(self, pages: Sequence[_Page]) -> None:
-        """More of them."""
+        """Append pages to the table."""
         self.pages += pages
         self.table = np.array([page.number for page in self.pages], np.int32)
 
 
 @dataclass(frozen=True)
 class PageStats:
-    """What the KV pool's pages hold now, and counters since the engine began.
+    """Current use of the KV pool's pages, and counters since the start of the engine.
 
     Attributes:
-      pages: that requests can use, of 128 tokens each.
-      in_use: pages of requests that run.
-      resident: pages that stay for requests to come; their memory is free to whoever needs it.
+      pages: pages that requests can use, of 128 tokens each.
+      in_use: pages of running requests.
+      resident: pages kept for later requests; their memory counts as free.
       hits: requests that found some of their tokens in pages.
-      hit_tokens: how many these were.
-      copies: pages that were copied, as a request went on from the middle of them.
-      evictions: residents that had to make room.
-      preemptions: requests that were put back for want of pages, and went on later.
+      hit_tokens: tokens found in pages.
+      copies: pages copied because a request continued from the middle of them.
+      evictions: residents evicted for new pages.
+      preemptions: requests preempted because pages were short, and resumed later.
     """
 
     pages: int
@@ -211,25 +218,25 @@ class PageStats:
 
 
 class Pages:
-    """The pages of a pool; those in front of the first are nobody's. Every method may be called from any thread.
+    """Pages of a KV pool. Pages before the first belong to no request. Every method may be called from any thread.
 
     Args:
-      count: of pages.
-      size: tokens of a page.
-      first: number of the first one.
+      count: number of pages.
+      size: tokens per page.
+      first: number of the first page.
     """
 
     def __init__(self, count: int, size: int = PAGE, first: int = 1):
         self.count, self.size, self._first = count, size, first
         self._lock = threading.RLock()
         self._hits = self._hit_tokens = self._copies = self._evictions = self._preemptions = 0
-        # How often everything, and how often something, was forgotten: what a lease from before holds is not kept.
+        # Number of resets, and number of `drop` and `clear` calls since. Pages of older block tables are not kept.
         self._era = (0, 0)
         self._clock = 0
         self.reset()
 
     def reset(self) -> None:
-        """All pages are free, as after the pool was lost; leases from before are of no use any more."""
+        """Free all pages after the pool was lost. Existing block tables become invalid."""
         with self._lock:
             self._era = (self._era[0] + 1, 0)
             self._all = [_Page(number) for number in range(self._first, self._first + self.count)]
@@ -237,7 +244,7 @@ class Pages:
             self._residents: OrderedDict[_Page, None] = OrderedDict()  # the least recently used first
             self._roots: dict[str, _Page] = {}
 
-    # Leases.
+    # Block tables.
 
     def take(
         self,
@@ -248,100 +255,97 @@ class Pages:
         keep: int = 0,
         usable: int | None = None,
         spare: int = 0,
-    ) -> Lease | None:
-        """A lease of pages for `length` tokens.
+    ) -> BlockTable | None:
+        """Return a block table for `length` tokens, or None if there are not enough pages.
 
         Args:
-          chain: what the first tokens are; None: nothing is found, nor can anybody find it.
-          most: tokens at most that may count as cached.
-          keep: how many tokens of the chain will have exact K, V, so that others can use them.
-          usable: how many of the tokens found can be used; None: all.
-          spare: pages that must be left.
-
-        Returns:
-          None if there are not enough pages.
+          chain: the first tokens; None if pages are neither shared nor kept.
+          most: largest number of tokens that may count as cached.
+          keep: number of tokens of the chain that will have exact KV, so that other requests can share it.
+          usable: largest number of found tokens that can be used; None (default) for all.
+          spare: number of pages that must stay available.
         """
         with self._lock:
             way, found = self._find(chain) if chain is not None else ([], 0)
             found = found if usable is None else min(found, usable)
             shared, cached = found // self.size, min(found, most)
-            lease = Lease(shared=shared, cached=cached, era=self._era)
+            block_table = BlockTable(shared=shared, cached=cached, era=self._era)
             source = way[shared] if cached > shared * self.size else None
-            if not self._fill(lease, way[:shared], source, length, spare):
+            if not self._fill(block_table, way[:shared], source, length, spare):
                 if source is None:
                     return None
-                lease.cached = shared * self.size  # the page to be copied may be the one that is missing
-                if not self._fill(lease, way[:shared], None, length, spare):
+                block_table.cached = shared * self.size  # without the page to copy there may be enough pages
+                if not self._fill(block_table, way[:shared], None, length, spare):
                     return None
             if chain is not None:
-                self._keep(lease, chain, keep, lease)
-            return lease
+                self._keep(block_table, chain, keep, block_table)
+            return block_table
 
-    def fork(self, origin: Lease, prompt: int, length: int, *, spare: int = 0) -> Lease | None:
-        """A lease that begins with all `prompt` tokens of another one, whatever they are; see `take`."""
+    def fork(self, origin: BlockTable, prompt: int, length: int, *, spare: int = 0) -> BlockTable | None:
+        """Return a block table that begins with all `prompt` tokens of `origin`, without comparing them; see `take`."""
         with self._lock:
             shared = prompt // self.size
-            lease = Lease(shared=shared, cached=prompt - 1, is_fork=True, era=origin.era)
+            block_table = BlockTable(shared=shared, cached=prompt - 1, is_fork=True, era=origin.era)
             source = origin.pages[shared] if prompt % self.size > 1 else None
-            if not self._fill(lease, origin.pages[:shared], source, length, spare):
+            if not self._fill(block_table, origin.pages[:shared], source, length, spare):
                 return None
-            if not origin.is_proven and origin not in lease.sources:
-                lease.sources.append(origin)
-            return lease
+            if not origin.is_proven and origin not in block_table.sources:
+                block_table.sources.append(origin)
+            return block_table
 
-    def grow(self, leases: Sequence[Lease], lengths: Sequence[int]) -> bool:
-        """Lets each lease hold so many tokens; False, and nothing changes, if there are not enough pages for all."""
+    def grow(self, block_tables: Sequence[BlockTable], lengths: Sequence[int]) -> bool:
+        """Give block tables pages for `lengths` tokens each; return False and change nothing if there are too few."""
         with self._lock:
             missing = [
-                max(0, -(-length // self.size) - len(lease.pages))
-                for lease, length in zip(leases, lengths, strict=True)
+                max(0, -(-length // self.size) - len(block_table.pages))
+                for block_table, length in zip(block_tables, lengths, strict=True)
             ]
             if sum(missing) > self._available:
                 return False
-            for lease, count in zip(leases, missing, strict=True):
+            for block_table, count in zip(block_tables, missing, strict=True):
                 if count:
-                    lease.add([self._new() for _ in range(count)])
+                    block_table.add([self._new() for _ in range(count)])
             return True
 
-    def computed(self, lease: Lease) -> None:
-        """What the lease was to compute has been launched."""
+    def computed(self, block_table: BlockTable) -> None:
+        """Note that the prefill of a block table was launched."""
         with self._lock:
-            lease.is_computed = True
-            self._forget_original(lease)
+            block_table.is_computed = True
+            self._forget_original(block_table)
 
-    def proven(self, lease: Lease) -> None:
-        """What the lease was to compute is there, and is good."""
+    def proven(self, block_table: BlockTable) -> None:
+        """Note that the results of a block table were read and are valid."""
         with self._lock:
-            lease.is_proven = True
-            for page in lease.pages:
-                if page.maker is lease:
+            block_table.is_proven = True
+            for page in block_table.pages:
+                if page.maker is block_table:
                     page.maker = None
 
-    def end(self, lease: Lease, chain: Chain | None = None, *, failed: bool = False) -> None:
-        """Ends a lease. What it was to compute and is not proven, nobody finds any more.
+    def end(self, block_table: BlockTable, chain: Chain | None = None, *, failed: bool = False) -> None:
+        """End a block table. Unproven pages leave the tree.
 
         Args:
-          chain: what its tokens are, those generated included, all with exact K, V; None: nothing more is kept.
-          failed: nothing of what it computed is kept.
+          chain: its tokens including generated ones, all with exact KV; None if nothing more is kept.
+          failed: whether to discard everything that it computed.
         """
         with self._lock:
-            lease.is_ended = True
-            if lease.era[0] != self._era[0]:
+            block_table.is_ended = True
+            if block_table.era[0] != self._era[0]:
                 return
-            if chain is not None and lease.is_proven and lease.era == self._era:
-                self._keep(lease, chain, len(chain), None)
-            for page in lease.pages[lease.shared :]:
-                if failed or page.maker is lease:
+            if chain is not None and block_table.is_proven and block_table.era == self._era:
+                self._keep(block_table, chain, len(chain), None)
+            for page in block_table.pages[block_table.shared :]:
+                if failed or page.maker is block_table:
                     self._cut_off(page)
-            self._forget_original(lease)
-            for page in reversed(lease.pages):  # the first pages of a chain stay longest
+            self._forget_original(block_table)
+            for page in reversed(block_table.pages):  # the first pages of a chain are evicted last
                 self._release(page)
-            lease.pages = []
+            block_table.pages = []
 
     # Residents.
 
     def drop(self, key: str) -> int:
-        """Forgets every page in which the image of this entry key is shown, and all behind them; returns how many."""
+        """Forget the pages with tokens of the image with this entry key, and all after them; return how many."""
         with self._lock:
             self._era = (self._era[0], self._era[1] + 1)
             known = (page for page in self._all if page.parent is not None)
@@ -349,24 +353,24 @@ class Pages:
             return sum(self._cut_off(page) for page in tops)
 
     def clear(self) -> int:
-        """Forgets what every page holds; returns how many were known."""
+        """Forget the content of all pages; return the number of forgotten pages."""
         with self._lock:
             self._era = (self._era[0], self._era[1] + 1)
             return sum(self._cut_off(page) for root in [*self._roots.values()] for page in [*root.children])
 
-    def count_hit(self, lease: Lease) -> None:
-        """Enters what a request found in the counters."""
+    def count_hit(self, block_table: BlockTable) -> None:
+        """Count what a request found in pages."""
         with self._lock:
-            self._hits += lease.cached > 0
-            self._hit_tokens += lease.cached
+            self._hits += block_table.cached > 0
+            self._hit_tokens += block_table.cached
 
     def count_preemption(self) -> None:
-        """Enters a request that gives its pages up and goes on later in the counters."""
+        """Count a request that was preempted."""
         with self._lock:
             self._preemptions += 1
 
     def stats(self) -> PageStats:
-        """What the pages hold now, and counters."""
+        """Return the current use and the counters."""
         with self._lock:
             return PageStats(
                 pages=self.count,
@@ -382,7 +386,10 @@ class Pages:
     # The tree.
 
     def _find(self, chain: Chain) -> tuple[list[_Page], int]:
-        """The pages that hold the beginning of a chain, the last one perhaps in part, and how many tokens these are."""
+        """Return the pages that hold the beginning of a chain, and the number of its tokens that they hold.
+
+        The last page may hold only a part of its tokens.
+        """
         way: list[_Page] = []
         node = self._roots.get(chain.owner)
         done = 0
@@ -391,7 +398,7 @@ class Pages:
             parent, (node, common) = node, _closest(node, piece)
             if node is not None and common < piece.length:
                 node, common = _eldest(parent, piece, node, common, self.size // 4)
-            # Of a page in the middle of which the prompts part, a little is quicker computed than copied.
+            # If the prompts differ early in a page, computing the equal part is faster than copying it.
             if node is None or not (common in (node.piece.length, piece.length) or 4 * common > self.size):
                 break
             way.append(node)
@@ -400,24 +407,24 @@ class Pages:
                 break
         return way, done
 
-    def _keep(self, lease: Lease, chain: Chain, count: int, maker: Lease | None) -> None:
-        """Lets a lease's pages be found by the first `count` tokens of its chain.
+    def _keep(self, block_table: BlockTable, chain: Chain, count: int, maker: BlockTable | None) -> None:
+        """Enter a block table's pages into the tree under the first `count` tokens of its chain.
 
-        Where others hold the same already, theirs are found.
+        If another page holds the same tokens, that page stays in the tree instead.
         """
         if count < len(chain):
-            count -= count % self.size  # a page that holds something else, too, is not found
+            count -= count % self.size  # a page that also holds inexact KV stays out of the tree
         node = self._root(chain.owner)
-        for number, page in enumerate(lease.pages[: -(-count // self.size)]):
+        for number, page in enumerate(block_table.pages[: -(-count // self.size)]):
             piece = chain.piece(number * self.size, min((number + 1) * self.size, count))
             closest, common = _closest(node, piece)
             if closest is not None and common == piece.length:
-                if closest is not page and number >= lease.shared:
+                if closest is not page and number >= block_table.shared:
                     self._cut_off(page)
                 node = closest
                 continue
-            if number < lease.shared:
-                return  # what it began with is known no more
+            if number < block_table.shared:
+                return  # its shared beginning has left the tree
             if page.parent is None:
                 page.maker, page.since = maker, self._clock
                 self._clock += 1
@@ -435,7 +442,7 @@ class Pages:
         return self._roots.setdefault(owner, _Page(0))
 
     def _absorb(self, node: _Page, page: _Page) -> None:
-        """Residents that hold nothing but the beginning of a page are of no use beside it."""
+        """Cut off residents that hold only the beginning of `page`, since it replaces them."""
         place = bisect.bisect_left(node.children, page.piece.ids, key=_ids)
         for other in reversed(node.children[:place]):
             if other.piece.common(page.piece) < other.piece.length:
@@ -444,18 +451,18 @@ class Pages:
                 self._cut_off(other)
 
     def _cut_off(self, page: _Page) -> int:
-        """Takes a page and all behind it out of the tree; returns how many there were."""
+        """Remove a page and its descendants from the tree; return how many there were."""
         if page.parent is None:
             return 0
         page.parent.children.remove(page)
-        behind = [page]
-        for one in behind:  # chains may be longer than Python's stack
-            behind += one.children
+        subtree = [page]
+        for one in subtree:  # no recursion: a chain may be longer than Python's stack
+            subtree += one.children
             one.parent, one.maker, one.children = None, None, []
             if one in self._residents:
                 del self._residents[one]
                 self._give_back(one)
-        return len(behind)
+        return len(subtree)
 
     # Memory.
 
@@ -463,19 +470,21 @@ class Pages:
     def _available(self) -> int:
         return len(self._free) + len(self._residents)
 
-    def _fill(self, lease: Lease, way: Sequence[_Page], source: _Page | None, length: int, spare: int) -> bool:
-        """Gives a lease the pages that it shares and new ones for the rest."""
+    def _fill(
+        self, block_table: BlockTable, way: Sequence[_Page], source: _Page | None, length: int, spare: int
+    ) -> bool:
+        """Give a block table its shared pages and new pages for the rest; return False if there are too few."""
         needed = -(-length // self.size) - len(way)
         used = [*way, *([source] if source is not None else [])]
         if needed + spare > self._available - sum(page.uses == 0 for page in used):
             return False
         for page in used:
             self._use(page)
-        lease.add([*way, *(self._new() for _ in range(needed))])
+        block_table.add([*way, *(self._new() for _ in range(needed))])
         if source is not None:
-            lease.original, lease.copy = source, (source.number, lease.pages[len(way)].number)
+            block_table.original, block_table.copy = source, (source.number, block_table.pages[len(way)].number)
             self._copies += 1
-        lease.sources = list(dict.fromkeys(page.maker for page in used if page.maker is not None))
+        block_table.sources = list(dict.fromkeys(page.maker for page in used if page.maker is not None))
         return True
 
     def _use(self, page: _Page) -> None:
@@ -500,10 +509,10 @@ class Pages:
         page.uses = 1
         return page
 
-    def _forget_original(self, lease: Lease) -> None:
-        if lease.original is not None and lease.era[0] == self._era[0]:
-            self._release(lease.original)
-        lease.original = None
+    def _forget_original(self, block_table: BlockTable) -> None:
+        if block_table.original is not None and block_table.era[0] == self._era[0]:
+            self._release(block_table.original)
+        block_table.original = None
 
 
 def _ids(page: _Page) -> bytes:
@@ -511,7 +520,10 @@ def _ids(page: _Page) -> bytes:
 
 
 def _closest(node: _Page, piece: Piece) -> tuple[_Page | None, int]:
-    """The child that has most tokens in common with a piece, and how many: it is next to where the piece would be."""
+    """Return the child with most tokens in common with a piece, and their number.
+
+    The child is next to the piece's place in the sorted children.
+    """
     place = bisect.bisect_left(node.children, piece.ids, key=_ids)
     best, most = None, -1
     for child in node.children[max(0, place - 1) : place + 1]:
@@ -522,18 +534,18 @@ def _closest(node: _Page, piece: Piece) -> tuple[_Page | None, int]:
 
 
 def _eldest(parent: _Page, piece: Piece, closest: _Page, common: int, less: int) -> tuple[_Page, int]:
-    """The eldest of the pages that have up to `less` tokens less in common with a piece than the closest one has.
+    """Return the eldest page that has at most `less` fewer tokens in common with a piece than the closest page.
 
-    Many prompts that differ in their last page then all copy the same one, instead of each that of the one before,
-    for which it would have to wait.
+    Prompts that differ in their last page then all copy the same page. Otherwise each would copy, and wait for, the
+    page of the one before.
     """
-    least = common - less
-    if least <= 0:
+    min_common = common - less
+    if min_common <= 0:
         return closest, common
-    begin = piece.ids[: 8 * least]
+    begin = piece.ids[: 8 * min_common]
     first = bisect.bisect_left(parent.children, begin, key=_ids)
     last = bisect.bisect_left(parent.children, begin + b"\xff", lo=first, key=_ids)
     alike = itertools.islice(parent.children, first, min(last, first + _MOST_ALIKE))
     eldest = min((*alike, closest), key=lambda page: page.since)
     count = eldest.piece.common(piece)
-    return (eldest, count) if count >= least else (closest, common)
+    return (eldest, count) if count >= min_common else (closest, common)

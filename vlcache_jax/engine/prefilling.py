@@ -1,7 +1,7 @@
-"""Prefill: uploads, the encoder, and prefill chunks on their way through the layers. Nothing here waits.
+"""Prefill: uploads, the encoder, and forward passes of prefill chunks. Nothing here waits.
 
-`Passage` launches a chunk as far as the KV that its layers read is there. The functions before `Prefiller` find the
-programs that a group of prompts needs, and sizes of chunks that do without programs that are still to be compiled.
+`ForwardPass` launches the layers of a chunk for which the KV to read is there. The functions before `Prefiller` find
+the programs that a group of prompts needs, and chunk sizes whose programs are compiled already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.device.buckets import Ladder, cover, round_up
+from vlcache_jax.device.buckets import BucketSizes, cover, round_up
 from vlcache_jax.device.programs.base import Program, pack
 from vlcache_jax.device.programs.layers import (
     BLOCK,
@@ -36,12 +36,12 @@ from vlcache_jax.device.programs.layers import (
 )
 from vlcache_jax.device.programs.memory import (
     CopyPages,
+    EmptyDecodeState,
     EmptyEncoderRows,
-    EmptyLanes,
     EmptyPool,
-    HoldLanes,
+    HoldDecodeSlots,
     Link,
-    OpenLane,
+    OpenDecodeSlot,
 )
 from vlcache_jax.device.runner import Clock, Runner
 from vlcache_jax.engine.batching import (
@@ -62,18 +62,18 @@ from vlcache_jax.reuse.selection import Selection
 from vlcache_jax.reuse.shift import Moves
 
 
-class Passage:
-    """Runs a step's rows through the layers. Between layers other programs may use the pool.
+class ForwardPass:
+    """Forward pass of a prefill chunk through the layers. Between layers other programs may use the pool.
 
     Args:
-      runner: computes.
-      step: its encoder rows have been staged.
+      runner: runner of the programs.
+      step: the chunk; its encoder output has been staged.
 
     Attributes:
-      layer: the first that is not launched yet.
-      x: hidden states of the rows that have left the one before; in the end, of those that leave the last layer.
-      captured: keys before rotation and values of each layer's rows so far, where some are wanted.
-      chosen: if rows are chosen on the device, their order then (`choose`).
+      layer: first layer that is not launched yet.
+      x: hidden states of the tokens that leave the last launched layer.
+      captured: keys before rotation and values of each launched layer, if some are saved.
+      chosen: order of the tokens after the device selected some of them (`choose`); None before.
     """
 
     def __init__(self, runner: Runner, step: Step):
@@ -84,7 +84,7 @@ class Passage:
         self._score: jax.Array | None = None
         self._held = first = step.bounds[0]
         self._leaving = step.leaving
-        most, shift = runner.ladder.max_rows, step.shift
+        most, shift = runner.buckets.max_rows, step.shift
         self._works: dict[tuple[int, bool], Work] = {}
         shifted = None if shift is None else shift.pack(most, runner.shapes.moved)
         self._rows, self._shifted = runner.devices.put((pack(step.rows, most), shifted))
@@ -93,13 +93,13 @@ class Passage:
 
     @property
     def is_done(self) -> bool:
-        """Whether all layers are launched."""
+        """True if all layers are launched."""
         return self.layer == len(self.step.active)
 
     def advance(self, stop: int) -> None:
-        """Launches the layers before `stop`, but no part of what is one program.
+        """Launch the layers before `stop`, but no part of a block of layers that is one program.
 
-        So which programs run does not depend on when records arrive, and neither does the last digit of an answer.
+        The programs therefore do not depend on when cache entries arrive, and neither does the last digit of an output.
         """
         with self.runner.pool.taken() as pool:
             while self.layer < stop:
@@ -125,7 +125,7 @@ class Passage:
             self.captured += captured
 
     def _moves(self, layers: slice) -> Moves | None:
-        """What these layers move."""
+        """Return what these layers add to shifted tokens; None if the chunk shifts no image."""
         if (shift := self.step.shift) is None:
             return None
         numbers, (row_image, tokens) = range(layers.start, layers.stop), self._shifted
@@ -161,18 +161,18 @@ class Passage:
             self.captured.append(values)
 
     def _work(self, bound: int, is_chosen: bool) -> Work:
-        """The work list of layers with this bound; made when the first of them comes: the device computes meanwhile."""
+        """Return the work list of layers with this bound. The first call builds it while the device computes."""
         if (bound, is_chosen) not in self._works:
             config = self.runner.shapes.work_config(bound)
             self._works[bound, is_chosen] = self.runner.devices.put(self.step.work(bound, is_chosen, config))
         return self._works[bound, is_chosen]
 
     def _active(self, layer: int) -> tuple[int, int]:
-        """Rows that a layer computes, and those of them that the next one needs."""
+        """Return the number of tokens that a layer computes, and how many of them the next layer needs."""
         return self.step.active[layer], self._leaving[layer][1]
 
     def _score_rows(self, selection: Selection, layer: int, pool: list[jax.Array]) -> jax.Array:
-        """Adds a layer's scores to those of the layers before."""
+        """Return the scores of the tokens, with those of this layer added."""
         window = round_up(-(-selection.length // kernels.PAGE), self.runner.shapes.windows)
         table = np.zeros(window, np.int32)
         pages = selection.table[:window]
@@ -188,38 +188,40 @@ class Passage:
 
 
 def is_block(bounds: abc.Sequence[int], first: int, num_deepstack: int, selects: bool) -> bool:
-    """Whether the layers from `first` on of a step with these bounds are one program."""
+    """Return whether the layers from `first` on are one program in a chunk with these bounds."""
     size, stop = bounds[first], first + BLOCK
     if size > BLOCK_ROWS or selects or first < num_deepstack or stop >= len(bounds):
         return False
     return all(bounds[layer + 1] == size for layer in range(first, stop))
 
 
-def usable_ladder(
+def usable_buckets(
     runner: Runner, prefills: abc.Sequence[Prefill], calls: tuple[int, ...], encoded: abc.Container[ImageRef]
-) -> Ladder | None:
-    """The sizes for a turn's steps, for which all programs are there; None: they are coming, and the turn waits.
+) -> BucketSizes | None:
+    """Return chunk sizes of a group for which all programs are compiled; None if the group has to wait for programs.
 
-    While the programs of a step are coming, rungs that are there serve: several smaller ones, or a larger one. Cutting
-    is exact. Steps that choose rows or move images keep their sizes.
+    While the programs of a chunk are being compiled, other compiled buckets serve: several smaller ones, or a larger
+    one. Cutting is exact. Chunks that select tokens or shift images keep their sizes.
 
     Args:
-      calls: sizes of encoder calls.
+      runner: runner of the programs.
+      prefills: prefills of the group.
+      calls: sizes of encoder calls, in patches.
       encoded: images that were encoded ahead.
     """
-    ladder, fitting = runner.ladder, runner.fitting
+    buckets, fitting = runner.buckets, runner.fitting
     if not runner.programs.is_warming:
-        return ladder
+        return buckets
     other = [*_other_programs(runner, prefills)]
-    steps = prefill_steps(prefills, ladder, runner.num_slots, runner.shapes.kv.layers)
+    steps = prefill_steps(prefills, buckets, runner.num_slots, runner.shapes.kv.layers)
     encoding = [*_encoding(runner, prefills, steps, calls, encoded)]
     best = [*other, *encoding, *_layers(runner, steps)]
     if not fitting.is_coming(best):
-        return ladder
+        return buckets
     if all(step.selection is None and step.shift is None for step in steps):
-        there = tuple(rows for rows in ladder.rows if fitting.is_there(_plain(runner, rows)))
+        there = tuple(rows for rows in buckets.rows if fitting.is_there(_plain(runner, rows)))
         if there and fitting.is_there([*other, *encoding]):
-            fewer = dataclasses.replace(ladder, rows=there)
+            fewer = dataclasses.replace(buckets, rows=there)
             steps = prefill_steps(prefills, fewer, runner.num_slots, runner.shapes.kv.layers)
             if fitting.is_there(_layers(runner, steps)):
                 return fewer
@@ -227,12 +229,12 @@ def usable_ladder(
 
 
 def _plain(runner: Runner, rows: int) -> abc.Iterator[Program[Any]]:
-    """What takes a step of which all layers compute `rows` rows through them."""
-    return _through(runner, (*[rows] * runner.shapes.kv.layers, runner.ladder.outputs(rows)), False, False)
+    """Yield the programs of a chunk that computes `rows` tokens in all layers."""
+    return _through(runner, (*[rows] * runner.shapes.kv.layers, runner.buckets.outputs(rows)), False, False)
 
 
 def _through(runner: Runner, bounds: abc.Sequence[int], shifts: bool, selects: bool) -> abc.Iterator[Program[Any]]:
-    """What takes a step with these bounds through the layers, but for what chooses rows."""
+    """Yield the programs of a chunk with these bounds, except those that select tokens."""
     like, deepstack = runner.shapes.like, runner.shapes.config.vision.num_deepstack
     yield Embed(bounds[0])
     layer = 0
@@ -249,7 +251,7 @@ def _through(runner: Runner, bounds: abc.Sequence[int], shifts: bool, selects: b
 
 
 def _layers(runner: Runner, steps: abc.Iterable[Step]) -> abc.Iterator[Program[Any]]:
-    """What takes steps through the layers, and chooses tokens."""
+    """Yield the programs that take chunks through the layers and sample tokens."""
     for step in steps:
         yield from _through(runner, step.bounds, step.shift is not None, step.selection is not None)
         rows = step.bounds[-1]
@@ -265,7 +267,7 @@ def _encoding(
     calls: tuple[int, ...],
     encoded: abc.Container[ImageRef],
 ) -> abc.Iterator[Program[Any]]:
-    """What encodes the new images of steps."""
+    """Yield the programs that encode the new images of chunks."""
     uses = (use for prefill in prefills for use in prefill.sequence.progress.images)
     kept = {use.span.image for use in uses if use.encoder is not None and use.encoder.is_ready}
     seen: set[ImageRef] = set()
@@ -279,228 +281,241 @@ def _encoding(
 
 
 def _other_programs(runner: Runner, prefills: abc.Sequence[Prefill]) -> abc.Iterator[Program[Any]]:
-    """What makes the arrays that all need, opens lanes, copies pages and links images."""
+    """Yield the programs that allocate arrays, open decode slots, copy pages and link images."""
     shapes = runner.shapes
-    yield from (EmptyPool(), EmptyEncoderRows(), EmptyLanes(), OpenLane())
+    yield from (EmptyPool(), EmptyEncoderRows(), EmptyDecodeState(), OpenDecodeSlot())
     held = sum(isinstance(one.sequence, Generation) and one.sequence.matcher is not None for one in prefills)
     if held:
-        yield HoldLanes(runner.fitting.held(held))
-    yield from (CopyPages(size) for size in cover(len(copied_pages(prefills)), runner.ladder.sequences))
+        yield HoldDecodeSlots(runner.fitting.held(held))
+    yield from (CopyPages(size) for size in cover(len(copied_pages(prefills)), runner.buckets.sequences))
     linked = collections.Counter(record.meta.padded for record, users in linked_images(prefills) for _ in users)
     for size, number in linked.items():
         for count in shapes.split_links(size, number):
             yield from (Link(size, count, part.stop - part.start) for part in shapes.link_groups)
 
 
-PATCHES_PER_CALL = 16384  # more patches in one encoder call save nothing and cost memory
+PATCHES_PER_CALL = 16384  # more patches in one encoder call save no time and take memory
 
 
 @dataclass(eq=False)
 class PrefillGroup:
-    """Prefills whose rows are cut into steps together.
+    """Prefills whose tokens are cut into chunks together.
 
     Attributes:
-      prefills: these.
-      ladder: sizes of their steps.
-      images: of each, where they come from.
-      upload: of stored images, before the first step has ended.
-      steps: that are still to be launched; None: rows have not been cut into steps yet.
-      passage: of the step that is being launched; None: it has not been begun.
-      took: what the device takes for each kind of work launched so far, in seconds.
+      prefills: the prefills.
+      buckets: sizes of the chunks.
+      upload: transfer of the cached images; it is complete when the first chunk has been launched.
+      steps: chunks that are not launched yet; None before the tokens were cut.
+      forward_pass: forward pass of the chunk that is being launched; None between chunks.
+      images: for each prefill, its images and their tiers.
+      took: kinds of the work launched so far, with its device time in seconds.
+      where: for each encoded image, the encoder output and its first row in it.
+      kept: for each image, the cache entry of its encoder output.
+      here: for each image in the device tier, the rows of its encoder output.
     """
 
     prefills: abc.Sequence[Prefill]
-    ladder: Ladder
+    buckets: BucketSizes
     upload: Upload
     steps: deque[Step] | None = None
-    passage: Passage | None = None
+    forward_pass: ForwardPass | None = None
     images: abc.Sequence[abc.Sequence[ImageUse]] = ()
     took: list[tuple[str, Future[float]]] = field(default_factory=list)
-    where: dict[ImageRef, tuple[jax.Array, int]] = field(default_factory=dict)  # encoder output, first row in it
+    where: dict[ImageRef, tuple[jax.Array, int]] = field(default_factory=dict)
     kept: dict[ImageRef, Record] = field(default_factory=dict)
-    here: dict[ImageRef, Index] = field(default_factory=dict)  # encoder rows in the device tier
+    here: dict[ImageRef, Index] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
-class Launched:
-    """A step under way.
+class LaunchedStep:
+    """Prefill chunk in flight.
 
     Attributes:
-      turn: whose step it is.
-      step: this.
-      x: hidden states of the rows that leave the last layer.
-      chosen: which rows the device chose; None: it was not asked.
-      took: of its turn up to here, see `PrefillGroup`.
+      group: prefill group of the chunk.
+      step: the chunk.
+      x: hidden states of the tokens that leave the last layer.
+      chosen: tokens that the device selected; None if it selected none.
+      took: device times of the group so far, see `PrefillGroup`.
     """
 
-    turn: PrefillGroup
+    group: PrefillGroup
     step: Step
     x: jax.Array
     chosen: jax.Array | None
     took: tuple[tuple[str, Future[float]], ...]
 
 
-class _Ahead(NamedTuple):
-    """What was encoded ahead for a sequence; see `PrefillGroup`."""
+class _EncodedAhead(NamedTuple):
+    """Images encoded ahead for a sequence; see `PrefillGroup`."""
 
     where: dict[ImageRef, tuple[jax.Array, int]]
     took: list[tuple[str, Future[float]]]
 
 
 class Prefiller:
-    """Launches turns step by step.
+    """Launcher of prefill groups, chunk by chunk.
 
     Args:
-      runner: computes.
-      writer: fills records with what was computed.
-      clock: times it.
-      copies: moves what is stored.
+      runner: runner of the programs.
+      writer: writer that fills cache entries with computed KV and encoder output.
+      clock: clock of the device times.
+      copies: programs that move cached data.
     """
 
     def __init__(self, runner: Runner, writer: Writer, clock: Clock, copies: DeviceCopies):
         self.runner, self.writer, self._clock, self.copies = runner, writer, clock, copies
         self._transfers = Transfers(runner)
-        self._ahead: dict[Sequence, _Ahead] = {}  # of those that wait for records
-        first, *rungs = runner.ladder.patches
-        calls = first, *(rung for rung in rungs if rung <= PATCHES_PER_CALL)
-        self._calls = calls if runner.is_host else calls[-1:]  # a GPU reads all weights again for a call of a few
+        self._ahead: dict[Sequence, _EncodedAhead] = {}  # of sequences that wait for cache entries
+        first, *sizes = runner.buckets.patches
+        calls = first, *(bucket for bucket in sizes if bucket <= PATCHES_PER_CALL)
+        # On a GPU every call takes the largest bucket, because a small call re-reads all weights.
+        self._calls = calls if runner.is_host else calls[-1:]
 
     def encode_ahead(self, sequence: Sequence, uses: abc.Iterable[ImageUse]) -> bool:
-        """Encodes images of a sequence that waits for records, as many as a step has rows for; whether it did."""
+        """Encode images of a sequence that waits for cache entries, as many as a chunk has rows for.
+
+        Returns:
+          Whether any image was encoded.
+        """
         known = self.ahead(sequence)
         new: dict[ImageRef, Record | None] = {}
-        left = self.runner.ladder.max_rows - sum(i.num_tokens for one in self._ahead.values() for i in one.where)
+        left = self.runner.buckets.max_rows - sum(i.num_tokens for one in self._ahead.values() for i in one.where)
         for use in uses:
             if use.span.image not in known and use.span.image not in new and use.span.image.num_tokens <= left:
                 new[use.span.image] = use.encoder
                 left -= use.span.image.num_tokens
         if not new:
             return False
-        ahead = self._ahead.setdefault(sequence, _Ahead({}, []))
+        ahead = self._ahead.setdefault(sequence, _EncodedAhead({}, []))
         ahead.where.update(self._encode(new, {image: record for image, record in new.items() if record is not None}))
         ahead.took.append(("encode", self._clock.mark([ahead.where[image][0] for image in new])))
         return True
 
     def ahead(self, sequence: Sequence) -> abc.Container[ImageRef]:
-        """The images that were encoded ahead for a sequence."""
+        """Return the images that were encoded ahead for a sequence."""
         return self._ahead[sequence].where if sequence in self._ahead else ()
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Discard what was encoded ahead for a sequence."""
         self._ahead.pop(sequence, None)
 
-    def next_turn(self, scheduler: Scheduler, ready: abc.Sequence[Sequence]) -> tuple[list[Prefill], Ladder] | None:
-        """The prefills that have a turn, and the sizes of their steps. Those whose programs are coming wait for them;
-        None: all do."""
-        for some in (ready, *([one] for one in ready if len(ready) > 1)):
-            turn = scheduler.next_turn(some)
-            if (ladder := self._usable_ladder(turn)) is not None:
-                return turn, ladder
+    def next_group(
+        self, scheduler: Scheduler, ready: abc.Sequence[Sequence]
+    ) -> tuple[list[Prefill], BucketSizes] | None:
+        """Return the next prefill group and its chunk sizes; None if all ready sequences wait for programs.
+
+        If the programs of the whole group are not compiled, single sequences overtake the others.
+        """
+        for candidates in (ready, *([one] for one in ready if len(ready) > 1)):
+            group = scheduler.next_group(candidates)
+            if (buckets := self._usable_buckets(group)) is not None:
+                return group, buckets
         return None
 
-    def _usable_ladder(self, prefills: abc.Sequence[Prefill]) -> Ladder | None:
+    def _usable_buckets(self, prefills: abc.Sequence[Prefill]) -> BucketSizes | None:
         ahead = [self._ahead[one.sequence].where for one in prefills if one.sequence in self._ahead]
         encoded = {image for images in ahead for image in images}
-        return usable_ladder(self.runner, prefills, self._calls, encoded)
+        return usable_buckets(self.runner, prefills, self._calls, encoded)
 
-    def begin(self, prefills: abc.Sequence[Prefill], ladder: Ladder) -> PrefillGroup:
-        """Copies pages, and has stored images brought to the device.
+    def begin(self, prefills: abc.Sequence[Prefill], buckets: BucketSizes) -> PrefillGroup:
+        """Copy pages and start the upload of cached images; return the new group.
 
         Args:
-          ladder: sizes of the steps.
+          prefills: prefills of the group.
+          buckets: sizes of the chunks.
         """
         if pairs := copied_pages(prefills):
             self.runner.pool.copy_pages(pairs)
-        turn = PrefillGroup(prefills, ladder, Upload(self.copies, self._transfers, prefills))
+        group = PrefillGroup(prefills, buckets, Upload(self.copies, self._transfers, prefills))
         for ahead in (self._ahead.pop(prefill.sequence, None) for prefill in prefills):
             if ahead is not None:
-                turn.where.update(ahead.where)
-                turn.took += ahead.took
+                group.where.update(ahead.where)
+                group.took += ahead.took
         uses = [prefill.sequence.progress.images for prefill in prefills]
-        turn.kept = {use.span.image: use.encoder for some in uses for use in some if use.encoder is not None}
+        group.kept = {use.span.image: use.encoder for some in uses for use in some if use.encoder is not None}
         has_tier = self.copies.tier.num_pages > 0
-        turn.images = [[self._found(use, turn) for use in some] for some in uses] if has_tier else uses
-        return turn
+        group.images = [[self._found(use, group) for use in some] for some in uses] if has_tier else uses
+        return group
 
-    def launch(self, turn: PrefillGroup) -> Launched | None:
-        """Launches a turn's next step, or of it what does not need records that are still on their way.
+    def launch(self, group: PrefillGroup) -> LaunchedStep | None:
+        """Launch the next chunk of a group, or the layers whose cached KV has arrived.
 
         Returns:
-          The step; None: not all of it is launched yet.
+          The chunk, or None if some of its layers are not launched yet.
 
         Raises:
-          TierError: a record does not come.
+          TierError: a cache entry did not arrive.
         """
         layers = self.runner.config.text.num_layers
-        self._link(turn)  # at once: it needs no steps
-        if turn.steps is None:
-            turn.steps = deque(prefill_steps(turn.prefills, turn.ladder, self.runner.num_slots, layers))
-        step = turn.steps[0]
-        if turn.passage is None:
-            self.stage(step, turn)
-            turn.passage = Passage(self.runner, step)
-        passage = turn.passage
+        self._link(group)  # first, because it needs no chunks
+        if group.steps is None:
+            group.steps = deque(prefill_steps(group.prefills, group.buckets, self.runner.num_slots, layers))
+        step = group.steps[0]
+        if group.forward_pass is None:
+            self.stage(step, group)
+            group.forward_pass = ForwardPass(self.runner, step)
+        forward_pass = group.forward_pass
         while True:
-            linked = turn.upload.layers
-            passage.advance(linked)
-            if passage.is_done:
+            linked = group.upload.layers
+            forward_pass.advance(linked)
+            if forward_pass.is_done:
                 break
-            self._link(turn)
-            if turn.upload.layers == linked:
+            self._link(group)
+            if group.upload.layers == linked:
                 return None
-        turn.passage = None
-        turn.steps.popleft()
-        turn.took.append(("prefill", self._clock.mark([passage.x])))
+        group.forward_pass = None
+        group.steps.popleft()
+        group.took.append(("prefill", self._clock.mark([forward_pass.x])))
         if step.captured:
-            self.writer.kv(step.captured, self.copies.capture(step, passage.captured))
+            self.writer.kv(step.captured, self.copies.capture(step, forward_pass.captured))
         self.writer.throttle(2 * self.runner.transfer_bytes)
-        later = {placement.image for other in turn.steps for placement in other.placements}
-        turn.where = {image: place for image, place in turn.where.items() if image in later}
-        return Launched(turn, step, passage.x, passage.chosen, tuple(turn.took))
+        later = {placement.image for other in group.steps for placement in other.placements}
+        group.where = {image: place for image, place in group.where.items() if image in later}
+        return LaunchedStep(group, step, forward_pass.x, forward_pass.chosen, tuple(group.took))
 
-    def stage(self, step: Step, turn: PrefillGroup) -> None:
-        """Encodes new images, and hands the step its encoder rows."""
-        images = [placement.image for placement in step.placements if placement.image not in turn.here]
-        new = [image for image in images if image not in turn.where and not _holds(turn.kept.get(image))]
-        turn.where.update(self._encode(new, turn.kept))
+    def stage(self, step: Step, group: PrefillGroup) -> None:
+        """Encode new images and stage the encoder output of a chunk."""
+        images = [placement.image for placement in step.placements if placement.image not in group.here]
+        new = [image for image in images if image not in group.where and not _holds(group.kept.get(image))]
+        group.where.update(self._encode(new, group.kept))
         if new:
-            turn.took.append(("encode", self._clock.mark([turn.where[image][0] for image in new])))
-        self._stage(step, turn)
+            group.took.append(("encode", self._clock.mark([group.where[image][0] for image in new])))
+        self._stage(step, group)
 
     def prepare(self) -> None:
-        """Makes what the device will hold; returns when it is there."""
+        """Allocate the device memory and wait for it."""
         self.runner.prepare()
         self.copies.prepare()
 
     def reset(self) -> None:
-        """What the device held is gone."""
+        """Discard images encoded ahead and all device state."""
         self._ahead.clear()
         self.runner.reset()
         self.copies.reset()
 
     def close(self) -> None:
-        """It launches nothing any more."""
+        """Stop the thread that transfers cache entries."""
         self._transfers.close()
 
-    def _found(self, use: ImageUse, turn: PrefillGroup) -> ImageUse:
-        """An image with the tier that it comes from now."""
+    def _found(self, use: ImageUse, group: PrefillGroup) -> ImageUse:
+        """Return the image use with the tiers that it comes from now."""
         if use.linked is None or self.copies.tier.find(use.linked) is None:
             return use
         if (rows := self.copies.tier.find_rows(use.linked)) is None:
             return replace(use, kv_tier="device")
-        turn.here[use.span.image] = rows
+        group.here[use.span.image] = rows
         return replace(use, kv_tier="device", encoder_tier="device")
 
-    def _link(self, turn: PrefillGroup) -> None:
-        """Writes the K, V of stored images that are there into the pool."""
-        read, done = turn.upload.advance()
+    def _link(self, group: PrefillGroup) -> None:
+        """Launch the links of cached images that have arrived."""
+        read, done = group.upload.advance()
         if done:
-            turn.took += [("transfer", self._clock.mark(read)), ("link", self._clock.mark(done))]
+            group.took += [("transfer", self._clock.mark(read)), ("link", self._clock.mark(done))]
 
     def _encode(
         self, images: abc.Iterable[ImageRef], kept: abc.Mapping[ImageRef, Record]
     ) -> dict[ImageRef, tuple[jax.Array, int]]:
-        """Encodes images, several in a call; returns of each in which output and from which row on it stands."""
+        """Encode images, several in one call; return the output of each image and its first row in it."""
         where = {}
         for call in encoder_calls(images, self._calls):
             encoded = self.runner.encode([image.patches.pixels for image in call], [i.patches.grid for i in call])
@@ -512,41 +527,42 @@ class Prefiller:
                     self.writer.encoder(record, encoded, row)
         return where
 
-    def _stage(self, step: Step, turn: PrefillGroup) -> None:
-        """Hands the step its encoder rows: of each encoder output in one call, and those of records together."""
+    def _stage(self, step: Step, group: PrefillGroup) -> None:
+        """Stage the encoder output of a chunk: one call per output, and one for cache entries."""
         placed: dict[int, tuple[jax.Array, list[tuple[Placement, int]]]] = {}
         kept, here = [], []
         for placement in step.placements:
-            if placement.image in turn.here:
+            if placement.image in group.here:
                 here.append(placement)
-            elif placement.image in turn.where:
-                output, first = turn.where[placement.image]
+            elif placement.image in group.where:
+                output, first = group.where[placement.image]
                 placed.setdefault(id(output), (output, []))[1].append((placement, first))
             else:
                 kept.append(placement)
         for rows, placements in placed.values():
-            place = self.runner.ladder.max_rows + np.arange(rows.shape[1], dtype=np.int32)  # nowhere
+            place = self.runner.buckets.max_rows + np.arange(rows.shape[1], dtype=np.int32)  # out of bounds: dropped
             for placement, first in placements:
                 place[first + placement.image_row] = placement.place
             self.runner.stage(rows, place)
         if here:
-            source = np.concatenate([turn.here[placement.image][placement.image_row] for placement in here])
+            source = np.concatenate([group.here[placement.image][placement.image_row] for placement in here])
             self.copies.stage(source, np.concatenate([placement.place for placement in here]))
         if kept:
-            self._stage_kept([(turn.kept[placement.image].data, placement) for placement in kept])
+            self._stage_kept([(group.kept[placement.image].data, placement) for placement in kept])
 
     def _stage_kept(self, kept: abc.Sequence[tuple[np.ndarray, Placement]]) -> None:
-        """Hands the step rows of records: no more than it computes."""
+        """Stage encoder output of cache entries, only the rows that the chunk computes."""
         parts = [data[:, placement.image_row] for data, placement in kept]
         place = np.concatenate([placement.place for _, placement in kept])
-        most = self.runner.token_rungs[-1]
-        missing = round_up(len(place) % most or most, self.runner.token_rungs) - (len(place) % most or most)
+        most = self.runner.token_buckets[-1]
+        missing = round_up(len(place) % most or most, self.runner.token_buckets) - (len(place) % most or most)
         rows = np.concatenate([*parts, np.zeros_like(parts[0], shape=(len(parts[0]), missing, parts[0].shape[2]))], 1)
-        place = np.concatenate([place, self.runner.ladder.max_rows + np.arange(missing, dtype=np.int32)])  # nowhere
+        nowhere = self.runner.buckets.max_rows + np.arange(missing, dtype=np.int32)  # out of bounds: dropped
+        place = np.concatenate([place, nowhere])
         for first in range(0, len(place), most):
             self.runner.stage(rows[:, first : first + most], place[first : first + most])
 
 
 def _holds(record: Record | None) -> bool:
-    """Whether a record holds an image's encoder rows."""
+    """Return whether a cache entry holds the encoder output of an image."""
     return record is not None and record.is_ready

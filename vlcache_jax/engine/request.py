@@ -1,8 +1,8 @@
-"""What a request is on its way through the engine.
+"""State of a request on its way through the engine.
 
-A `Request` has its images identified. `Planned` knows what is linked and what is computed. What runs are `Sequence`s:
-one `Generation` for each answer, one `Forced` whose continuation is scored, or one `PooledSequence` whose last hidden
-state is wanted.
+A `Request` has its images identified. A `Planned` request also has a reuse plan: which tokens are linked and which are
+computed. The engine runs `Sequence`s: a `Generation` for each output, a `Forced` to score a given continuation, or a
+`PooledSequence` to compute the last hidden state.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.completions import CompletionOutput, Detokenizer, Logprob, RequestMetrics
-from vlcache_jax.engine.compressed_pages import CompressedLease, Compression
+from vlcache_jax.engine.compressed_pages import CompressedBlockTable, Compression
 from vlcache_jax.engine.grammars import Bits, Matcher
-from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
+from vlcache_jax.engine.pages import BlockTable, Chain, PlacedImage
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.request_options import ResolvedOptions
@@ -35,23 +35,23 @@ from vlcache_jax.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
-NOT_ALLOWED = "sampling_params must leave a token that is allowed, got none"
-NOT_FINITE = "logits must be finite, got NaN or inf: weights or an image's record may be damaged"
+NOT_ALLOWED = "sampling_params must leave a token to sample, got none"
+NOT_FINITE = "logits must be finite, got NaN or inf: the weights or a cache entry of an image may be damaged"
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A checked request, its images identified.
+    """Checked request with identified images.
 
     Attributes:
-      prompt: as it came.
-      token_ids: int32 [n], image tokens expanded.
-      starts: where in them each image begins.
-      images: in order; of a video its chunks.
-      moments: of each image, where in a video it stands; None: in none.
-      owner: digest of the salt that it came under.
-      metrics: seconds so far.
-      items: let what libraries have of its images stay, as long as they are in this list.
+      prompt: the prompt as the caller passed it.
+      token_ids: token ids with image tokens expanded, int32 [n].
+      starts: index in `token_ids` of the first token of each image.
+      images: the images in order; a video counts as one image per chunk.
+      moments: position of each image in its video; None for an image that belongs to no video.
+      owner: digest of the request's salt.
+      metrics: times so far, in seconds.
+      items: library items used by the request; the libraries keep their data while the list holds them.
     """
 
     prompt: Prompt
@@ -66,16 +66,16 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class ImageUse:
-    """An image in one request.
+    """Use of an image in one request.
 
     Attributes:
-      span: where.
-      linked: record whose K, V are linked in; None: there is none.
-      captured: record that is filled with the K, V computed here; None: there is none.
-      encoder: record of its encoder rows, which may still be to be filled; None: none is kept.
-      has_encoder: whether its encoder rows were found.
-      why: it is not reused exactly.
-      kv_tier, encoder_tier: where what is linked, and encoder rows that were found, come from.
+      span: position of the image in the prompt.
+      linked: cache entry whose KV is linked; None if the KV is computed.
+      captured: cache entry that is filled with the KV computed here; None if none is.
+      encoder: cache entry of the encoder output, filled or to be filled; None if there is none.
+      has_encoder: whether the encoder output was found in the cache.
+      why: reason why the image is no exact hit; None for an exact hit.
+      kv_tier, encoder_tier: tiers that the linked KV and the cached encoder output come from.
     """
 
     span: ImageSpan
@@ -88,16 +88,17 @@ class ImageUse:
     encoder_tier: str = "host"
 
 
-class Holding:
-    """What a planned request needs in the cache until it has run, and what it is to fill there.
+class CacheReservation:
+    """Cache entries that a planned request has pinned or will fill, until it has run.
 
-    Its users are whoever planned it, and each sequence that runs for it.
+    The planner of the request and each of its sequences count as users.
 
     Args:
-      handles: of what was found.
-      made: records to be filled.
-      new_request: the request key that was not known before; None: it was, or there is none.
-      items: see `Request`; they are let go at the end.
+      store: store of the cache entries.
+      handles: pins of the entries that were found.
+      made: entries to be filled.
+      new_request: request key that was unknown before; None if it was known or there is none.
+      items: library items, see `Request`; they are released at the end.
     """
 
     def __init__(
@@ -114,22 +115,22 @@ class Holding:
         self._users = 1
 
     def enter(self) -> None:
-        """One more user."""
+        """Add a user of the reservation."""
         with self._lock:
             self._users += 1
 
     def fail(self) -> None:
-        """The request is not served: its list of images is as unknown as before."""
+        """Forget the request key, because the request is not served."""
         with self._lock:
             key, self._new_request = self._new_request, None
         if key is not None:
             self._store.requests.forget(key)
 
     def leave(self, *, failed: bool = False) -> None:
-        """One user less; after the last one, records that nobody has begun to fill are given up.
+        """Remove a user. After the last one, cancel the entries that no sequence began to fill, and release the pins.
 
         Args:
-          failed: see `fail`.
+          failed: also forget the request key, see `fail`.
         """
         if failed:
             self.fail()
@@ -146,26 +147,27 @@ class Holding:
 
 @dataclass(eq=False)
 class Group:
-    """Sequences of which none begins any more when one of them has failed."""
+    """Group of sequences. After one fails, the others no longer start."""
 
     has_failed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A request that is ready to run. A sequence that differs in something has a copy of its own.
+    """Request that is ready to run. A sequence that differs in a field has a copy of its own.
 
     Attributes:
-      request: its images identified.
-      options: as they came, names read.
-      layout: of the prompt.
-      plan: how many layers compute each token.
-      uses: what is done with each image.
-      choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
-      owner: digest of the salt whose pages it can use and leave; None: it does neither.
-      request_key: of its images together; None: there are none, or nothing is reused.
-      request_known: whether the same images came together before.
-      hold: what it needs in the cache until it has run; None: nothing that it has to give back.
+      request: the request with identified images.
+      options: resolved request options.
+      layout: layout of the prompt.
+      plan: number of layers that compute each token.
+      uses: use of each image.
+      choice: rule by which the device selects the tokens to recompute; None if `plan` fixes them. Such a prompt has
+        prefill chunks of its own.
+      owner: digest of the salt whose pages the request may share; None if it shares no pages.
+      request_key: key of its set of images; None if it has no images or nothing is reused.
+      request_known: whether the same set of images appeared before.
+      hold: cache reservation until the request has run; None if it reserves nothing.
     """
 
     request: Request
@@ -177,52 +179,52 @@ class Planned:
     owner: str | None = None
     request_key: str | None = None
     request_known: bool = False
-    hold: Holding | None = None
+    hold: CacheReservation | None = None
 
 
 @dataclass(eq=False)
 class SequenceProgress:
-    """Where a sequence stands. The scheduler alone writes it.
+    """Progress of a sequence. Only the scheduler writes it.
 
     Attributes:
-      plan, images: of the prompt, whatever of it is in pages already. They are as planned, but for images whose records
-        did not come, which are computed.
-      priority: lower ones come first.
-      arrived: its place among all that arrived.
-      lease: its pages while it runs, until it is compressed.
-      compressed: its pages from then on.
-      is_whole: it was to be compressed, but nothing of it is dropped, or it could not be.
-      lane: its number among those that run.
-      prefilled: how many of its prefills have been launched.
-      scheduled: tokens, the prompt's included, that it will have when everything launched so far has been read.
-      attempt: how often it has begun; what is read of an earlier attempt is of no use.
+      plan, images: plan and images of the prompt, whether or not pages hold parts of it. They differ from the original
+        plan for images whose cache entries did not arrive: these are computed.
+      priority: priority; lower values run first.
+      arrived: arrival number.
+      block_table: pages while it runs, until it is compressed.
+      compressed: pages after it was compressed.
+      is_whole: whether it decodes with its full KV although compression was requested.
+      decode_slot: its decode slot.
+      prefilled: number of launched prefills.
+      scheduled: number of tokens, including the prompt, after everything launched so far has been read.
+      attempt: number of preemptions and other restarts; results of earlier attempts are ignored.
     """
 
     plan: Plan
     images: abc.Sequence[ImageUse]
     priority: int
     arrived: int = 0
-    lease: Lease | None = None
-    compressed: CompressedLease | None = None
+    block_table: BlockTable | None = None
+    compressed: CompressedBlockTable | None = None
     is_whole: bool = False
-    lane: int = 0
+    decode_slot: int = 0
     prefilled: int = 0
     scheduled: int = 0
     attempt: int = 0
 
 
 @dataclass(eq=False)
-class Told:
-    """What is told of a sequence beside its tokens. `results` alone writes it.
+class SequenceReport:
+    """Reported facts of a sequence except its tokens. Only `results` writes it.
 
     Attributes:
-      metrics: of its request.
-      called_at, arrived_at: when the call came that brought it, and when it arrived.
-      ran: the plan as it ran first; None: it has not.
-      cached: tokens that were in pages then.
-      compression: what its answer goes on with; None: all, or that is not known yet.
-      delivered: when its last results came.
-      gaps: seconds between these that `take_metrics` has not told yet.
+      metrics: metrics of its request.
+      called_at, arrived_at: clock times of the call and of the arrival, in seconds.
+      ran: the plan as it first ran; None before that.
+      cached: number of tokens that pages held at that time.
+      compression: compression of the prompt's KV; None if it is not compressed, or not yet.
+      delivered: clock time of its last results, in seconds.
+      gaps: times between deliveries, in seconds, that `take_metrics` has not returned yet.
     """
 
     metrics: RequestMetrics
@@ -235,26 +237,25 @@ class Told:
     gaps: list[float] = field(default_factory=list)
 
     def take_metrics(self) -> RequestMetrics:
-        """Those so far, but `inter_token` since they were taken last."""
+        """Return the metrics so far, with the `inter_token` times since the last call."""
         gaps = tuple(self.gaps)
-        del self.gaps[: len(gaps)]  # there may be more of them meanwhile
+        del self.gaps[: len(gaps)]  # the engine may have appended more meanwhile
         return dataclasses.replace(self.metrics, inter_token=gaps)
 
 
 @dataclass(eq=False)
 class End:
-    """How a sequence ends. `Sequence.fail` and `Sequence.abort` are the doors for all threads; the engine writes the
-    rest.
+    """End of a sequence. All threads may call `Sequence.fail` and `Sequence.abort`; the engine writes the other fields.
 
     Attributes:
-      error: why it ended before it was done; None: it did not.
-      fault: the engine's own error that ended it; None: there was none.
-      is_aborted: nobody wants it any more.
-      is_finished: it ended, one way or the other.
-      finish_reason: of an answer; None while it runs.
-      stop_reason: the stop string or the token of `stop_token_ids` that ended an answer.
-      listener: is told whenever there is more of it, the last time when it has ended, by the engine's thread.
-      group: of those that do not begin any more when one of them has failed; None: it begins in any case.
+      error: message of the error that ended it early; None if there is none.
+      fault: exception of the engine that ended it; None if there is none.
+      is_aborted: whether the caller no longer wants it.
+      is_finished: whether it has ended, for any reason.
+      finish_reason: finish reason of an output; None while it runs.
+      stop_reason: stop string, or token of `stop_token_ids`, that ended an output.
+      listener: called by the engine's thread after each new result, and a last time after the end.
+      group: sequences that no longer start after one of them failed; None for a sequence without a group.
     """
 
     error: str | None
@@ -269,17 +270,21 @@ class End:
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One prompt and what is generated after it. Answers to one request share their layout.
+    """Prompt and what is generated after it. The outputs of one request share their layout.
 
-    What was asked never changes. What has happened stands in three objects, each with its own writer; a test holds
-    who that is.
+    The parameters never change. The state is in three objects with one writer each (`progress`, `told`, `end`); a test
+    checks the writers.
 
     Args:
-      error: why it ends before it begins; None: it begins.
+      error: message of the error that ends it before it starts; None (default) to run it.
 
     Attributes:
-      planned: the request as this sequence runs it; its `layout` is that of the prompt.
-      new_slots: slots needed beyond the prompt.
+      planned: the planned request as this sequence runs it.
+      new_slots: KV slots needed beyond the prompt.
+      layout: layout of the prompt.
+      progress: state that the scheduler writes.
+      report: reported facts.
+      end: state of its end.
     """
 
     planned: Planned
@@ -287,7 +292,7 @@ class Sequence:
     error: InitVar[str | None] = field(default=None, kw_only=True)
     layout: Layout = field(init=False)
     progress: SequenceProgress = field(init=False)
-    told: Told = field(init=False)
+    report: SequenceReport = field(init=False)
     end: End = field(init=False)
 
     def __post_init__(self, error: str | None) -> None:
@@ -295,29 +300,29 @@ class Sequence:
         progress = SequenceProgress(planned.plan, planned.uses, planned.options.priority)
         object.__setattr__(self, "layout", planned.layout)
         object.__setattr__(self, "progress", progress)
-        object.__setattr__(self, "told", Told(dataclasses.replace(planned.request.metrics)))
+        object.__setattr__(self, "report", SequenceReport(dataclasses.replace(planned.request.metrics)))
         object.__setattr__(self, "end", End(error))
 
     @property
     def generated(self) -> abc.Sequence[int]:
-        """Tokens behind the prompt so far."""
+        """Tokens generated after the prompt so far."""
         return ()
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far, including the prompt."""
         return len(self.layout) + len(self.generated)
 
     @property
     def most(self) -> int:
-        """Tokens that it can have in the end."""
+        """Largest number of tokens that it can have, including the prompt."""
         return len(self.layout) + self.new_slots
 
     @functools.cached_property
     def chain(self) -> Chain | None:
-        """What the prompt's tokens are; None: nobody is to know."""
+        """Identity of the prompt's tokens in the KV pool; None if no request may share its pages."""
         owner, layout = self.planned.owner, self.layout
-        if owner is None or self.progress.plan.slot is not None:  # with slots of its own it is not like any other
+        if owner is None or self.progress.plan.slot is not None:  # a prompt with its own slots matches no other
             return None
         images = [
             (PlacedImage(span.start, span.image.key, span.image.grid, span.time), span.length) for span in layout.images
@@ -325,7 +330,7 @@ class Sequence:
         return Chain.of(owner, layout.token_ids, images)
 
     def exact(self, num_layers: int) -> int:
-        """How many tokens at the beginning have exact K, V."""
+        """Return how many leading tokens of the prompt have exact KV."""
         for span in self.layout.images:
             if span.state == "approximate" and self.progress.plan.depth[span.tokens].min() < num_layers:
                 return span.start
@@ -333,73 +338,73 @@ class Sequence:
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was asked for is there."""
+        """True if everything that was requested is there."""
         return False
 
     def may_go_on(self, patience: float = 0.0) -> bool:
-        """Whether all is known that its next token depends on; waits so many seconds for it."""
+        """Return whether everything that the next token depends on is known; wait at most `patience` seconds for it."""
         return True
 
     @property
     def may_begin_again(self) -> bool:
-        """Whether it can be put back: computed again, it goes on as it would have."""
+        """True if it can be preempted: after a restart it continues with the same tokens."""
         return self.progress.compressed is None
 
     @property
-    def is_aside(self) -> bool:
-        """Whether it is compressed, and has no pages until there is room."""
-        return self.progress.compressed is not None and self.progress.compressed.aside is not None
+    def is_swapped_out(self) -> bool:
+        """True if it is compressed and waits without pages until there is room."""
+        return self.progress.compressed is not None and self.progress.compressed.swapped is not None
 
-    # Doors for all threads.
+    # For all threads.
 
     def fail(self, error: str) -> None:
-        """Ends it in the engine's next pass."""
+        """End the sequence with this error in the engine's next pass."""
         self.end.error = error
 
     def abort(self) -> None:
-        """Nobody wants it any more: it ends in the engine's next pass, unless others count on what it computes."""
+        """End the sequence in the engine's next pass, or later if other sequences depend on what it computes."""
         self.end.is_aborted = True
 
     def listen(self, listener: abc.Callable[[Sequence], None], group: Group | None = None) -> None:
-        """Who is told of it, and whose failure ends it, see `End`."""
+        """Set the listener and the group, see `End`."""
         self.end.listener, self.end.group = listener, group
 
-    # For the engine's thread.
+    # For the engine's thread only.
 
     def tell(self) -> None:
-        """There is more of it. Whoever cannot be told does not want it any more."""
+        """Call the listener. If it raises, log the exception and abort the sequence."""
         if self.end.listener is not None:
             try:
                 self.end.listener(self)
             except Exception:
-                _log.exception("a listener failed; its request is aborted")
+                _log.exception("the output callback of a request failed; the request is aborted")
                 self.end.listener = None
                 self.abort()
 
     def finish(self) -> None:
-        """It has ended, one way or the other."""
+        """Mark the sequence as ended."""
         if self.end.is_aborted:
             self.end.finish_reason = self.end.finish_reason or "abort"
         self.end.is_finished = True
 
     def restart(self) -> None:
-        """It begins again: what has been read of its prompt is of no use any more."""
+        """Discard what was read of the prompt, because the sequence starts again."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Generation(Sequence):
-    """A prompt whose answer is generated.
+    """Prompt whose output is generated.
 
     Attributes:
-      params: resolved, see `SamplingParams.resolve`.
-      seed: of this answer.
+      params: resolved sampling parameters, see `SamplingParams.resolve`.
+      seed: random seed of this output.
       end_tokens: tokens that end it.
-      bad_words: tokens of those that must not come.
-      detokenizer: makes text of its tokens.
-      matcher: says which tokens may come next; None: all may.
-      token_ids, logprobs: generated so far.
-      prompt_logprobs: of the prompt's tokens from the second one on, if asked for.
-      lock: is held while it changes, as others may look at it meanwhile.
+      bad_words: token ids of each banned word.
+      detokenizer: converter of its tokens to text.
+      matcher: source of the tokens that a grammar allows; None if all are allowed.
+      token_ids, logprobs: generated tokens and their log-probabilities so far.
+      prompt_logprobs: log-probabilities of the prompt's tokens after the first, if requested.
+      lock: held while the output changes, because other threads may read it.
     """
 
     params: SamplingParams
@@ -418,10 +423,10 @@ class Generation(Sequence):
         return self.token_ids
 
     def extend(self, tokens: abc.Iterable[int]) -> int:
-        """Goes on with tokens as far as it goes on at all; a negative one says that logits are not finite.
+        """Append tokens until the output ends. A negative token reports non-finite logits or that no token is allowed.
 
         Returns:
-          How many of them belong to it.
+          The number of tokens that belong to the output.
         """
         before = len(self.token_ids)
         for token in tokens:
@@ -443,14 +448,14 @@ class Generation(Sequence):
         return len(self.token_ids) - before
 
     def take(self, index: int, first: int) -> CompletionOutput:
-        """What is new since this was asked last. The text ends before what ended it, unless that is to be in it.
+        """Return what is new since the last call. The text excludes what ended it, unless the parameters include that.
 
         Args:
-          index: which of its request's answers it is.
-          first: number of its tokens that have been taken.
+          index: index of the output in its request.
+          first: number of tokens that earlier calls returned.
         """
         with self.lock:
-            reason = self.end.finish_reason  # an abort may set it meanwhile
+            reason = self.end.finish_reason  # read once: an abort may set it meanwhile
             if not self.params.stop:
                 self._read()
             if reason is not None:
@@ -460,7 +465,7 @@ class Generation(Sequence):
             return CompletionOutput(index, self.detokenizer.take(), new, reason, self.end.stop_reason, logprobs)
 
     def _read(self) -> int | None:
-        """Hands the detokenizer what is new; how many tokens remain where a stop string ends the answer."""
+        """Pass new tokens to the detokenizer; return how many tokens remain if a stop string ended the output."""
         count = len(self.token_ids)
         is_end = self.end.finish_reason == "stop" and count > 0 and self.token_ids[-1] in self.end_tokens
         count -= is_end and not self.params.include_stop_str_in_output
@@ -476,39 +481,47 @@ class Generation(Sequence):
 
     @property
     def can_grow(self) -> bool:
-        """Whether its prompt's last row has been launched, and more tokens may be."""
-        has_pages = not (self.awaits_compression or self.is_aside)
+        """True if the prompt's last token has been launched and more tokens may follow."""
+        has_pages = not (self.awaits_compression or self.is_swapped_out)
         return 0 < self.progress.scheduled < self.most and has_pages
 
     @property
     def awaits_compression(self) -> bool:
-        """Whether its next token is not to be computed before its prompt is compressed."""
+        """True if the prompt has to be compressed before the next token is computed."""
         is_to_be = self.planned.options.compress is not None and not self.progress.is_whole
         return is_to_be and self.progress.compressed is None
 
     @property
     def may_begin_again(self) -> bool:
-        # Its second token would be computed with the whole prompt, beside a first one that is told already.
+        # Its first token was returned already. After a restart the full KV would decide on the second one.
         return super().may_begin_again and not (self.awaits_compression and self.token_ids)
 
     def allowed(self, count: int) -> Bits | None:
-        """What may come behind `count` tokens, at least those there are, if it `may_go_on`; None: that is not known."""
+        """Return the tokens allowed after `count` tokens, if it `may_go_on`; None if they are not known.
+
+        Args:
+          count: a number of tokens, at least `length`.
+        """
         return None if self.matcher is None else self.matcher.mask(count - self.length)
 
     @property
     def forced(self) -> abc.Sequence[int]:
-        """Tokens that must come behind those there are, if it `may_go_on`: as far as something comes behind them.
+        """Tokens that the grammar forces next, if it `may_go_on`, up to a point after which the output continues.
 
-        None, where their log-probabilities are asked for, or the prompt is compressed: these come of windows.
+        Empty if log-probabilities are requested or the prompt is compressed: then single decode steps compute these
+        tokens.
         """
-        comes_of_windows = self.params.logprobs is not None or self.planned.options.compress is not None
-        if self.matcher is None or comes_of_windows:
+        is_decoded = self.params.logprobs is not None or self.planned.options.compress is not None
+        if self.matcher is None or is_decoded:
             return ()
-        told = self.matcher.allowed()
-        return told.forced if told.behind is not None else told.forced[:-1]
+        following = self.matcher.allowed()
+        return following.forced if following.after is not None else following.forced[:-1]
 
     def may_go_on(self, patience: float = 0.0) -> bool:
-        """See `Sequence`. One that its matcher says is complete has ended, and one that fails it."""
+        """Return whether the allowed tokens are known, see `Sequence`.
+
+        End the output if its grammar is complete, and fail it if the grammar raises an error.
+        """
         if self.matcher is None:
             return True
         if self.is_done or not self.matcher.wait(patience):
@@ -530,7 +543,14 @@ class Generation(Sequence):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Forced(Sequence):
-    """A prompt that ends in the continuation to be scored; its plan wants the logits that predict the continuation."""
+    """Prompt that ends in a continuation to be scored. Its plan requests the logits that predict the continuation.
+
+    Attributes:
+      keep_logits: whether to keep the logits.
+      logprobs: log-probability of each token of the continuation.
+      greedy: whether each of them is the most likely token.
+      logits: logits that predict each of them, float32 [V], if kept.
+    """
 
     keep_logits: bool
     logprobs: list[np.float32] = field(default_factory=list)
@@ -542,7 +562,7 @@ class Forced(Sequence):
         return len(self.logprobs) == np.count_nonzero((depth := self.progress.plan.depth) == depth.max())
 
     def append(self, logprob: np.float32, is_greedy: np.bool_, logits: npt.NDArray[np.float32] | None) -> None:
-        """Goes on with the score of a token."""
+        """Append the score of a token."""
         self.logprobs.append(logprob)
         self.greedy.append(is_greedy)
         if logits is not None and self.keep_logits:
@@ -557,7 +577,7 @@ class Forced(Sequence):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PooledSequence(Sequence):
-    """A prompt whose last token's hidden state behind the last norm is wanted, float32 [M]."""
+    """Prompt whose last hidden state after the final norm is requested, float32 [M]."""
 
     hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
 
@@ -566,7 +586,7 @@ class PooledSequence(Sequence):
         return bool(self.hidden)
 
     def append(self, hidden: npt.NDArray[np.float32]) -> None:
-        """It is there."""
+        """Store the hidden state of the last token."""
         self.hidden.append(hidden)
         if not np.isfinite(hidden).all():
             self.fail(NOT_FINITE)

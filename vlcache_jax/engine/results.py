@@ -1,4 +1,4 @@
-"""What has been launched and is read later: first tokens, windows of tokens, scores of given tokens."""
+"""Results that were launched and are read later: first tokens, tokens of decode programs, scores, hidden states."""
 
 from __future__ import annotations
 
@@ -19,86 +19,91 @@ from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
 from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.engine.compressed_pages import Compression
 from vlcache_jax.engine.decode_slots import DecodeSlots
-from vlcache_jax.engine.prefilling import Launched, Passage
+from vlcache_jax.engine.prefilling import ForwardPass, LaunchedStep
+from vlcache_jax.engine.readiness import PrefillPlan
 from vlcache_jax.engine.request import Forced, Generation, PooledSequence, Sequence
-from vlcache_jax.engine.scheduler import Ready
 from vlcache_jax.reuse.policies import Plan
 
 
 class Results:
-    """Results under way, which are read once.
+    """Results in flight, which are read once.
 
     Args:
-      sequences: whose they are.
+      sequences: the sequences that they belong to.
     """
 
     def __init__(self, sequences: abc.Iterable[Sequence]):
         self._attempts = {sequence: sequence.progress.attempt for sequence in sequences}
 
     def read(self) -> abc.Iterator[Sequence]:
-        """Waits for the results and enters them; yields the sequences of which there is more."""
+        """Wait for the results, store them, and yield the sequences that changed."""
         raise NotImplementedError
 
     def _counts(self, sequence: Sequence) -> bool:
-        """Whether what is read of a sequence still counts."""
-        lease = sequence.progress.lease
-        is_sound = sequence.progress.compressed is not None or (lease is not None and not lease.is_lost)
+        """Return whether results of a sequence are still valid."""
+        block_table = sequence.progress.block_table
+        is_sound = sequence.progress.compressed is not None or (block_table is not None and not block_table.is_lost)
         return is_sound and self._attempts[sequence] == sequence.progress.attempt and not sequence.end.is_finished
 
 
-class Flight:
-    """Results under way, read in the order in which they were launched, and who leaves behind them.
+class InFlightResults:
+    """Queue of the results in flight, in launch order, and of the sequences that leave after them.
 
-    What lies outside the pool may be given back when everything launched until then has been read.
+    Memory outside the pool may be released when everything launched before has been read.
 
     Attributes:
-      launched, read: of all results, so many.
+      launched, read: numbers of results launched and read so far.
     """
 
     def __init__(self) -> None:
         self.launched = self.read = 0
         self._results: deque[Results] = deque()
-        self._leaving: deque[tuple[int, Sequence]] = deque()  # and how many must have been read before it may leave
+        self._leaving: deque[tuple[int, Sequence]] = deque()  # with the number of results to read before
 
     @property
     def unread(self) -> int:
-        """How many there are."""
+        """Number of results in the queue."""
         return len(self._results)
 
     @property
     def oldest(self) -> Results:
-        """What is to be read next."""
+        """Results that are read next."""
         return self._results[0]
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether anything is, or anybody has not left."""
+    def is_in_flight(self) -> bool:
+        """True if results are unread or sequences have not left."""
         return bool(self._results or self._leaving)
 
     def add(self, results: Results) -> None:
-        """These have been launched."""
+        """Append results that were launched."""
         self.launched += 1
         self._results.append(results)
 
     def pass_oldest(self) -> None:
-        """It has been read."""
+        """Remove the oldest results after they were read."""
         self._results.popleft()
         self.read += 1
 
     def leave(self, sequence: Sequence, *, now: bool) -> None:
-        """A sequence lets go of what it holds, now or when all that has been launched has been read."""
+        """Release a sequence's cache reservation.
+
+        Args:
+          sequence: the sequence.
+          now: whether to release it immediately, instead of after everything launched so far has been read.
+        """
         if now:
             _leave(sequence)
         else:
             self._leaving.append((self.launched, sequence))
 
     def let_leave(self) -> None:
-        """Those leave behind whom everything has been read."""
+        """Release the sequences for which everything launched before they ended has been read."""
         while self._leaving and self._leaving[0][0] <= self.read:
             _leave(self._leaving.popleft()[1])
 
     def clear(self) -> None:
-        """Nothing of it will be read."""
+        """Discard all results without reading them."""
         self._results.clear()
         self.read = self.launched
         self.let_leave()
@@ -110,24 +115,24 @@ def _leave(sequence: Sequence) -> None:
 
 
 class Tokens(Results):
-    """Tokens of answers.
+    """Tokens of outputs.
 
     Args:
-      answers: whose; one for each row.
-      sampled: of each program that chose them [B], or of a window [tokens, B]; tokens that follow each other.
-      launched: the prefill that they follow; None: they go on.
-      first: row of the first answer.
-      forced: of each, tokens before these that nobody had to choose.
+      answers: the outputs, one for each row from `first` on.
+      sampled: tokens that each program sampled, [B], or that a decode program sampled, [tokens, B], in order.
+      launched: the prefill chunk that they follow; None if they continue outputs.
+      first: row of the first output.
+      forced: for each output, tokens before the sampled ones that its grammar forced.
 
     Attributes:
-      size: rows that its programs had, padding included.
+      size: rows of the programs, including padding.
     """
 
     def __init__(
         self,
         answers: abc.Sequence[Generation],
         sampled: abc.Sequence[SampledTokens],
-        launched: Launched | None = None,
+        launched: LaunchedStep | None = None,
         first: int = 0,
         forced: abc.Iterable[list[int]] = itertools.repeat([]),
     ):
@@ -139,9 +144,9 @@ class Tokens(Results):
         jax.copy_to_host_async(self._arrays)
 
     def read(self) -> abc.Iterator[Sequence]:
-        token, *told = (_steps(parts) for parts in zip(*self._arrays, strict=True))
+        token, *logprobs = (_steps(parts) for parts in zip(*self._arrays, strict=True))
         if token.ndim == 1:
-            token, *told = token[None], *(x[None] for x in told)
+            token, *logprobs = token[None], *(x[None] for x in logprobs)
         now = time.perf_counter()
         for row, (answer, forced) in enumerate(zip(self._answers, self._forced, strict=False), self._first):
             if not self._counts(answer):
@@ -154,24 +159,24 @@ class Tokens(Results):
                 _note_delivery(answer, now)
                 wanted = answer.params.logprobs
                 for i in range(count if wanted is not None else 0):
-                    answer.logprobs.append(_logprob(wanted or 0, new[i], *(x[i, row] for x in told)))
+                    answer.logprobs.append(_logprob(wanted or 0, new[i], *(x[i, row] for x in logprobs)))
             if answer.matcher is not None and not answer.is_done:
                 answer.matcher.advance(new)
             yield answer
 
 
 class ScoreResult(Results):
-    """Scores of the tokens that follow a prefill's rows.
+    """Scores of the tokens that follow the tokens of a prefill chunk.
 
     Args:
-      given: (row of the hidden states, whose, the token that follows), in the order of rows.
+      given: (row of the hidden states, sequence, token that follows), sorted by row.
     """
 
-    def __init__(self, runner: Runner, launched: Launched, given: abc.Sequence[tuple[int, Sequence, int]]):
+    def __init__(self, runner: Runner, launched: LaunchedStep, given: abc.Sequence[tuple[int, Sequence, int]]):
         super().__init__(sequence for _, sequence, _ in given)
         self._launched = launched
         self._slices: list[tuple[list[tuple[int, Sequence, int]], tuple[jax.Array, ...], jax.Array | None]] = []
-        most = runner.ladder.max_sequences
+        most = runner.buckets.max_sequences
         for some in _within(most, given):
             first = some[0][0]
             logits, begin = runner.head(launched.x, first, min(most, len(launched.x)))
@@ -192,7 +197,7 @@ class ScoreResult(Results):
                 _note_prefill(sequence, self._launched)
                 _note_delivery(sequence, now)
         for rows, scored, logits in self._slices:
-            logprob, greedy, *told = map(np.asarray, scored)
+            logprob, greedy, *top = map(np.asarray, scored)
             kept = None if logits is None else np.asarray(logits)
             for row, sequence, token in rows:
                 if not self._counts(sequence):
@@ -201,7 +206,7 @@ class ScoreResult(Results):
                     sequence.append(logprob[row], greedy[row], None if kept is None else kept[row].copy())
                 elif isinstance(sequence, Generation) and not sequence.token_ids:
                     count = sequence.params.prompt_logprobs or 0
-                    sequence.prompt_logprobs.append(_logprob(count, token, logprob[row], *(x[row] for x in told)))
+                    sequence.prompt_logprobs.append(_logprob(count, token, logprob[row], *(x[row] for x in top)))
         yield from (sequence for sequence in self._attempts if self._counts(sequence) and isinstance(sequence, Forced))
 
 
@@ -209,14 +214,14 @@ class HiddenResult(Results):
     """Hidden states of the last tokens of prompts.
 
     Args:
-      given: (row of the hidden states, whose), in the order of rows.
+      given: (row of the hidden states, sequence), sorted by row.
     """
 
-    def __init__(self, runner: Runner, launched: Launched, given: abc.Sequence[tuple[int, PooledSequence]]):
+    def __init__(self, runner: Runner, launched: LaunchedStep, given: abc.Sequence[tuple[int, PooledSequence]]):
         super().__init__(sequence for _, sequence in given)
         self._launched = launched
         self._slices: list[tuple[list[tuple[int, PooledSequence]], jax.Array]] = []
-        for some in _within(runner.ladder.max_sequences, given):
+        for some in _within(runner.buckets.max_sequences, given):
             states, begin = runner.last_hidden(launched.x, some[0][0])
             self._slices.append(([(row - begin, one) for row, one in some], states))
             jax.copy_to_host_async(states)
@@ -233,14 +238,15 @@ class HiddenResult(Results):
                     yield sequence
 
 
-class Prefilled(Results):
-    """A prefill step: its scores, then its hidden states and first tokens, if there are any.
+class PrefillResult(Results):
+    """Results of a prefill chunk: scores, then hidden states and first tokens.
 
     Args:
-      parts: of its results.
+      launched: the prefill chunk.
+      parts: its results.
     """
 
-    def __init__(self, launched: Launched, parts: abc.Sequence[Results]):
+    def __init__(self, launched: LaunchedStep, parts: abc.Sequence[Results]):
         super().__init__(())
         self._launched, self._parts = launched, parts
 
@@ -252,8 +258,8 @@ class Prefilled(Results):
             yield from part.read()
 
 
-class Recorded(Results):
-    """What records are to hold of all that has been launched: it leaves the device behind the results before this."""
+class WriterMark(Results):
+    """Marker in the queue: when it is read, the writer may fill cache entries with everything launched before."""
 
     def __init__(self, writer: Writer):
         super().__init__(())
@@ -264,13 +270,13 @@ class Recorded(Results):
         yield from ()
 
 
-class Observed(Results):
-    """How sparse the attention of a prompt's last rows is.
+class ObservationResult(Results):
+    """Sparsity of the attention of a prompt's last tokens.
 
     Args:
-      answer: whose prompt.
-      zeros: int32 [L, H], see `vlcache_jax.device.programs.compress.Observe`.
-      found: is called with it.
+      answer: the output whose prompt was observed.
+      zeros: counts, int32 [L, H], see `vlcache_jax.device.programs.compress.Observe`.
+      found: called with the counts.
     """
 
     def __init__(self, answer: Generation, zeros: jax.Array, found: abc.Callable[[np.ndarray], None]):
@@ -284,11 +290,11 @@ class Observed(Results):
 
 
 class CompressionResult(Results):
-    """What an answer goes on with.
+    """Compression of an output's prompt.
 
     Args:
-      compression: but for its seconds.
-      took: these.
+      compression: the compression, without its seconds.
+      took: seconds on the device.
     """
 
     def __init__(self, answer: Generation, compression: Compression, took: abc.Sequence[Future[float]]):
@@ -297,33 +303,35 @@ class CompressionResult(Results):
 
     def read(self) -> abc.Iterator[Sequence]:
         for answer in filter(self._counts, self._attempts):
-            told = answer.told
-            told.metrics.compress = sum((seconds.result() for seconds in self._took), 0.0)
-            told.compression = dataclasses.replace(self._compression, seconds=told.metrics.compress)
+            report = answer.report
+            report.metrics.compress = sum((seconds.result() for seconds in self._took), 0.0)
+            report.compression = dataclasses.replace(self._compression, seconds=report.metrics.compress)
         yield from ()
 
 
-def after_prefill(runner: Runner, lanes: DecodeSlots, launched: Launched) -> Prefilled:
-    """Launches what follows a prefill step, and is read after it."""
+def after_prefill(runner: Runner, decode_slots: DecodeSlots, launched: LaunchedStep) -> PrefillResult:
+    """Launch what follows a prefill chunk: scores, hidden states and the first tokens."""
     wanted = list(enumerate(launched.step.wanted))
     answers = [(row, s) for row, (s, i) in wanted if isinstance(s, Generation) and i == s.length - 1]
     given = [(row, s, int(s.layout.token_ids[i + 1])) for row, (s, i) in wanted if i < len(s.layout) - 1]
     parts: list[Results] = [ScoreResult(runner, launched, given)] if given else []
     if pooled := [(row, s) for row, (s, _) in wanted if isinstance(s, PooledSequence)]:
         parts.append(HiddenResult(runner, launched, pooled))
-    # Rows of answers follow each other, unless something else is wanted between them.
+    # The rows of outputs are consecutive unless scores or hidden states are requested as well.
     groups = [answers] if not parts else [[one] for one in answers]
     for group in filter(None, groups):
         sequences = [sequence for _, sequence in group]
         logits, begin = runner.head(launched.x, group[0][0], len(group))
-        first = group[0][0] - begin  # near the end of a step, logits of rows before it come, too
+        first = group[0][0] - begin  # near the end of a chunk, the head also returns logits of earlier rows
         steps = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
-        parts.append(Tokens(sequences, [runner.sample(logits, lanes.open(sequences), steps, first)], launched, first))
-    return Prefilled(launched, parts)
+        parts.append(
+            Tokens(sequences, [runner.sample(logits, decode_slots.open(sequences), steps, first)], launched, first)
+        )
+    return PrefillResult(launched, parts)
 
 
 def _within[T: tuple[Any, ...]](most: int, given: abc.Sequence[T]) -> abc.Iterator[list[T]]:
-    """Those of (row, ...), in the order of rows, that stand among `most` rows, together."""
+    """Yield groups of (row, ...), sorted by row, that each lie within `most` consecutive rows."""
     rest = list(given)
     while rest:
         some = [one for one in rest[:most] if one[0] < rest[0][0] + most]
@@ -332,74 +340,77 @@ def _within[T: tuple[Any, ...]](most: int, given: abc.Sequence[T]) -> abc.Iterat
 
 
 def free(decoding: abc.Iterable[Sequence]) -> list[Generation]:
-    """Of those whose prompts have been launched the answers that may go on as they like."""
+    """Return the outputs that can grow and that no grammar constrains."""
     return [one for one in decoding if isinstance(one, Generation) and one.matcher is None and one.can_grow]
 
 
 def held(decoding: abc.Iterable[Sequence], until: float = 0.0) -> list[Generation]:
-    """Those that are held to something, and of which it is known what may come next, or will be by then."""
+    """Return the outputs under a grammar whose next allowed tokens are known, or become known by the time `until`."""
     found = [one for one in decoding if isinstance(one, Generation) and one.matcher is not None and one.can_grow]
     return [one for one in found if one.may_go_on(until - time.perf_counter()) and _is_known(one)]
 
 
 def _is_known(answer: Generation) -> bool:
-    """Whether it is known what may come behind all that has been launched of it."""
+    """Return whether the tokens allowed after everything launched so far are known."""
     return answer.allowed(answer.progress.scheduled) is not None
 
 
-def decodable(runner: Runner, lanes: DecodeSlots, active: abc.Sequence[Generation], tokens: int) -> int:
-    """How many of these answers go on together now: all, or fewer while a warm-up compiles the window for all."""
+def decodable(runner: Runner, decode_slots: DecodeSlots, active: abc.Sequence[Generation], tokens: int) -> int:
+    """Return how many of these outputs decode together: all, or fewer while a warm-up compiles the program for all."""
     if not runner.programs.is_warming:
         return len(active)
-    leases = [one.progress.compressed for one in active if one.progress.compressed is not None]
-    pages = max((len(table) for lease in leases for table in lease.tables), default=None)
-    return runner.fitting.decodable(lanes.rows(active), tokens, pages)
+    block_tables = [one.progress.compressed for one in active if one.progress.compressed is not None]
+    pages = max((len(table) for block_table in block_tables for table in block_table.tables), default=None)
+    return runner.fitting.decodable(decode_slots.rows(active), tokens, pages)
 
 
-def decode(runner: Runner, lanes: DecodeSlots, active: abc.Sequence[Generation], tokens: int) -> Tokens:
-    """Lets answers go on by up to `tokens` tokens each; the prompts of all are compressed, or of none."""
+def decode(runner: Runner, decode_slots: DecodeSlots, active: abc.Sequence[Generation], tokens: int) -> Tokens:
+    """Launch up to `tokens` more tokens of each output. The prompts of all outputs are compressed, or of none."""
     first = np.array([sequence.progress.scheduled for sequence in active], np.int32)
     last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
-    lanes.hold(active, [sequence.progress.scheduled for sequence in active])
-    rows, end = lanes.rows(active), np.stack([first, last])
-    leases = [sequence.progress.compressed for sequence in active if sequence.progress.compressed is not None]
-    if leases:
-        tables, kept = [lease.tables for lease in leases], np.stack([lease.kept for lease in leases], 1)
+    decode_slots.hold(active, [sequence.progress.scheduled for sequence in active])
+    rows, end = decode_slots.rows(active), np.stack([first, last])
+    block_tables = [sequence.progress.compressed for sequence in active if sequence.progress.compressed is not None]
+    if block_tables:
+        tables, kept = (
+            [block_table.tables for block_table in block_tables],
+            np.stack([block_table.kept for block_table in block_tables], 1),
+        )
         end -= np.array([len(sequence.layout) for sequence in active], np.int32)
         return Tokens(active, runner.compressed_window(rows, tables, kept, end, tokens))
-    pages = [sequence.progress.lease.table for sequence in active if sequence.progress.lease is not None]
+    pages = [sequence.progress.block_table.table for sequence in active if sequence.progress.block_table is not None]
     return Tokens(active, runner.window(rows, pages, end, tokens))
 
 
 def run_on(
-    runner: Runner, lanes: DecodeSlots, prefills: abc.Sequence[Prefill]
+    runner: Runner, decode_slots: DecodeSlots, prefills: abc.Sequence[Prefill]
 ) -> abc.Iterator[tuple[Step, Tokens | None]]:
-    """Lets answers go on by tokens that are forced, whose prefills these are, and by one that is chosen behind them.
+    """Launch the forced tokens in `prefills`, and one sampled token after them for each output.
 
-    Returns:
-      Of each step the tokens of the answers whose last forced token is in it; None: there are none.
+    Yields:
+      Each chunk with the tokens of the outputs whose last forced token is in it; None if there are none.
     """
     if not prefills:
         return
     answers = [one.sequence for one in prefills if isinstance(one.sequence, Generation)]
     tokens = [prefill.layout.token_ids[len(prefill.sequence.layout) :].tolist() for prefill in prefills]
     forced = [prefill.layout.token_ids[prefill.cached + 1 :].tolist() for prefill in prefills]
-    choosing, counts = lanes.go_on(answers, tokens), np.array(list(map(len, tokens)), np.int32)
+    choosing, counts = decode_slots.go_on(answers, tokens), np.array(list(map(len, tokens)), np.int32)
     layers = runner.config.text.num_layers
-    for step in prefill_steps(prefills, runner.ladder, runner.num_slots, layers):
-        passage = Passage(runner, step)
-        passage.advance(layers)
+    for step in prefill_steps(prefills, runner.buckets, runner.num_slots, layers):
+        forward_pass = ForwardPass(runner, step)
+        forward_pass.advance(layers)
         ends = [answers.index(one) for one, _ in step.wanted if isinstance(one, Generation)]
         if not ends:
             yield step, None
             continue
-        logits, _ = runner.head(passage.x, 0, len(ends))
+        logits, _ = runner.head(forward_pass.x, 0, len(ends))
         sampled = runner.sample(logits, choosing[ends], counts[ends])
         yield step, Tokens([answers[i] for i in ends], [sampled], forced=[forced[i] for i in ends])
 
 
 def _steps(parts: abc.Sequence[jax.Array]) -> np.ndarray:
-    """What programs chose that followed each other."""
+    """Return the tokens of consecutive programs as one array."""
     return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -408,72 +419,74 @@ def _logprob(count: int, token: int, logprob: Any, rank: Any, top_logprob: Any, 
     return Logprob(float(logprob), top, token, int(rank))
 
 
-def _note_prefill(sequence: Sequence, launched: Launched) -> None:
-    """How long the device took for what the first token waited for."""
-    metrics = sequence.told.metrics
-    if sequence.generated or metrics.prefill:  # it was put back, and has been timed
+def _note_prefill(sequence: Sequence, launched: LaunchedStep) -> None:
+    """Add the device times of everything that the first token waited for."""
+    metrics = sequence.report.metrics
+    if sequence.generated or metrics.prefill:  # timed before a preemption
         return
     for name, seconds in launched.took:
         setattr(metrics, name, getattr(metrics, name) + seconds.result())
 
 
 def _note_delivery(sequence: Sequence, now: float) -> None:
-    """Some of its results have come."""
-    told, metrics = sequence.told, sequence.told.metrics
+    """Note the time of new results."""
+    report, metrics = sequence.report, sequence.report.metrics
     if not metrics.ttft:
-        metrics.ttft = metrics.identified + now - told.arrived_at
+        metrics.ttft = metrics.identified + now - report.arrived_at
         on_device = metrics.transfer + metrics.link + metrics.encode + metrics.prefill
-        metrics.first_token = max(0.0, now - told.arrived_at - metrics.queue - on_device)
+        metrics.first_token = max(0.0, now - report.arrived_at - metrics.queue - on_device)
     else:
-        told.gaps.append(now - told.delivered)
-        metrics.decode += now - told.delivered
-    told.delivered = now
+        report.gaps.append(now - report.delivered)
+        metrics.decode += now - report.delivered
+    report.delivered = now
 
 
-def _note_chosen(launched: Launched, chosen: jax.Array) -> None:
-    """Puts what was chosen on the device into the plan, for the report."""
-    [prefill] = launched.turn.prefills
-    told, selection = prefill.sequence.told, launched.step.selection
-    assert told.ran is not None
+def _note_chosen(launched: LaunchedStep, chosen: jax.Array) -> None:
+    """Enter the tokens that the device selected into the reported plan."""
+    [prefill] = launched.group.prefills
+    report, selection = prefill.sequence.report, launched.step.selection
+    assert report.ran is not None
     assert selection is not None
     candidates = selection.tokens[np.asarray(chosen)[selection.must : selection.must + selection.keep[0]]]
-    depth = told.ran.depth.copy()
+    depth = report.ran.depth.copy()
     for rank, token in enumerate(candidates):
         depth[token] = selection.policy.check_layer + 1 + sum(rank < count for count in selection.keep)
-    told.ran = Plan(depth)
+    report.ran = Plan(depth)
 
 
-# What is told of a sequence beside its tokens.
+# The report of a sequence (`SequenceReport`).
 
 
 def note_arrival(sequence: Sequence, called_at: float | None) -> None:
-    """It has arrived, with a call of this time, or with none."""
-    sequence.told.arrived_at = now = time.perf_counter()
-    sequence.told.called_at = now if called_at is None else called_at
+    """Note that a sequence arrived, and when it was called; None if the call has no time."""
+    sequence.report.arrived_at = now = time.perf_counter()
+    sequence.report.called_at = now if called_at is None else called_at
 
 
 def note_admitted(sequence: Sequence, wave: int) -> None:
-    """It has got pages, in a pass of this number."""
-    told = sequence.told
-    told.metrics.queue, told.metrics.wave = time.perf_counter() - told.arrived_at, wave
+    """Note that a sequence received pages in the pass `wave`."""
+    report = sequence.report
+    report.metrics.queue, report.metrics.wave = time.perf_counter() - report.arrived_at, wave
 
 
-def note_ready(sequence: Sequence, found: Ready) -> None:
-    """What it computes. That is what it is told to have computed, the first time; again, if it had to be changed and no
-    answer has begun."""
-    told, lease = sequence.told, sequence.progress.lease
-    assert lease is not None
-    if told.ran is None or (found.images is not sequence.progress.images and not sequence.generated):
-        told.ran, told.cached = found.plan.behind(lease.cached), lease.cached
+def note_ready(sequence: Sequence, found: PrefillPlan) -> None:
+    """Note the plan that a sequence runs, for its report.
+
+    The first plan counts. A later one replaces it if images changed and no output has begun.
+    """
+    report, block_table = sequence.report, sequence.progress.block_table
+    assert block_table is not None
+    if report.ran is None or (found.images is not sequence.progress.images and not sequence.generated):
+        report.ran, report.cached = found.plan.after(block_table.cached), block_table.cached
 
 
 def note_launched(sequence: Sequence, first: float) -> None:
-    """Programs of it have been launched, the first one at this time."""
-    told = sequence.told
-    told.metrics.launched = told.metrics.launched or first - told.called_at
+    """Note when the first program of a sequence was launched."""
+    report = sequence.report
+    report.metrics.launched = report.metrics.launched or first - report.called_at
 
 
 def note_ended(sequence: Sequence) -> None:
-    """It has ended."""
-    metrics = sequence.told.metrics
-    metrics.e2e = metrics.identified + time.perf_counter() - sequence.told.arrived_at
+    """Note the time of the end."""
+    metrics = sequence.report.metrics
+    metrics.e2e = metrics.identified + time.perf_counter() - sequence.report.arrived_at

@@ -1,7 +1,7 @@
-"""Cached KV on its way to the device: linked into the pool, encoded, and kept in the device tier.
+"""Cached KV on the device: linked into the pool, converted to the cache's format, and kept in the device tier.
 
-An `Upload` brings the KV of a prefill group's images into the pool, some layers at a time, so that computing can begin
-with the first layers.
+An `Upload` brings the KV of a prefill group's images into the pool, some layers at a time, so that computation can
+begin with the first layers.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from vlcache_jax.device.programs.base import Stored
 from vlcache_jax.device.programs.memory import Code, EmptyTier, KeepLayer, KeepRows, Link, Recall
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Prefill, Step, linked_images
-from vlcache_jax.engine.scheduler import PATIENCE
+from vlcache_jax.engine.readiness import PATIENCE
 from vlcache_jax.inputs.layout import ImageSpan
 
 Array = jax.Array | np.ndarray
-Images = list[list[jax.Array]]  # of each image its planes
+Images = list[list[jax.Array]]  # the buffers of each image
 
 
 class DeviceCopies:
-    """Runs the programs that move what is stored.
+    """Programs that move cached data.
 
     Args:
-      runner: whose device and pool it is.
-      tier: says where in the device tier everything lies.
+      runner: runner with the device and its pool.
+      tier: index of the device tier.
     """
 
     def __init__(self, runner: Runner, tier: DeviceTier):
@@ -42,29 +42,31 @@ class DeviceCopies:
         self._arrays: tuple[list[list[jax.Array]], jax.Array] | None = None
 
     def reset(self) -> None:
-        """What the device held is gone."""
+        """Discard the device tier and its index."""
         self.tier.clear()
         self._arrays = None
 
     def prepare(self) -> None:
-        """Makes what the device tier holds; returns when it is there."""
+        """Allocate the device tier and wait for it."""
         if self.tier.num_pages:
             jax.block_until_ready(self._now())
 
     def link(
         self, layers: slice, images: abc.Sequence[list[jax.Array]], places: Array, where: jax.Array | None
     ) -> jax.Array:
-        """Writes stored K, V of images into some layers of the pool, and into the device tier if there is one.
+        """Write cached KV of images into some layers of the pool, and into the device tier if there is one.
 
         Args:
-          images: of each its planes in these layers, see `Runner.put`; none: they are in the device tier.
-          places: of each image where its tokens belong, see `Runner.places`; of those in the device tier of all
-            together, [1, 4, n], n a rung of `recall_rungs`.
-          where: of all their tokens, padded, the place in the device tier, int32: where they go, those beyond it not
-            being kept, or where they come from, in the order that `kernels.link` asks of `source`.
+          layers: the layers.
+          images: buffers of each image in these layers, see `Runner.put`; empty if the images are in the device tier.
+          places: places of each image's tokens, see `Runner.places`. For images in the device tier, those of all
+            together, [1, 4, n], n a bucket of `recall_buckets`.
+          where: places in the device tier of all tokens, padded, int32. Without `images` they are the sources, in the
+            order of `source` of `kernels.link`. Otherwise they are the targets, and tokens beyond the tier are not
+            kept. None if there is no device tier.
 
         Returns:
-          Something to wait for.
+          An array that is ready after the link.
         """
         run, constants, size = self.runner.run, self.runner.constants[layers], places.shape[2]
         with self.runner.pool.taken() as pool:
@@ -85,13 +87,14 @@ class DeviceCopies:
         return done
 
     def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> abc.Sequence[Stored]:
-        """What a step computed of records to be filled: codes it, and keeps it in the device tier, if there is room.
+        """Convert the KV that a chunk computed to the cache's format, and keep it in the device tier if there is room.
 
         Args:
-          captured: of each layer its rows' keys before rotation and values.
+          step: the chunk.
+          captured: for each layer, the keys before rotation and the values of its tokens.
 
         Returns:
-          Of each layer the same as it is stored.
+          For each layer, the KV in the cache's format.
         """
         layers: list[Stored] = [*captured]
         if self.runner.shapes.kv.codec is not None:
@@ -102,17 +105,17 @@ class DeviceCopies:
         return layers
 
     def stage(self, source: Index, place: Index) -> None:
-        """Makes encoder row `source[i]` of the device tier encoder row `place[i]` of the next step."""
-        rungs = self.runner.token_rungs
-        for first in range(0, len(source), rungs[-1]):
-            some, to = source[first : first + rungs[-1]], place[first : first + rungs[-1]]
-            missing = round_up(len(some), rungs) - len(some)
-            nowhere = self.runner.ladder.max_rows + np.arange(missing, dtype=np.int32)
+        """Copy encoder row `source[i]` of the device tier to encoder row `place[i]` of the next chunk."""
+        sizes = self.runner.token_buckets
+        for first in range(0, len(source), sizes[-1]):
+            some, to = source[first : first + sizes[-1]], place[first : first + sizes[-1]]
+            missing = round_up(len(some), sizes) - len(some)
+            nowhere = self.runner.buckets.max_rows + np.arange(missing, dtype=np.int32)
             _, kept = self._now()
             self.runner.restage(kept, np.pad(some, (0, missing)), np.concatenate([to, nowhere]))
 
     def _keep(self, step: Step, layers: abc.Sequence[Stored]) -> None:
-        most = self.runner.ladder.max_rows
+        most = self.runner.buckets.max_rows
         nowhere = self.runner.shapes.kept_tokens + np.arange(most, dtype=np.int32)
         place, row_place = nowhere.copy(), nowhere.copy()
         placements = {placement.image.key: placement for placement in step.placements}
@@ -120,7 +123,7 @@ class DeviceCopies:
             if (own := self.tier.begin(record)) is None:
                 continue
             place[rows] = own[tokens]
-            placement = placements.pop(record.meta.entry, None)  # once: another context of it has none
+            placement = placements.pop(record.meta.entry, None)  # only once, not again for another context
             count = 0
             if placement is not None:
                 row_place[placement.place] = own[placement.image_row]
@@ -141,16 +144,16 @@ class DeviceCopies:
         return self._arrays
 
     def _take(self) -> tuple[list[list[jax.Array]], jax.Array]:
-        """For a program that takes it and returns it."""
+        """Return the arrays for a program that takes and returns them."""
         arrays, self._arrays = self._now(), None
         return arrays
 
 
 class Transfers:
-    """Brings records to the device.
+    """Transfer of cache entries to the device, in a thread of its own.
 
     Args:
-      runner: whose device it is.
+      runner: runner with the device.
     """
 
     def __init__(self, runner: Runner):
@@ -158,7 +161,10 @@ class Transfers:
         self._thread = ThreadPoolExecutor(1, "vlcache-transfers")
 
     def start(self, records: abc.Sequence[Record], layers: slice) -> Images | Future[Images]:
-        """Some layers of records on the device, if need be later. The future has a TierError if one does not come."""
+        """Return some layers of cache entries on the device, or a future of them.
+
+        The future raises a TierError if an entry does not arrive.
+        """
         if not records:
             return []
         if self._runner.reads_in_place:
@@ -169,21 +175,21 @@ class Transfers:
         def put() -> Images:
             for record in records:
                 if not record.wait_for(layers.stop):
-                    raise TierError(f"{record.meta.name} did not come")
+                    raise TierError(f"cache entry {record.meta.name} could not be loaded")
             here = {id(record): self._put(record, layers) for record in records}
             return [here[id(record)] for record in records]  # a prompt may show an image twice
 
         return self._thread.submit(put)
 
     def _put(self, record: Record, layers: slice) -> list[jax.Array]:
-        return self._runner.put([plane[layers] for plane in record.planes])
+        return self._runner.put([buffer[layers] for buffer in record.buffers])
 
     def _lent(self, record: Record, layers: slice) -> list[jax.Array]:
         record.lent[layers.start] = lent = self._put(record, layers)
         return lent
 
     def close(self) -> None:
-        """It brings nothing any more. Nobody waits for what is on its way."""
+        """Stop transfers without waiting for those in progress."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -192,11 +198,12 @@ class _Batch:
     """Images that one program links.
 
     Attributes:
-      records: of the images; empty: they are in the device tier.
-      places: makes those of `Runner.places` when first asked: the first link waits for no others'.
-      where: of images in the device tier, which of its tokens these are; of others, which they become. None: there is
-        no such tier.
-      promoted: the records that get a copy there.
+      records: cache entries of the images; empty if they are in the device tier.
+      places: function that returns `Runner.places` of the images. It is called at the first link, which then need not
+        wait for the places of other batches.
+      where: for images in the device tier, the places to read; for others, the places to write. None if there is no
+        device tier.
+      promoted: cache entries that are copied to the device tier.
     """
 
     records: tuple[Record, ...]
@@ -207,24 +214,24 @@ class _Batch:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """A batch in some layers."""
+    """Part of a batch: its images in some layers."""
 
     batch: _Batch
     layers: slice
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """That have to come."""
-        return sum([plane[self.layers].nbytes for record in self.batch.records for plane in record.planes])
+        """Bytes to transfer for this piece."""
+        return sum([buffer[self.layers].nbytes for record in self.batch.records for buffer in record.buffers])
 
 
 class Upload:
-    """Brings the stored images of some prefills to the device and links them.
+    """Transfer and linking of the cached images of some prefills.
 
     Args:
-      copies: links, and says what is on the device already.
-      transfers: bring records to its device.
-      prefills: these.
+      copies: programs that link, with the index of the device tier.
+      transfers: transfers to the device.
+      prefills: the prefills.
     """
 
     def __init__(self, copies: DeviceCopies, transfers: Transfers, prefills: abc.Iterable[Prefill]):
@@ -234,16 +241,16 @@ class Upload:
         groups = self._runner.shapes.link_groups
         self._waiting = deque(_Piece(batch, layers) for layers in groups for batch in batches)
         self._started: deque[tuple[_Piece, Images | Future[Images]]] = deque()
-        self._linked: deque[tuple[int, jax.Array]] = deque()  # bytes that their programs read until they are ready
+        self._linked: deque[tuple[int, jax.Array]] = deque()  # bytes in use until the array is ready
 
     def advance(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Launches the links whose records are there.
+        """Launch the links whose cache entries have arrived.
 
         Returns:
-          What they read, and what is ready when they have been done.
+          The arrays that the links read, and arrays that are ready after the links.
 
         Raises:
-          TierError: a record does not come.
+          TierError: a cache entry did not arrive.
         """
         read: list[jax.Array] = []
         done: list[jax.Array] = []
@@ -260,38 +267,38 @@ class Upload:
 
     @property
     def layers(self) -> int:
-        """The first layer whose links have not all been launched; beyond the last one if they have."""
+        """First layer with links that are not launched; the number of layers if all are launched."""
         pending = [piece for piece, _ in self._started] or self._waiting
         return pending[0].layers.start if pending else self._runner.config.text.num_layers
 
     def wait(self) -> None:
-        """Waits for what the next link lacks, but not for long: others may arrive meanwhile, or be aborted."""
+        """Wait at most `PATIENCE` seconds for what the next link lacks: other requests may arrive or end meanwhile."""
         if self._started:
             wait([coming for _, coming in self._started if isinstance(coming, Future)][:1], PATIENCE)
         elif self._waiting:
             self._linked[0][1].block_until_ready()
 
     def cancel(self) -> None:
-        """Nobody wants the rest any more."""
+        """Cancel the transfers that have not started."""
         for _, coming in self._started:
             if isinstance(coming, Future):
                 coming.cancel()
 
     def _start(self) -> bool:
-        """Starts transfers, as long as what is on its way is not too much; whether some have been started."""
+        """Start transfers while the bytes in flight are within the limit; return whether any transfer has started."""
         while self._linked and _is_ready(self._linked[0][1]):
             self._linked.popleft()
-        if self._reads_in_place:  # nothing moves, so the next one begins when the one before is linked
+        if self._reads_in_place:  # nothing is transferred, so the next piece begins when the previous one is linked
             if self._waiting and not self._started:
                 self._begin()
             return bool(self._started)
-        under_way = sum([size for size, _ in self._linked]) + sum([piece.nbytes for piece, _ in self._started])
-        while self._waiting and (not under_way or under_way + self._waiting[0].nbytes <= self._runner.transfer_bytes):
-            under_way += self._begin().nbytes
+        in_flight = sum([size for size, _ in self._linked]) + sum([piece.nbytes for piece, _ in self._started])
+        while self._waiting and (not in_flight or in_flight + self._waiting[0].nbytes <= self._runner.transfer_bytes):
+            in_flight += self._begin().nbytes
         return bool(self._started)
 
     def _begin(self) -> _Piece:
-        """Starts the transfer of the next piece."""
+        """Start the transfer of the next piece."""
         piece = self._waiting.popleft()
         self._started.append((piece, self._transfers.start(piece.batch.records, piece.layers)))
         return piece
@@ -308,7 +315,7 @@ def _has_come(coming: Images | Future[Images]) -> bool:
 def _batches(
     copies: DeviceCopies, images: abc.Sequence[tuple[Record, list[tuple[Prefill, ImageSpan]]]]
 ) -> abc.Iterator[_Batch]:
-    """Images that are linked together, and where their tokens belong."""
+    """Yield the images that are linked together, with the places of their tokens."""
     runner, tier = copies.runner, copies.tier
     if tier.num_pages:
         tier.need([record for record, _ in images])
@@ -342,7 +349,7 @@ def _places(runner: Runner, users: abc.Sequence[tuple[Prefill, ImageSpan]], size
 
 
 def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill, ImageSpan]]) -> abc.Iterator[_Batch]:
-    """Of images in the device tier, as many tokens together as one program links, whosever they are."""
+    """Yield batches of images in the device tier, each with as many tokens as one program links."""
     size = sum(len(place) for place, _, _ in here)
     source, slots = np.concatenate([place for place, _, _ in here]), np.full(size, runner.num_slots, np.int32)
     positions = np.zeros((3, size), np.int32)
@@ -352,18 +359,18 @@ def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill, ImageSpan]
         slots[own], positions[:, own] = prefill.to_link[span.tokens], prefill.layout.positions[:, span.tokens]
         first += len(place)
     first = 0
-    for rung in runner.shapes.split_recalls(span.length for _, _, span in here):
-        some = slice(first, first + rung)
-        padded = np.pad(source[some], (0, max(0, first + rung - size)))
-        places = functools.partial(runner.places, [slots[some]], [positions[:, some]], rung)
+    for bucket in runner.shapes.split_recalls(span.length for _, _, span in here):
+        some = slice(first, first + bucket)
+        padded = np.pad(source[some], (0, max(0, first + bucket - size)))
+        places = functools.partial(runner.places, [slots[some]], [positions[:, some]], bucket)
         yield _Batch((), functools.cache(places), runner.devices.put(padded))
-        first += rung
+        first += bucket
 
 
 def _promoted(copies: DeviceCopies, records: abc.Sequence[Record], new: abc.Iterable[Record], size: int) -> jax.Array:
-    """Where in the device tier the tokens of records go on their way, of those that are `new`."""
+    """Return the places in the device tier to which the tokens of `new` entries are copied."""
     tokens = copies.runner.shapes.kept_tokens
-    where = tokens + np.arange(len(records) * size, dtype=np.int32)  # nowhere
+    where = tokens + np.arange(len(records) * size, dtype=np.int32)  # out of bounds: not kept
     for record in new:
         if (place := copies.tier.take(record)) is not None:
             first = records.index(record) * size

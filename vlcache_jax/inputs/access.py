@@ -1,9 +1,9 @@
-"""Which files and URLs images may be read from, and the reading.
+"""Access rules for image files and URLs, and the reading.
 
-A URL from outside may point at what its sender cannot reach: this machine, its network, the metadata of its cloud. So
-the addresses of a host are looked up once and checked, and the checked address is dialled, again at every redirect. A
-server may also be slow on purpose: each read ends at one deadline, whatever part of the answer it belongs to. Errors
-say what kind of thing went wrong, never what a server sent.
+A URL from a client may point at what its sender cannot reach: this machine, its network, the metadata service of its
+cloud. Therefore `fetch` resolves a host once, checks the addresses, and connects to a checked address, again at every
+redirect. A server may also be slow on purpose, so one deadline applies to all reads. Errors name the kind of failure
+and never contain what a server sent.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")
-# Protocol assignments (a cloud keeps its metadata there), 6to4 relays, and the address of Azure's own services: all
-# global by number or, in older releases of Python, by mistake.
+# Protocol assignments (including a cloud's metadata service), 6to4 relays, and Azure's internal address. All of them
+# count as global, by number or because of errors in older Python releases.
 _NOT_PUBLIC = [ipaddress.IPv4Network(net) for net in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")]
 
 
 class TooLargeError(Exception):
-    """More bytes than the limit."""
+    """The data has more bytes than the limit."""
 
 
 class _RefusedError(Exception):
-    """A reason not to go on, without a word of the server's."""
+    """Reason to refuse a URL, without text of the server."""
 
 
 class _Target(NamedTuple):
@@ -75,52 +75,52 @@ class _Deadline:
 
 
 def fetch(url: str, *, domains: Sequence[str] | None, max_bytes: int, name: str) -> bytes:
-    """The body of the answer to a GET.
+    """Return the body of a GET response.
 
     Args:
-        url: http or https.
-        domains: the hosts that may be asked, in the form of `domain_name`, or behind a dot for all below one; None is
-            all. A host that is an address and stands here may be one that is not public.
-        max_bytes: of the body.
-        name: what error messages call the image.
+        url: an http or https URL.
+        domains: allowed hosts in the form of `domain_name`, with a leading dot for all subdomains; None: all. An
+            address in this list may be private.
+        max_bytes: maximum size of the body.
+        name: name of the image in errors.
 
     Raises:
-        ValueError: the URL is refused, or nothing complete and short enough came within 20 seconds.
+        ValueError: the URL is refused, or no complete body within the size limit arrived within 20 seconds.
     """
     deadline = _Deadline(FETCH_SECONDS)
-    here, redirects = url, 0
+    current, redirects = url, 0
     try:
         while True:
-            location, body = _get(here, domains, max_bytes, deadline)
+            location, body = _get(current, domains, max_bytes, deadline)
             if location is None:
                 return body
             redirects += 1
             if redirects > MAX_REDIRECTS:
                 raise _RefusedError(f"more than {MAX_REDIRECTS} redirects")
-            here = _join(here, location)
+            current = _join(current, location)
     except _RefusedError as error:
         reason = str(error)
     except TooLargeError:
-        reason = f"more than {max_bytes} bytes"
+        reason = f"its response has more than {max_bytes} bytes"
     except TimeoutError:
-        reason = f"not complete after {FETCH_SECONDS} s"
+        reason = f"the download took more than {FETCH_SECONDS} s"
     except ssl.SSLCertVerificationError:
-        reason = "its certificate is not valid"
+        reason = "its TLS certificate is invalid"
     except ssl.SSLError:
-        reason = "no TLS connection"
+        reason = "the TLS handshake failed"
     except (ValueError, http.client.HTTPException):
-        reason = "no complete and valid answer"
+        reason = "the HTTP response is incomplete or invalid"
     except OSError as error:
-        reason = error.strerror or "no connection"
-    place = f" (redirect {redirects})" if redirects else ""
-    raise ValueError(f"{name} must be a URL that can be fetched, got {short(url, 200)}: {reason}{place}")
+        reason = error.strerror or "the connection failed"
+    which = f" (redirect {redirects})" if redirects else ""
+    raise ValueError(f"{name} must be a URL that can be fetched, got {short(url, 200)}: {reason}{which}")
 
 
 def domain_name(text: str) -> str:
-    """A host in its one form: an address, or a name in lower-case ASCII without a dot at its end.
+    """Return the canonical form of a host: an address, or a lower-case ASCII name without a trailing dot.
 
     Raises:
-        ValueError: neither, or an address in a form such as 0x7f.1, which some resolvers take for 127.0.0.1.
+        ValueError: `text` is neither, or an address in a form such as 0x7f.1, which some resolvers take for 127.0.0.1.
     """
     if ":" in text and "%" not in text:
         return str(ipaddress.IPv6Address(text))
@@ -129,13 +129,13 @@ def domain_name(text: str) -> str:
         name = name.encode("idna").decode()
     if len(name) > 253 or not re.fullmatch(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*", name):
         raise ValueError("no host name")
-    if re.fullmatch(r"[0-9]+|0x[0-9a-f]*", name.rpartition(".")[2]):  # no domain ends so
+    if re.fullmatch(r"[0-9]+|0x[0-9a-f]*", name.rpartition(".")[2]):  # no top-level domain is a number
         return str(ipaddress.IPv4Address(name))
     return name
 
 
 def read_at_most(max_bytes: int, read: Callable[[int], bytes | None]) -> bytes:
-    """Reads to the end, or raises TooLargeError; `read` takes a number of bytes and returns at most so many."""
+    """Read to the end, or raise a TooLargeError. `read` takes a number of bytes and returns at most as many."""
     chunks, count = [], 0
     while chunk := read(1 << 20):
         chunks.append(chunk)
@@ -148,7 +148,7 @@ def read_at_most(max_bytes: int, read: Callable[[int], bytes | None]) -> bytes:
 def _get(
     url: str, domains: Sequence[str] | None, max_bytes: int, deadline: _Deadline
 ) -> tuple[str | None, bytes]:  # fmt: skip
-    """Where the answer redirects to, or None, and its body."""
+    """Return the target of a redirect, or None and the body."""
     target = _parse(url, domains)
     addresses = _addresses(target.host, domains, deadline)
     with _dial(addresses, target.port, deadline) as plain, _secured(plain, target, deadline) as sock:
@@ -159,40 +159,40 @@ def _get(
             try:
                 response.begin()
             except TooLargeError:
-                raise _RefusedError(f"more than {_MAX_HEAD} bytes of headers") from None
+                raise _RefusedError(f"its response has more than {_MAX_HEAD} bytes of headers") from None
             if response.status in _REDIRECTS and "Location" in response.headers:
                 return response.headers["Location"], b""
             if response.status != 200:
-                raise _RefusedError(f"status {response.status}")
+                raise _RefusedError(f"the server returned status {response.status}")
             for header, known in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
                 if any(value.lower() != known for value in response.headers.get_all(header, [])):
-                    raise _RefusedError("an encoding that was not asked for")
+                    raise _RefusedError("its response has an encoding that was not requested")
             if not all(value.isdecimal() for value in response.headers.get_all("Content-Length", [])):
                 raise ValueError("no length")
             if (response.length or 0) > max_bytes:
                 raise TooLargeError
-            wire.limit += 2 * max_bytes  # chunks have heads of their own
+            wire.limit += 2 * max_bytes  # chunks have headers of their own
             body = read_at_most(max_bytes, response.read1)
             if response.length:
-                raise _RefusedError("an incomplete answer")
+                raise _RefusedError("its response is incomplete")
             return None, body
 
 
 def _parse(url: str, domains: Sequence[str] | None) -> _Target:
     if len(url) > _MAX_URL:
-        raise _RefusedError(f"longer than {_MAX_URL} characters")
+        raise _RefusedError(f"it has more than {_MAX_URL} characters")
     _check_characters(url)
     try:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in _PORTS:
-            raise _RefusedError("neither http nor https")
+            raise _RefusedError("its scheme is neither http nor https")
         host, port = domain_name(parts.hostname or ""), parts.port
         if ("[" in parts.netloc) != (":" in host):
             raise ValueError
     except ValueError:
-        raise _RefusedError("no valid host and port") from None
+        raise _RefusedError("its host or port is invalid") from None
     if "@" in parts.netloc:
-        raise _RefusedError("a user name or password in it")
+        raise _RefusedError("it contains a user name or password")
     if domains is not None and not any(host == each or (each[0] == "." and host.endswith(each)) for each in domains):
         raise _RefusedError("its host is not in allowed_media_domains")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -203,44 +203,44 @@ def _parse(url: str, domains: Sequence[str] | None) -> _Target:
 def _join(url: str, location: str) -> str:
     try:
         location = location.strip(" \t").encode("latin-1").decode()  # http.client reads headers as Latin-1
-        _check_characters(location)  # urljoin would drop some
+        _check_characters(location)  # urljoin would drop some of them
         return urllib.parse.urljoin(url, location)
     except ValueError:
-        raise _RefusedError("a redirect to no valid URL") from None
+        raise _RefusedError("it redirects to an invalid URL") from None
 
 
 def _check_characters(url: str) -> None:
     if any(character.isspace() or not character.isprintable() for character in url):
-        raise _RefusedError("blanks or control characters in it")
+        raise _RefusedError("it contains blanks or control characters")
 
 
 def _addresses(host: str, domains: Sequence[str] | None, deadline: _Deadline) -> list[Address]:
-    """Where to dial, each address checked."""
+    """Return the checked addresses of a host."""
     try:
         addresses = [ipaddress.ip_address(host)]
     except ValueError:
         addresses = _look_up(host, deadline)
     else:
-        if domains is not None and host in domains:  # the operator wrote down this very address
+        if domains is not None and host in domains:  # the operator listed this address
             return addresses
     if not all(_is_public(address) for address in addresses):
-        raise _RefusedError("its host has an address that is not public")
+        raise _RefusedError("its host has a non-public address")
     return addresses
 
 
 def _look_up(host: str, deadline: _Deadline) -> list[Address]:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def resolve() -> None:
         try:
             answers.put(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
         except Exception as error:
             answers.put(error)
 
-    try:  # in a thread, as nothing else ends a slow resolver
-        threading.Thread(target=ask, name="vlcache-resolver", daemon=True).start()
+    try:  # in a thread, since the resolver has no timeout
+        threading.Thread(target=resolve, name="vlcache-resolver", daemon=True).start()
     except RuntimeError:
-        raise _RefusedError("there is no thread to look up its host") from None
+        raise _RefusedError("its host cannot be looked up, because no thread can be started") from None
     try:
         answer = answers.get(timeout=deadline.left())
     except queue.Empty:
@@ -305,7 +305,7 @@ def _request(target: _Target) -> bytes:
 
 
 class _Wire(io.RawIOBase):
-    """What comes from a server: no read waits beyond the deadline, and all together bring at most `limit` bytes."""
+    """Response of a server. Reads end at the deadline, and return at most `limit` bytes in total."""
 
     def __init__(self, sock: socket.socket, deadline: _Deadline, limit: int):
         self._sock = sock
@@ -313,7 +313,7 @@ class _Wire(io.RawIOBase):
         self.limit = limit
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """What http.client asks of a socket. Its loops over a line or a chunk come back to `readinto`."""
+        """Return the file object that http.client requires. Its reads of lines and chunks call `readinto`."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
@@ -328,26 +328,27 @@ class _Wire(io.RawIOBase):
         return count
 
 
-# A pipe or a terminal that takes the place of a file between a check and the opening must not hold up the caller.
+# O_NONBLOCK: a pipe or terminal that replaces a file between check and open must not block the caller.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 
 
 @dataclass(frozen=True)
 class Access:
-    """What images may be read from where.
+    """Rules for reading images from files and URLs.
 
     Attributes:
-        allow_remote_images: whether http(s) URLs are fetched.
-        allowed_media_domains: hosts that may be asked, also by redirects; None is all. A name means itself alone, one
-            that begins with a dot all names that end so. Only public addresses are dialled, but for one that stands
-            here as a number, such as "127.0.0.1", and is written so in the URL.
-        allowed_local_media_path: folder that images on disk must lie in, with links resolved; "/" allows all files,
-            None or "" none.
-        max_image_bytes: of a file, of encoded bytes and of what a URL brings; a number or a string such as "64MiB".
+        allow_remote_images: fetch http(s) URLs. Default False.
+        allowed_media_domains: hosts that URLs and redirects may name; a leading dot allows all subdomains. Only public
+            addresses are contacted, except addresses in this list, such as "127.0.0.1", if the URL has the same number.
+            Default None: all hosts.
+        allowed_local_media_path: folder that image files must be in, with links resolved; "/" allows all files, None or
+            "" none. Default "/".
+        max_image_bytes: maximum size of a file, of encoded bytes and of a download, as a number or a string such as
+            "64MiB". Default "64MiB".
 
     Raises:
-        ValueError: an argument of another type or form, or a folder that is none.
+        ValueError: an argument has another type or form, or the folder does not exist.
     """
 
     allow_remote_images: bool = False
@@ -365,43 +366,39 @@ class Access:
             object.__setattr__(self, key, value)
 
     def check_size(self, count: int, name: str) -> None:
-        """Sees that `count` bytes are not too many.
-
-        Raises:
-            ValueError: they are.
-        """
+        """Raise a ValueError if `count` bytes exceed the limit."""
         if count > self._max_bytes:
-            raise ValueError(f"{name} must have at most {self._max_bytes} bytes, got {count}")
+            raise ValueError(f"{name} must have at most {self._max_bytes} bytes, got {count}: raise max_image_bytes")
 
     def fetch(self, url: str, name: str) -> bytes:
-        """What an http(s) URL brings.
+        """Return the content of an http(s) URL.
 
         Raises:
-            ValueError: it is not allowed, fails, takes more than 20 seconds or brings too much.
+            ValueError: the URL is not allowed, fails, takes more than 20 seconds, or is too large.
         """
         if not self.allow_remote_images:
             raise ValueError(f"{name} must be local unless allow_remote_images=True, got {_quoted(url)}")
         return fetch(url, domains=self.allowed_media_domains, max_bytes=self._max_bytes, name=name)
 
     def read_file(self, path: str | os.PathLike[str], name: str) -> bytes:
-        """The content of a regular file; "~" at the beginning of its path is the home directory.
+        """Return the content of a regular file; "~" at the beginning of its path is the home directory.
 
         Raises:
-            ValueError: the path is not allowed, in the same words whether it exists or not; or it leads to no file, to
-                one that cannot be read, or to one that is too large.
+            ValueError: the path is not allowed, with the same message whether it exists or not; or there is no such
+                file, it cannot be read, or it is too large.
         """
         folder = cast(str, self.allowed_local_media_path)
         try:
-            where = os.path.expanduser(os.fsdecode(path))
+            resolved = os.path.expanduser(os.fsdecode(path))
             if folder != "/":
-                # `..` goes first: what it means behind a link would tell where that link leads.
-                where = os.path.realpath(os.path.abspath(where))
-                if not folder or not Path(where).is_relative_to(folder):
+                # Remove `..` first: resolved after a link, it would reveal the link's target.
+                resolved = os.path.realpath(os.path.abspath(resolved))
+                if not folder or not Path(resolved).is_relative_to(folder):
                     raise ValueError("not allowed by allowed_local_media_path")
-            with _open(where, folder) as file:
+            with _open(resolved, folder) as file:
                 if os.fstat(file.fileno()).st_size > self._max_bytes:
                     raise TooLargeError
-                return read_at_most(self._max_bytes, file.read)  # it may have grown
+                return read_at_most(self._max_bytes, file.read)  # the file may have grown
         except TooLargeError:
             raise self._too_large(name) from None
         except FileNotFoundError:
@@ -411,12 +408,12 @@ class Access:
         raise ValueError(f"{name} must be the path of a readable file, got {_quoted(path)}: {reason}")
 
     def read_open(self, file: Any, name: str) -> bytes:
-        """The content of an open file from its beginning, as Pillow reads it; it stands afterwards where it stood.
+        """Return the content of an open file from its beginning, and restore its position, as Pillow does.
 
-        Of what cannot be rewound, such as a pipe, it is what is left.
+        A file that cannot seek, such as a pipe, is read from its current position.
 
         Raises:
-            ValueError: the file is closed, gives text, cannot be read, or is too large.
+            ValueError: the file is closed, is a text file, cannot be read, or is too large.
         """
 
         def read(count: int) -> bytes | None:
@@ -425,27 +422,27 @@ class Access:
             except UnicodeDecodeError:
                 piece = ""
             if not isinstance(piece, bytes | None):
-                raise TypeError('it gives text, open it in mode "rb"')
+                raise TypeError('it returns text; open it in mode "rb"')
             return piece
 
         try:
             if not (hasattr(file, "seekable") and file.seekable()):
                 return read_at_most(self._max_bytes, read)
-            stood = file.tell()
+            position = file.tell()
             file.seek(0)
             try:
                 return read_at_most(self._max_bytes, read)
             finally:
-                file.seek(stood)
+                file.seek(position)
         except TooLargeError:
             raise self._too_large(name) from None
-        except Exception as error:  # of any class that has a method `read`; a closed file raises a ValueError
+        except Exception as error:  # any class may have a method `read`; a closed file raises a ValueError
             raise ValueError(
                 f"{name} must be a file that is open for reading bytes, got {short(file)}: {error}"
             ) from error
 
     def _too_large(self, name: str) -> ValueError:
-        return ValueError(f"{name} must have at most {self._max_bytes} bytes, got a larger file")
+        return ValueError(f"{name} must have at most {self._max_bytes} bytes, got a larger file: raise max_image_bytes")
 
     @functools.cached_property
     def _max_bytes(self) -> int:
@@ -467,7 +464,7 @@ def _check_domain(domain: object) -> str:
     except ValueError:
         pass
     raise ValueError(
-        "allowed_media_domains must hold host names, without scheme or port, and addresses in their usual form, "
+        "allowed_media_domains must be host names, without scheme or port, and addresses in their usual form, "
         f"got {short(domain)}"
     )
 
@@ -484,7 +481,7 @@ def _check_folder(path: object) -> str:
 
 
 def _open(path: str, folder: str) -> FileIO:
-    """Opens a regular file; within a folder no link is followed, as one could have been put there since the check."""
+    """Open a regular file. Within a folder, it follows no link, since one may have been created after the check."""
     if folder == "/":
         return _open_regular(path)
     *parents, last = Path(path).relative_to(folder).parts or (".",)
@@ -513,4 +510,4 @@ def _quoted(value: object) -> str:
 
 
 LOCAL_ONLY = Access()
-"""Every file and no URL: what holds unless something else is said."""
+"""Default access rules: all files, no URLs."""

@@ -1,4 +1,4 @@
-"""Placeholders in the token ids of a prompt, and what comes in their place."""
+"""Expansion of image and video placeholders in the token IDs of a prompt."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Ids = npt.NDArray[np.int32]
 
 
 class Inset(NamedTuple):
-    """What comes in the place of an image's or a video's placeholder.
+    """Replacement of the placeholder of an image or a video.
 
     Attributes:
-        ids: tokens.
-        starts: where in them the image begins, or each chunk of the video.
-        length: tokens of the image, or of each chunk.
-        lead: how many tokens at its beginning are text, which runs together with text before it.
-        markers: tokens before and behind the placeholder that go with it where both are there; None: none do.
+        ids: token IDs, int32 [n].
+        starts: offsets in them at which the image, or each chunk of the video, begins.
+        length: number of tokens of the image, or of each chunk.
+        lead: number of text tokens at the beginning, which must be tokenized together with text before them.
+        markers: tokens before and after the placeholder that are replaced with it, if both are there; None: none.
     """
 
     ids: Ids
@@ -34,18 +34,18 @@ class Inset(NamedTuple):
 
 
 type PlaceholderRange = tuple[int, int, Inset]
-"""Tokens from the first number to the second of a prompt, and what comes in their place."""
+"""Range of tokens of a prompt, from the first number up to the second, and its replacement."""
 
 
 class Expansion:
-    """A prompt, and what comes in the place of its images and videos.
+    """Prompt with the replacements of its images and videos.
 
     Args:
-        token_ids: with one pad for each image and video, int32 [n].
-        places: in their order.
+        token_ids: token IDs with one placeholder per image and video, int32 [n].
+        places: ranges with their replacements, in order.
 
     Attributes:
-        length: of the expanded prompt.
+        length: number of tokens of the expanded prompt.
     """
 
     def __init__(self, token_ids: Ids, places: Sequence[PlaceholderRange]):
@@ -53,7 +53,7 @@ class Expansion:
         self.length = len(token_ids) + sum([len(inset.ids) - (end - begin) for begin, end, inset in places])
 
     def expanded(self) -> tuple[Ids, Ids, Ids]:
-        """Returns what `Expander.expand` does."""
+        """Return the result of `Expander.expand`."""
         token_ids = self._token_ids
         parts: list[Ids] = []
         starts: list[int] = []
@@ -70,13 +70,13 @@ class Expansion:
 
 
 class Expander:
-    """Puts into prompts what stands in the place of images and videos.
+    """Expander of the placeholders of images and videos in prompts.
 
     Args:
-        tokenizer: a tokenizer of transformers.
-        tokenized: (text, what errors call it) -> its token ids, int32 [n].
-        special: ids of the tokens that text does not run together with, by name; the placeholders' are among them.
-        image, video: the placeholders.
+        tokenizer: a transformers tokenizer.
+        tokenized: function from a text and its name in errors to its token IDs, int32 [n].
+        special: IDs, by name, of tokens that are never merged with text; placeholders are among them.
+        image, video: names of the placeholders.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class Expander:
         self._image, self._video = special[image], special[video]
 
     def image_inset(self, count: int) -> Inset:
-        """An image of so many tokens."""
+        """Return the tokens that replace an image's placeholder, with `count` image tokens."""
         if count < 1:
             raise ValueError(f"counts must be positive, got [{count}]")
         return Inset(_repeated(self._image, count), (0,), count)
 
     def video_inset(self, text: str, count: int, markers: tuple[str, str] | None = None) -> Inset:
-        """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens; see `Videos`."""
+        """Return the replacement of a video: `text`, with each placeholder expanded to `count` tokens; see `Videos`."""
         ids = self._tokenized(text, "video")
         is_pad = ids == self._video
         lengths = np.where(is_pad, count, 1)
@@ -108,13 +108,13 @@ class Expander:
         return Inset(np.repeat(ids, lengths), tuple(starts.tolist()), count, lead, pair)
 
     def pads(self, token_ids: Ids, name: str) -> npt.NDArray[np.int64]:
-        """Where the placeholders are.
+        """Return the offsets of the placeholders.
 
         Raises:
-            ValueError: two stand side by side.
+            ValueError: two placeholders are adjacent.
         """
         found = np.flatnonzero((token_ids == self._image) | (token_ids == self._video))
-        if np.any(np.diff(found) == 1):  # their tokens would run together to one image
+        if np.any(np.diff(found) == 1):  # their tokens would form one image
             first = found[int(np.argmax(np.diff(found) == 1))]
             pair = [str(self._tokenizer.convert_ids_to_tokens(int(token))) for token in token_ids[first : first + 2]]
             got = f"two {pair[0]}" if pair[0] == pair[1] else " and ".join(pair)
@@ -122,23 +122,24 @@ class Expander:
         return found
 
     def expand(self, token_ids: Ids, counts: Sequence[int | Inset]) -> tuple[Ids, Ids, Ids]:
-        """Puts in the place of each pad what stands there.
+        """Replace each placeholder.
 
         Args:
-            token_ids: with one pad for each image and video, int32 [n].
-            counts: tokens of each image, or what comes for it or for a video.
+            token_ids: token IDs with one placeholder per image and video, int32 [n].
+            counts: number of tokens of each image, or the replacement of an image or a video.
 
         Returns:
-            The ids, int32, and of each image and each chunk of a video where it starts and how many tokens it has,
+            The expanded token IDs, int32; the offset of each image and chunk of a video, and its number of tokens,
             int32 [images].
 
         Raises:
-            ValueError: as many pads as there are not counts, a count below 1, or two pads side by side.
+            ValueError: the number of placeholders differs from that of `counts`, a count is below 1, or two
+                placeholders are adjacent.
         """
         return self.expansion(token_ids, counts).expanded()
 
     def expansion(self, token_ids: Ids, counts: Sequence[int | Inset]) -> Expansion:
-        """What `expand` needs, with the same errors."""
+        """Return the prompt and its replacements, without expanding it. It raises the errors of `expand`."""
         pads = self.pads(token_ids, "token_ids").tolist()
         if len(counts) != len(pads):
             raise ValueError(f"counts must have one entry for each of {len(pads)} images, got {len(counts)}")
@@ -155,7 +156,7 @@ class Expander:
         return Expansion(token_ids, places)
 
     def _joined(self, token_ids: Ids, done: int, place: PlaceholderRange) -> PlaceholderRange:
-        """The place of an inset that begins with text: what stands before it, from `done` on, is one text with it."""
+        """Return a range extended to the text since `done`, if the replacement begins with text to tokenize with it."""
         begin, end, inset = place
         first = begin
         while first > done and int(token_ids[first - 1]) not in self._special:
@@ -166,7 +167,7 @@ class Expander:
         text = self._text(before)
         if np.array_equal(self._tokenized(text, "video"), before):
             together = self._tokenized(text + self._text(own), "video")
-        else:  # a caller's ids that no text has
+        else:  # token IDs of a caller that no text has
             together = np.concatenate([before, own])
         starts = tuple(start + len(together) - len(own) for start in inset.starts)
         ids = np.concatenate([together, inset.ids[inset.lead :]])
@@ -176,7 +177,7 @@ class Expander:
         return str(self._tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-@functools.lru_cache(64)  # many images are of one size
+@functools.lru_cache(64)  # many images have the same size
 def _repeated(token: int, count: int) -> Ids:
     ids = np.full(count, token, np.int32)
     ids.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Where everything of a request lies: tokens, M-RoPE positions, image spans (host)."""
+"""Layout of a request: tokens, M-RoPE positions, image spans (host)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ State = Literal["text", "miss", "exact", "approximate"]
 
 
 class ImageRef:
-    """An image of a call: a picture, or a chunk of a video. Requests of a call that show the same image share one.
+    """Image of a call, or a chunk of a video. Requests of a call that show the same image share one object.
 
     Attributes:
       key: entry key (`vlcache_jax.cache`).
-      grid: patches, see `vlcache_jax.inputs.processor`.
-      num_tokens: image tokens it takes in the prompt.
-      shared: another entry key under which it may be kept, such as an operator's for everyone; None: there is none.
+      grid: patch grid, see `vlcache_jax.inputs.processor`.
+      num_tokens: number of image tokens in the prompt.
+      shared: other entry key that may have entries, such as that of an operator's shared image; None: none.
       shared_owner: digest of the salt in that key.
-      keys: entry keys under which it may be kept, its own first.
-      has_pixels: whether it can be computed.
+      keys: entry keys that may have entries, `key` first.
+      has_pixels: True if the image can be computed.
     """
 
     def __init__(
@@ -47,26 +47,26 @@ class ImageRef:
 
     @functools.cached_property
     def patches(self) -> Patches:
-        """Its pixels, decoded and cut when they are first asked for."""
+        """Patches of the image, decoded and cut at first access."""
         return self._load()
 
     @property
     def is_loaded(self) -> bool:
-        """Whether its pixels are there."""
+        """True if the patches are in memory."""
         return "patches" in self.__dict__
 
     def forget(self) -> None:
-        """Drops the pixels until they are asked for again."""
+        """Drop the patches until the next access."""
         self.__dict__.pop("patches", None)
 
 
 class Moment(NamedTuple):
-    """Where in a video an image stands.
+    """Position of an image in a video.
 
     Attributes:
-      video: which of the request's videos.
-      chunk: which chunk of it.
-      time: what is added to its positions on the first axis; see `mrope_positions`.
+      video: index of the video in the request.
+      chunk: index of the chunk in the video.
+      time: offset added to the chunk's positions on the first axis; see `mrope_positions`.
     """
 
     video: int
@@ -76,14 +76,18 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Consecutive tokens of one kind, `start` counted from the first token of the prompt.
+    """Consecutive tokens of one kind.
 
-    An image is a "miss" (no K, V to link, so computed), "exact" (K, V were computed in this very context) or
-    "approximate" (in another one).
+    An image is a "miss" (no KV to link, so it is computed), "exact" (its KV was computed in the same context) or
+    "approximate" (its KV was computed in another context).
 
     Attributes:
-      stop: where it ends.
-      tokens: its tokens among those of the prompt.
+      start: offset of the first token in the prompt.
+      length: number of tokens.
+      image: the image, None for text.
+      state: kind of the span.
+      stop: offset after the last token.
+      tokens: slice of the prompt's tokens.
     """
 
     start: int
@@ -98,32 +102,32 @@ class Span:
         object.__setattr__(self, "tokens", slice(self.start, self.stop))
 
     def within(self, count: int) -> bool:
-        """Whether it lies as a whole in the first `count` tokens."""
+        """Return whether the span ends within the first `count` tokens."""
         return self.stop <= count
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSpan(Span):
-    """A span that is an image. `moment` says where in a video it stands; None: in none."""
+    """Span of an image. `moment` is its position in a video, or None."""
 
     image: ImageRef
     moment: Moment | None = None
 
     @property
     def time(self) -> int:
-        """See `Moment`."""
+        """Time offset of the chunk, 0 for an image; see `Moment`."""
         return 0 if self.moment is None else self.moment.time
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """One prompt, image tokens expanded.
+    """Tokens and positions of one prompt, with image tokens expanded.
 
     Attributes:
       token_ids: int32 [n].
       positions: M-RoPE triples, int32 [3, n].
-      delta: generated token i has position n + i + delta on all axes.
-      spans: cover the prompt in order.
+      delta: offset of generated tokens: token i has position n + i + delta on all axes.
+      spans: spans that cover the prompt, in order.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -136,22 +140,22 @@ class Layout:
 
     @functools.cached_property
     def images(self) -> list[ImageSpan]:
-        """The spans that are images."""
+        """Spans of images."""
         return [span for span in self.spans if isinstance(span, ImageSpan)]
 
     def marked(self, spans: Collection[Span], state: State) -> Layout:
-        """The same prompt with some of its spans in another state."""
+        """Return the layout with some of its spans in another state."""
         return replace(self, spans=tuple(replace(one, state=state) if one in spans else one for one in self.spans))
 
     def extended(self, tokens: Sequence[int]) -> Layout:
-        """The same prompt with text tokens after it, as they would be generated."""
-        more = np.asarray(tokens, np.int32)
-        position = len(self) + self.delta + np.arange(len(more), dtype=np.int32)
+        """Return the layout with text tokens appended, positioned like generated ones."""
+        added = np.asarray(tokens, np.int32)
+        position = len(self) + self.delta + np.arange(len(added), dtype=np.int32)
         return Layout(
-            np.concatenate([self.token_ids, more]),
+            np.concatenate([self.token_ids, added]),
             np.concatenate([self.positions, np.tile(position, (3, 1))], axis=1),
             self.delta,
-            (*self.spans, Span(len(self), len(more), None, "text")),
+            (*self.spans, Span(len(self), len(added), None, "text")),
         )
 
 
@@ -163,8 +167,16 @@ def make_layout(
     states: Sequence[State] | None = None,
     moments: Sequence[Moment | None] = (),
 ) -> Layout:
-    """The layout of expanded `token_ids` [n] whose k-th image begins at `starts[k]`; by default all are misses, and
-    pictures."""
+    """Return the layout of a prompt.
+
+    Args:
+      token_ids: expanded token IDs, int32 [n].
+      starts: offset of each image.
+      images: the images, in order.
+      merge_size: side of the block of patches that becomes one token.
+      states: state of each image; None: all are misses.
+      moments: position of each image in a video, or None; empty: all are still images.
+    """
     grids = [(image.grid[1] // merge_size, image.grid[2] // merge_size) for image in images]
     moments = moments or [None] * len(images)
     times = [0 if moment is None else moment.time for moment in moments]

@@ -1,4 +1,4 @@
-"""Messages and their parts: text, images, videos, tools and `mm_processor_kwargs`, read and checked."""
+"""Messages and their parts: reading and checks of text, images, videos, tools and `mm_processor_kwargs`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlcache_jax.common.checks import check_flags, check_text, exceeds, short
+from vlcache_jax.common.checks import check_flags, check_text, exceeds, short, unknown
 from vlcache_jax.common.json_files import parse_json
 from vlcache_jax.common.vllm_compat import warn
-from vlcache_jax.inputs.images import Named
+from vlcache_jax.inputs.images import LibraryItemRef
 from vlcache_jax.inputs.processor import OWN_LIMITS, check_limits, check_own_limits
 from vlcache_jax.inputs.videos import ALIASES, NO_OPTIONS, OPTIONS, SAMPLING, VideoOptions, plain
 
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _KNOWN = (*_PIXELS, "size", *SAMPLING)
-_MOST_VIDEOS = 1024  # of a request that asks something of each
+_MOST_VIDEOS = 1024  # maximum of a request with an option per video
 
 
 @dataclass(frozen=True)
 class MediaSettings:
-    """What is asked of the images and videos of a request, a call or an engine.
+    """Settings of the images and videos of a request, a call or an engine.
 
     Attributes:
-        limits: min_pixels and max_pixels of images, those that are given.
-        videos: of each video, what does not stand beside it.
-        each: the same, of one video after the other; None: they are all asked the same.
+        limits: the given ones of min_pixels and max_pixels of images.
+        videos: options of all videos; those in a video's part of a message take precedence.
+        each: options of each video in order; None: `videos` applies to all.
     """
 
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -38,11 +38,11 @@ class MediaSettings:
     each: tuple[VideoOptions, ...] | None = None
 
     def of_video(self, number: int) -> VideoOptions:
-        """What is asked of one of a request's videos."""
+        """Return the options of a request's video."""
         return self.each[number] if self.each is not None and number < len(self.each) else self.videos
 
     def check_videos(self, count: int, name: str) -> None:
-        """Raises a ValueError unless a request with so many videos can be asked this; `name` is the request's."""
+        """Raise a ValueError if the settings do not fit a request with `count` videos; `name` is its name in errors."""
         if self.each is not None and len(self.each) != count:
             raise ValueError(
                 f"{name} mm_processor_kwargs fps must be one number, or a list with one for each video, "
@@ -54,17 +54,17 @@ NO_SETTINGS = MediaSettings()
 
 
 def read_settings(given: Any, name: str = "mm_processor_kwargs", *, of_request: bool = True) -> MediaSettings:
-    """Of `mm_processor_kwargs`, in the words of the library's processors; None asks for nothing.
+    """Return the settings of `mm_processor_kwargs`; None has none.
 
     Args:
-        given: min_pixels and max_pixels of images, or size={"shortest_edge": ..., "longest_edge": ...}, which says the
-            same; and of videos what `videos.SAMPLING` names, such as fps, which may be a list with one for each video,
-            as Qwen's utility returns it.
-        name: what error messages call it.
-        of_request: whether it is of one request, whose videos can be told apart.
+        given: min_pixels and max_pixels of images, or the same limits as size={"shortest_edge": ..., "longest_edge":
+            ...}; and the keys of `videos.SAMPLING` for videos, such as fps. As in Qwen's utility, fps may be a list
+            with one value per video.
+        name: name of the settings in errors.
+        of_request: True if they belong to one request, so that fps may be a list.
 
     Raises:
-        ValueError: another key, a value of another type or out of bounds, or both spellings of a limit.
+        ValueError: a key is unknown, a value has another type or is out of bounds, or a limit is set in both spellings.
     """
     if given is None:
         return NO_SETTINGS
@@ -72,7 +72,7 @@ def read_settings(given: Any, name: str = "mm_processor_kwargs", *, of_request: 
         raise ValueError(f"{name} must be a dict with {', '.join(_KNOWN)}, got {type(given).__name__} {short(given)}")
     for key in given:
         if key not in _KNOWN:
-            raise ValueError(f"{name} must hold only {', '.join(_KNOWN)}, got {short(key)}")
+            raise ValueError(f"{name}: {unknown(key, _KNOWN)}")
     limits = {key: given[key] for key in _PIXELS if given.get(key) is not None}
     if given.get("size") is not None:
         limits = _size(given["size"], limits, name)
@@ -86,20 +86,20 @@ def read_settings(given: Any, name: str = "mm_processor_kwargs", *, of_request: 
 
 
 def _size(size: Any, limits: Mapping[str, int], name: str) -> dict[str, int]:
-    """The limits that `size` says."""
+    """Return the limits in `size`."""
     edges = tuple(_PIXELS.values())
     if not isinstance(size, Mapping) or not size or not set(size) <= set(edges):
         raise ValueError(f"{name} size must be a dict with {' and '.join(edges)}, in pixels of area, got {short(size)}")
     if limits:
-        raise ValueError(f"{name} must hold size or {' and '.join(_PIXELS)}, got both")
+        raise ValueError(f"{name} size and {' or '.join(_PIXELS)} are mutually exclusive, got both")
     return {pixels: size[edge] for pixels, edge in _PIXELS.items() if edge in size}
 
 
 MOST_TOOLS = 1024
-"""Functions that a conversation may offer."""
-_MOST_CHARACTERS = 1 << 20  # of one
+"""Maximum number of functions in a conversation."""
+_MOST_CHARACTERS = 1 << 20  # maximum of one function
 
-# What Qwen2.5 is told, and by default.
+# Qwen2.5's default system message, and its description of tools.
 _SYSTEM = "You are a helpful assistant."
 _OFFER = """
 
@@ -119,28 +119,28 @@ For each function call, return a json object with function name and arguments wi
 
 
 def read_tools(given: Any) -> list[dict[str, Any]]:
-    """Tools as templates know them.
+    """Return tools in the form that chat templates use.
 
     Args:
       given: a list of `{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}`,
-        or, as in requests to `/v1/responses`, of `{"type": "function", "name": ..., ...}`. None is no tools.
+        or of `{"type": "function", "name": ..., ...}`, as in requests to `/v1/responses`. None: no tools.
 
     Raises:
-      ValueError: it is none; the error names what is wrong.
+      ValueError: `given` is not such a list.
     """
     if not isinstance(given, Sequence | None) or isinstance(given, str | bytes):
         raise ValueError(f"tools must be a list, got {short(given)}")
     if len(given or ()) > MOST_TOOLS:
-        raise ValueError(f"tools must be at most {MOST_TOOLS}, got {len(given or ())}")
+        raise ValueError(f"tools must have at most {MOST_TOOLS} entries, got {len(given or ())}")
     tools = [_read(tool, f"tools[{i}]") for i, tool in enumerate(given or ())]
     counts = Counter(tool_names(tools))
     if twice := next((name for name, count in counts.items() if count > 1), None):
-        raise ValueError(f"tools must have names of their own, got {short(twice)} twice")
+        raise ValueError(f"tools must have unique names, got {short(twice)} twice")
     return tools
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of the functions of tools that `read_tools` has read."""
+    """Return the function names of tools that `read_tools` has read."""
     return [tool["function"]["name"] for tool in tools]
 
 
@@ -173,29 +173,28 @@ def _read(tool: Any, name: str) -> dict[str, Any]:
 
 
 def written_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with its tools, calls and results as text, for a template that knows of none.
+    """Return a conversation with its tools, calls and results as text, for a template without tools.
 
-    The text is what Qwen2.5's template makes of them; Qwen2.5-VL was made of that model, but its own template has only
-    messages.
+    The text is that of Qwen2.5's template. Qwen2.5-VL is based on Qwen2.5, but its own template has no tools.
 
     Args:
-      messages: as `read_message` returns them.
-      tools: see `read_tools`.
+      messages: results of `read_message`.
+      tools: results of `read_tools`.
     """
     first, *others = (
         messages if messages[0]["role"] == "system" else [{"role": "system", "content": _SYSTEM}, *messages]
     )
     offered = _OFFER.format("\n".join(_json(tool) for tool in tools))
-    told: list[dict[str, Any]] = [{**first, "content": _joined(first["content"], offered)}]
+    rendered: list[dict[str, Any]] = [{**first, "content": _joined(first["content"], offered)}]
     before = None
     for message in others:
         role = message["role"]
         if role == "tool":
             result = _joined(_joined("<tool_response>\n", message["content"]), "\n</tool_response>")
             if before == "tool":
-                told[-1]["content"] = _joined(_joined(told[-1]["content"], "\n"), result)
+                rendered[-1]["content"] = _joined(_joined(rendered[-1]["content"], "\n"), result)
             else:
-                told.append({"role": "user", "content": result})
+                rendered.append({"role": "user", "content": result})
         else:
             calls = [call.get("function", call) for call in message.get("tool_calls", ())]
             texts = [
@@ -205,16 +204,17 @@ def written_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
             content = message["content"]
             if texts:
                 content = _joined(content, "\n" * bool(content) + "\n".join(texts))
-            told.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
+            own = {key: value for key, value in message.items() if key != "tool_calls"}
+            rendered.append({**own, "content": content})
         before = role
-    return told
+    return rendered
 
 
-def _joined(content: Any, more: Any) -> Any:
-    """Of two contents, each a text or parts."""
-    if isinstance(content, str) and isinstance(more, str):
-        return content + more
-    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in (content, more)]
+def _joined(first: Any, second: Any) -> Any:
+    """Return the concatenation of two contents, each a text or parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in (first, second)]
     return parts[0] + parts[1]
 
 
@@ -229,67 +229,69 @@ VIDEO_TYPES = ("video", "video_url")
 _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
 _MEDIA_KEYS = (*_IMAGE_KEYS, *_VIDEO_KEYS, "image_url", "video_url", "library")
-_UNTYPED = ("text", *IMAGE_TYPES, *VIDEO_TYPES)  # keys that tell the type of a part, as they are named like it
+_UNTYPED = ("text", *IMAGE_TYPES, *VIDEO_TYPES)  # keys that give the type of a part without `type`
 
 FILES = "files"
-"""The library of what clients of a server upload."""
-_FILE = "file-id:"  # begins a URL that names one
+"""Library of the files that clients upload to a server."""
+_FILE = "file-id:"  # prefix of a URL that names such a file
 
-_MOST_CALLS = 4096  # of one message
+_MOST_CALLS = 4096  # maximum in one message
 DETAILS = ("auto", "low", "high", "original")
-_LOW = 512 * 512  # pixels of an image of low detail, as OpenAI has it
+_LOW = 512 * 512  # maximum pixels of an image with `detail="low"`, as in OpenAI's API
 
-MAX_UUID = 1024  # characters of a caller's own id of a picture
+MAX_UUID = 1024  # maximum characters of a caller's image ID
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# Of a message, beside role and content: what the template may use.
+# Keys of a message, in addition to role and content, that chat templates use.
 _TEMPLATES = ("name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content", "refusal")
 _MESSAGE_KEYS = ("role", "content", *_TEMPLATES)
-# Types of parts that are text, and where they have it.
+# Types of text parts, and the key of their text.
 TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "refusal": "refusal"}
 
 
 def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str], None]) -> dict[str, Any]:
-    """Checks a message, and returns it in the shape that templates know.
+    """Check a message, and return it in the form that chat templates use.
 
     Args:
-        add: called with each part that is an image or a video, and with what errors call its place.
+        message: a message with role and content.
+        name: name of the message in errors.
+        add: function that is called with each image or video part, and its name in errors.
 
     Raises:
-        ValueError: another role, key or type of part, or a text that holds a placeholder.
+        ValueError: a role, key or type of part is unknown, or a text contains a placeholder.
     """
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} must be a dict with role and content, got {type(message).__name__}")
-    # What others leave empty says nothing, such as "tool_calls": [].
+    # Some clients send empty values for unused keys, such as "tool_calls": [].
     message = {key: value for key, value in message.items() if key in _MESSAGE_KEYS or value not in (None, [], {})}
     check_keys(message, _MESSAGE_KEYS, name)
     given, content = message.get("role"), message.get("content")
     if not (isinstance(given, str) and given in ROLES):
         raise ValueError(f"{name} must have the role {', '.join(ROLES)}, got {short(given)}")
-    # What templates know beside the content.
-    told: dict[str, Any] = {"role": ROLES[given]}
+    # Keys in addition to the content that templates use.
+    checked: dict[str, Any] = {"role": ROLES[given]}
     for key in _TEMPLATES:
         if not message.get(key):
             continue
         if key == "tool_calls":
-            told[key] = _tool_calls(message[key], name)
+            checked[key] = _tool_calls(message[key], name)
         else:
             check_text(message[key], f"{name} {key}")
-            told[key] = message[key]
-        check_marks(told[key], f"{name} {key}")
-    if reasoning := told.get("reasoning") or told.get("reasoning_content"):  # templates know one of these names
-        told |= {"reasoning": reasoning, "reasoning_content": reasoning}
-    # The content: none, a text, or parts, of which images and videos are handed to `add`.
-    if content in (None, []) and told.keys() & {"tool_calls", "reasoning", "refusal"}:
+            checked[key] = message[key]
+        check_marks(checked[key], f"{name} {key}")
+    if reasoning := checked.get("reasoning") or checked.get("reasoning_content"):  # a template uses one of the names
+        checked |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    # The content is empty, a text, or a list of parts. `add` receives images and videos.
+    if content in (None, []) and checked.keys() & {"tool_calls", "reasoning", "refusal"}:
         content = ""
     if isinstance(content, str):
-        return told | {"content": _plain_text(content, name)}
+        return checked | {"content": _plain_text(content, name)}
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {short(content, 80)}")
     parts: list[dict[str, str]] = []
     for i, part in enumerate(content):
         where = f"{name} content[{i}]"
         part = part if isinstance(part, dict) and part.get("type") is not None else typed(part)
-        kind = part.get("type") if isinstance(part, (dict, Mapping)) else None  # a dict is told at once
+        kind = part.get("type") if isinstance(part, (dict, Mapping)) else None  # dict first: the fast case
         if isinstance(part, str):
             parts.append({"type": "text", "text": _plain_text(part, where)})
         elif isinstance(kind, str) and kind in TEXT_KEYS:
@@ -301,14 +303,14 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
         else:
             got = f"type {short(kind)}" if isinstance(part, Mapping) else type(part).__name__
             if isinstance(part, Mapping) and kind is None:
-                got = f'no type beside {short(list(part))}: add "type"'
+                got = f'no type with the keys {short(list(part))}: add "type"'
             known = ", ".join((*TEXT_KEYS, "input_image", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
             raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, or a string, got {got}")
-    return told | {"content": parts}
+    return checked | {"content": parts}
 
 
 def typed(part: Any) -> Any:
-    """A part that has no type but exactly one key that tells it, with that type; any other as it is."""
+    """Return a part with its type, if it has none but exactly one key that gives it; otherwise unchanged."""
     if not isinstance(part, Mapping) or part.get("type") is not None:
         return part
     kinds = [kind for kind in _UNTYPED if part.get(kind) is not None]
@@ -316,16 +318,16 @@ def typed(part: Any) -> Any:
 
 
 def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
-    """Calls as templates have them: arguments are objects, where OpenAI's messages have the JSON of them."""
+    """Return tool calls for templates: arguments as objects, rather than as JSON text as in OpenAI's messages."""
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise ValueError(f"{name} tool_calls must be a list, got {short(given)}")
     if len(given) > _MOST_CALLS:
-        raise ValueError(f"{name} tool_calls must be at most {_MOST_CALLS}, got {len(given)}")
+        raise ValueError(f"{name} tool_calls must have at most {_MOST_CALLS} entries, got {len(given)}")
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(given):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
-            raise ValueError(f"{name} tool_calls[{i}] must be a dict that holds a function, got {short(call)}")
+            raise ValueError(f"{name} tool_calls[{i}] must be a dict with a function, got {short(call)}")
         check_text(function.get("name") or None, f"{name} tool_calls[{i}]", "a dict with the name of a function")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
@@ -333,17 +335,17 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
                 arguments = parse_json(arguments)
             except (ValueError, RecursionError):
                 arguments = None
-        if not isinstance(arguments, Mapping):  # what a model once said wrongly must not end the conversation
-            warn(f"{name} tool_calls[{i}] arguments should be a JSON object: what they hold is ignored")
+        if not isinstance(arguments, Mapping):  # invalid output of a model must not end the conversation
+            warn(f"{name} tool_calls[{i}] arguments should be a JSON object: they are ignored")
             arguments = {}
-        told = {**function, "arguments": arguments}
-        calls.append({**call, "function": told} if "function" in call else told)
+        parsed = {**function, "arguments": arguments}
+        calls.append({**call, "function": parsed} if "function" in call else parsed)
     return calls
 
 
 def check_marks(value: Any, name: str) -> None:
-    """Raises a ValueError if a text anywhere in it holds a placeholder."""
-    pending = [value]  # not by calls: it may be nested deeper than these may be
+    """Raise a ValueError if any text in a nested value contains a placeholder."""
+    pending = [value]  # no recursion: the nesting may exceed Python's limit
     while pending:
         one = pending.pop()
         if isinstance(one, str):
@@ -355,7 +357,7 @@ def check_marks(value: Any, name: str) -> None:
 
 
 def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """OpenAI's newer shape of an image's part in the older one."""
+    """Convert an image part of OpenAI's newer form to the older one."""
     part = {key: value for key, value in part.items() if value is not None}
     if "file_id" in part:
         check_keys(part, ("type", "file_id", "detail"), name)
@@ -369,7 +371,7 @@ def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]]:
-    """What `read_image` takes, from an image part of either shape, and the limits that stand beside it."""
+    """Return the argument of `read_image` in an image part of either form, and the pixel limits in the part."""
     limits = {} if part.keys().isdisjoint(OWN_LIMITS) else check_own_limits(part, name)
     if part.get("library") is not None or part.get("id") is not None:
         return _named(part, name), {}
@@ -391,7 +393,7 @@ def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]
 
 
 def _detailed(detail: Any, limits: dict[str, int], name: str) -> dict[str, int]:
-    """The limits of an image, with that of OpenAI's `detail`; its own come first."""
+    """Return the limits of an image with that of OpenAI's `detail`; its own limits take precedence."""
     if detail not in (None, *DETAILS):
         raise ValueError(f"{name} image_url.detail must be one of {', '.join(DETAILS)}, got {short(detail)}")
     if detail != "low" or not limits.keys().isdisjoint(("max_pixels", "resized_height")):
@@ -400,28 +402,28 @@ def _detailed(detail: Any, limits: dict[str, int], name: str) -> dict[str, int]:
 
 
 def _check_uploaded(detail: Any, name: str) -> None:
-    """Raises a ValueError unless an uploaded image is shown as large as it was stored."""
+    """Raise a ValueError if `detail` would change the size of an uploaded image."""
     if detail not in (None, "auto", "high", "original"):
         raise ValueError(
-            f"{name} detail must be auto or high for an uploaded image, which is shown as it was stored, "
+            f"{name} detail must be auto, high or original for an uploaded image, which keeps its stored size, "
             f"got {short(detail)}"
         )
 
 
-def _named(part: Mapping[str, Any], name: str) -> Named:
-    """The item of a library that a part names, which says itself how large it is shown."""
+def _named(part: Mapping[str, Any], name: str) -> LibraryItemRef:
+    """Return the library item that a part names. The library has its size."""
     part = {key: value for key, value in part.items() if value is not None}
-    check_keys(part, ("type", "library", "id"), f"{name}, an item of a library,")
+    check_keys(part, ("type", "library", "id"), f"{name} (an item of a library)")
     for key in ("library", "id"):
         check_text(part.get(key) or None, f"{name} {key}", "a non-empty string")
-    return Named(part["library"], part["id"])
+    return LibraryItemRef(part["library"], part["id"])
 
 
 def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
-    """The value of the one of the keys that is given."""
+    """Return the value of the only one of the keys that is set."""
     given = [key for key in keys if part.get(key) is not None]
     if len(given) != 1:
-        raise ValueError(f"{name} must hold exactly one of {', '.join(keys)}, got {', '.join(given) or 'none'}")
+        raise ValueError(f"{name} must have exactly one of {', '.join(keys)}, got {', '.join(given) or 'none'}")
     value = part[given[0]]
     if given[0] == "base64" and isinstance(value, str) and not value.startswith("data:"):
         return f"data:;base64,{value}"
@@ -429,14 +431,14 @@ def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
 
 
 def video_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any], Any]:
-    """What `read_video` takes, from a video part of either shape: the video, its options and its metadata."""
-    said = ("type", "uuid", *OPTIONS, *ALIASES, "video_metadata")
+    """Return the arguments of `read_video` in a video part of either form: the video, its options, its metadata."""
+    shared = ("type", "uuid", *OPTIONS, *ALIASES, "video_metadata")
     for alias, own in ALIASES.items():
         if alias in part and own in part:
-            raise ValueError(f"{name} must hold {own} or {alias}, got both")
+            raise ValueError(f"{name} {own} and {alias} are mutually exclusive, got both")
     options = {ALIASES.get(key, key): part[key] for key in (*OPTIONS, *ALIASES) if key in part}
     if part["type"] == "video_url":
-        check_keys(part, ("video_url", *said), name)
+        check_keys(part, ("video_url", *shared), name)
         value = part.get("video_url")
         if isinstance(value, Mapping):
             check_keys(value, ("url",), f"{name} video_url")
@@ -444,12 +446,12 @@ def video_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]
         if not isinstance(value, str):
             raise ValueError(f"{name} must have a string as video_url or as its url, got {type(value).__name__}")
         return value, options, part.get("video_metadata")
-    check_keys(part, (*_VIDEO_KEYS, *said), name)
+    check_keys(part, (*_VIDEO_KEYS, *shared), name)
     return _only(part, _VIDEO_KEYS, name), options, part.get("video_metadata")
 
 
 def listed(prompt: Mapping[str, Any], key: str, kind: str, name: str) -> list[Any] | None:
-    """The images or videos, or their ids, under `key` of a prompt: None if absent; a single one is a list of one."""
+    """Return the images or videos, or their IDs, under `key` of a prompt as a list; None if there are none."""
     data = prompt.get(key)
     if data is None:
         return None
@@ -461,30 +463,31 @@ def listed(prompt: Mapping[str, Any], key: str, kind: str, name: str) -> list[An
         return None
     if not isinstance(value, list | tuple):
         return [value]
-    pictures = [isinstance(one, Image.Image) or (isinstance(one, np.ndarray) and one.ndim < 4) for one in value]
-    is_one = kind == "video" and value and (all(pictures) or is_with_metadata(value))
+    are_frames = [isinstance(one, Image.Image) or (isinstance(one, np.ndarray) and one.ndim < 4) for one in value]
+    is_one = kind == "video" and value and (all(are_frames) or is_with_metadata(value))
     return [value] if is_one else list(value)
 
 
 def is_with_metadata(value: Any) -> bool:
-    """Whether a video is a pair of frames and metadata, as vLLM has them."""
+    """Return whether a video is a pair of frames and metadata, as in vLLM."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and "type" not in value[1]
 
 
 def check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:
+    """Raise a ValueError that begins with `name` if a key is unknown."""
     for key in given:
         if key not in known:
-            raise ValueError(f"{name} must hold only {', '.join(known)}, got {short(key)}")
+            raise ValueError(f"{name}: {unknown(key, known)}")
 
 
 def has_media(part: Mapping[str, Any]) -> bool:
-    """Whether a part that is an image or a video holds one."""
+    """Return whether an image or video part has a value."""
     values = (part.get(key) for key in _MEDIA_KEYS)
     return any((one.get("url") if isinstance(one, Mapping) else one) is not None for one in values)
 
 
 def check_uuid(uuid: Any, name: str, *, is_alone: bool) -> None:
-    """Raises a ValueError unless it is None or an id; one that `is_alone` stands for nothing, as in vLLM it would."""
+    """Raise a ValueError unless `uuid` is None or an ID with an image; vLLM also accepts an ID alone (`is_alone`)."""
     if not (uuid is None or (isinstance(uuid, str) and uuid)):
         raise ValueError(f"{name} must be a non-empty string or None, got {short(uuid)}")
     if uuid is not None:
@@ -492,7 +495,7 @@ def check_uuid(uuid: Any, name: str, *, is_alone: bool) -> None:
         if len(uuid) > MAX_UUID:
             raise ValueError(f"{name} must have at most {MAX_UUID} characters, got {short(uuid)}")
         if is_alone:
-            raise ValueError(f"{name} must stand beside its image or video, got {short(uuid)} alone")
+            raise ValueError(f"{name} needs its image or video, got {short(uuid)} alone")
 
 
 def _plain_text(text: Any, name: str) -> str:
@@ -500,5 +503,5 @@ def _plain_text(text: Any, name: str) -> str:
         raise ValueError(f"{name} must have a string as text, got {type(text).__name__}")
     for token in (IMAGE_TOKEN, VIDEO_TOKEN):
         if token in text:
-            raise ValueError(f"{name} must not contain {token}, which marks the place of an image or video")
+            raise ValueError(f"{name} must not contain {token}, the placeholder of an image or video")
     return text

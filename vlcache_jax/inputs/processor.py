@@ -1,6 +1,6 @@
-"""From a picture to the uint8 patches that the vision tower reads, bit for bit as transformers' PIL image processor.
+"""Image processor: cuts an image into uint8 patches, bit for bit like transformers' PIL image processor.
 
-Patches stay uint8, an eighth of the float32 rows that hold every pixel twice: `normalization_table` turns bytes into
+Patches stay uint8, an eighth of the float32 rows, which have every pixel twice. `normalization_table` maps bytes to
 values later.
 """
 
@@ -18,18 +18,18 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vlcache_jax.common.checks import check_whole, short, shorten
+from vlcache_jax.common.checks import check_whole, short, shorten, unknown
 from vlcache_jax.common.json_files import OBJECT, Kind, check_fields, either, optional, read_object, real, whole
 from vlcache_jax.inputs.images import check_picture_size
 
 Grid = tuple[int, int, int]
-"""Patches of an image: (1, rows, columns)."""
+"""Patch grid of an image: (1, rows, columns)."""
 
 _LIMITS = ("min_pixels", "max_pixels")
 _RESIZED = ("resized_height", "resized_width")
 OWN_LIMITS = (*_LIMITS, *_RESIZED)
-"""What the part of a message may say of its image, in the words of Qwen's `qwen_vl_utils`."""
-_RESIZED_TOKENS = (4, 16384)  # between which it keeps such an image, or frame
+"""Pixel limits that an image's part of a message may have, named as in Qwen's `qwen_vl_utils`."""
+_RESIZED_TOKENS = (4, 16384)  # minimum and maximum tokens of an image or frame with a requested size
 
 
 def _channels(kind: Kind) -> Kind:
@@ -52,7 +52,7 @@ _SETTINGS: dict[str, Kind] = {
     "rescale_factor": real(1e-6, 1e6),
     "resample": Kind("one of Pillow's filters 0 to 5", whole(0, 5).accepts),
 }
-# In the files one value may stand for all channels, and null is the library's default.
+# In checkpoints, one value may apply to all channels, and null is the library's default.
 _STORED: dict[str, Kind] = {key: optional(kind) for key, kind in _SETTINGS.items()} | {
     "image_mean": optional(either(_MEAN, _SETTINGS["mean"])),
     "image_std": optional(either(_STD, _SETTINGS["std"])),
@@ -62,10 +62,10 @@ _SIZE = dict.fromkeys((*_LIMITS, "shortest_edge", "longest_edge"), optional(AREA
 
 
 def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwargs") -> dict[str, int]:
-    """Returns `min_pixels` and `max_pixels`, those that are given, as a dict; None gives an empty one.
+    """Return the given ones of `min_pixels` and `max_pixels` as a dict; None gives an empty one.
 
     Raises:
-        ValueError: another key, or a value that is not a positive integer, or min_pixels above max_pixels.
+        ValueError: a key is unknown, a value is not a positive integer, or min_pixels exceeds max_pixels.
     """
     if limits is None:
         return {}
@@ -75,7 +75,7 @@ def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwa
         )
     for key, value in limits.items():
         if key not in _LIMITS:
-            raise ValueError(f"{name} must hold only {' and '.join(_LIMITS)}, got {key!r}")
+            raise ValueError(f"{name}: {unknown(key, _LIMITS)}")
         _check_positive(value, f"{name} {key}")
     checked = dict(limits)
     if len(checked) == len(_LIMITS):
@@ -84,11 +84,11 @@ def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwa
 
 
 def check_own_limits(part: Mapping[str, Any], name: str) -> dict[str, int]:
-    """Returns what the part of a message says of its image: `OWN_LIMITS`, of which height and width outdo the others.
+    """Return the `OWN_LIMITS` of an image's part of a message; height and width replace the other two.
 
     Raises:
-        ValueError: a value that is neither None nor a positive integer; a height without a width, or one of the two
-            more than 200 times the other; min_pixels above max_pixels.
+        ValueError: a value is not None or a positive integer, only one of height and width is given, their aspect
+            ratio exceeds 200, or min_pixels exceeds max_pixels.
     """
     given = {key: part[key] for key in OWN_LIMITS if part.get(key) is not None}
     if not given:
@@ -99,34 +99,34 @@ def check_own_limits(part: Mapping[str, Any], name: str) -> dict[str, int]:
     if not resized:
         return check_limits(given, name)
     if len(resized) < len(_RESIZED):
-        raise ValueError(f"{name} must hold {' and '.join(_RESIZED)}, got {next(iter(resized))} alone")
+        raise ValueError(f"{name} {' and '.join(_RESIZED)} must be set together, got {next(iter(resized))} alone")
     height, width = resized.values()
     check_picture_size(height, width, f"{name} {' x '.join(_RESIZED)}")
     return resized
 
 
 def overrule(limits: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:
-    """Limits with others in their place; a limit that contradicts what is said in `own` gives way to it."""
+    """Return `limits` updated with `own`. A limit that contradicts one in `own` is adjusted to it."""
     both = {**limits, **own}
     if both.get("min_pixels", 0) > both.get("max_pixels", math.inf):
-        # Pictures grow by whole blocks, beyond the least area; if that were the greatest, too, beyond the greatest.
+        # Small images grow in whole blocks, beyond min_pixels. If it equaled max_pixels, they would exceed that, too.
         both |= {"min_pixels": 1} if "max_pixels" in own else {"max_pixels": own["min_pixels"]}
     return both
 
 
 def fit_asked(height: int, width: int, block: int) -> tuple[int, int]:
-    """Rows and columns of blocks for a height and width that were asked for, in pixels, as Qwen's utility has them."""
-    least, most = (count * block**2 for count in _RESIZED_TOKENS)
-    return fit_blocks(height, width, block, least, most, fewest=1)
+    """Return rows and columns of blocks for a requested height and width in pixels, as Qwen's utility does."""
+    min_pixels, max_pixels = (count * block**2 for count in _RESIZED_TOKENS)
+    return fit_blocks(height, width, block, min_pixels, max_pixels, fewest=1)
 
 
 def fit_blocks(
     height: int, width: int, block: int, min_pixels: float, max_pixels: float, *, fewest: int = 0
 ) -> tuple[int, int]:
-    """Rows and columns of blocks, `block` pixels a side, to which a picture is scaled.
+    """Return rows and columns of blocks, `block` pixels a side, to which an image is scaled.
 
-    Both sides are rounded to whole blocks, half to even, and to no fewer than `fewest`; then the area is brought within
-    the limits.
+    Both sides are rounded to whole blocks, half to even, and to at least `fewest` blocks. Then the area is brought
+    within the limits.
     """
     rows, columns = (max(fewest, round(side / block)) for side in (height, width))
     if rows * columns * block**2 > max_pixels:
@@ -139,11 +139,11 @@ def fit_blocks(
 
 
 class Patches(NamedTuple):
-    """An image cut into patches.
+    """Image cut into P patches.
 
     Attributes:
         pixels: uint8 [P, 3, patch_size * patch_size], or with the frames of a video's chunk [P, 3, F, patch_size *
-            patch_size]. Each merge_size x merge_size block of patches lies together, blocks in raster order.
+            patch_size]. The patches of each merge_size x merge_size block are adjacent, blocks in raster order.
         grid: (1, rows, columns) with P = rows * columns.
     """
 
@@ -153,16 +153,16 @@ class Patches(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessor:
-    """Resizes and cuts pictures as the checkpoint's image processor does (transformers, PIL, bit for bit).
+    """Image processor that equals the checkpoint's bit for bit (transformers with PIL).
 
     Attributes:
-        min_pixels, max_pixels: area to which a picture is scaled, in pixels; `with_limits` changes them.
+        min_pixels, max_pixels: limits of the area to which an image is scaled, in pixels; `with_limits` changes them.
         patch_size: side of a patch, in pixels.
         merge_size: side of the block of patches that becomes one token.
-        temporal_patch_size: times each pixel is repeated in `pixel_values`; an image is a video of equal frames.
-        mean, std: of each channel, after rescaling.
-        rescale_factor: by which bytes are multiplied before normalisation.
-        resample: Pillow's number of the resize filter (3 is bicubic).
+        temporal_patch_size: number of copies of each pixel in `pixel_values`; an image is a video of equal frames.
+        mean, std: mean and standard deviation of each channel, after rescaling.
+        rescale_factor: factor for bytes before normalization. Default 1/255.
+        resample: Pillow's number of the resize filter. Default 3 (bicubic).
     """
 
     min_pixels: int
@@ -181,11 +181,11 @@ class ImageProcessor:
 
     @classmethod
     def from_pretrained(cls, directory: str | PathLike[str]) -> ImageProcessor:
-        """Reads the settings of a checkpoint, from `preprocessor_config.json` or `processor_config.json`.
+        """Read a checkpoint's settings from `preprocessor_config.json` or `processor_config.json`.
 
         Raises:
-            ValueError: no such files, a field in them that is out of bounds, an image processor of another kind, or one
-                that skips a step.
+            ValueError: there is no such file, a field is out of bounds, or the image processor is of another kind or
+                skips a step.
         """
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {short(str(directory))}")
@@ -193,7 +193,7 @@ class ImageProcessor:
 
     @classmethod
     def from_settings(cls, given: Mapping[str, Any], source: str | PathLike[str]) -> ImageProcessor:
-        """The content of a `preprocessor_config.json`; `source` is how errors call where it is from.
+        """Return the processor of the content of a `preprocessor_config.json`; `source` is its name in errors.
 
         Raises:
             ValueError: see `from_pretrained`.
@@ -215,13 +215,13 @@ class ImageProcessor:
                 resample=int(settings["resample"]),
             )
         except (TypeError, ValueError) as error:
-            raise ValueError(f"image processor settings of {source} must be usable: {error}") from error
+            raise ValueError(f"image processor settings of {source} must be valid: {error}") from error
 
     def with_limits(self, limits: Mapping[str, int] | None) -> ImageProcessor:
-        """This processor with `limits`, that is `mm_processor_kwargs`: min_pixels, max_pixels or both.
+        """Return the processor with `limits`: min_pixels, max_pixels or both, as in `mm_processor_kwargs`.
 
-        One that is given alone is kept: where it contradicts the other one of this processor, that gives way. (With a
-        least area above the greatest, the library would scale small pictures beyond the greatest.)
+        If only one is given and contradicts the processor's other one, the latter is adjusted. With min_pixels above
+        max_pixels, the library would scale small images beyond the maximum.
 
         Raises:
             ValueError: see `check_limits`.
@@ -232,13 +232,13 @@ class ImageProcessor:
         return replace(self, **changes)
 
     def grid(self, height: int, width: int, limits: Mapping[str, int] | None = None, *, name: str = "image") -> Grid:
-        """The patches of a picture of `height` x `width` pixels: (1, rows, columns), multiples of merge_size.
+        """Return the patch grid of an image of `height` x `width` pixels: (1, rows, columns), multiples of merge_size.
 
-        Both sides are rounded to whole blocks, half to even; then the area is brought within the limits. A height and
-        width that are asked for (`check_own_limits`) are rounded so in place of the picture's, to 4 to 16384 tokens.
+        Both sides are rounded to whole blocks, half to even. Then the area is brought within the limits. A requested
+        height and width (`check_own_limits`) replace those of the image, limited to 4 to 16384 tokens.
 
         Raises:
-            ValueError: an empty picture, or one more than 200 times as long as wide.
+            ValueError: the image is empty, or its aspect ratio exceeds 200.
         """
         check_picture_size(height, width, name)
         block = self.patch_size * self.merge_size
@@ -250,18 +250,18 @@ class ImageProcessor:
         return 1, rows * self.merge_size, columns * self.merge_size
 
     def num_tokens(self, grid: Grid) -> int:
-        """Tokens that an image of this patch grid takes in the prompt."""
+        """Return the number of prompt tokens of an image with this patch grid."""
         return math.prod(grid) // self.merge_size**2
 
     def patches(self, rgb: npt.NDArray[np.uint8], limits: Mapping[str, int] | None = None) -> Patches:
-        """Resizes a picture, uint8 [H, W, 3], to its grid and cuts it into patches."""
+        """Resize an image, uint8 [H, W, 3], to its grid and cut it into patches."""
         if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
             raise ValueError(f"rgb must be uint8 [H, W, 3], got {rgb.dtype} {rgb.shape}")
         grid = self.grid(rgb.shape[0], rgb.shape[1], limits)
         return Patches(self.cut(rgb, grid), grid)
 
     def cut(self, rgb: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
-        """Resizes a picture, uint8 [H, W, 3], to a grid and cuts it into patches, [P, 3, patch_size**2]."""
+        """Resize an image, uint8 [H, W, 3], to a grid and cut it into patches, uint8 [P, 3, patch_size**2]."""
         _, rows, columns = grid
         patch, merge = self.patch_size, self.merge_size
         resized = Image.fromarray(rgb).resize((columns * patch, rows * patch), Image.Resampling(self.resample))
@@ -271,28 +271,28 @@ class ImageProcessor:
 
     @cached_property
     def normalization_table(self) -> npt.NDArray[np.float32]:
-        """The value of each byte in each channel, float32 [3, 256], rounded step by step as in the library."""
+        """Value of each byte in each channel, float32 [3, 256], rounded step by step as in the library."""
         rescaled = (np.arange(256, dtype=np.float64) * self.rescale_factor).astype(np.float32)
         mean, std = (np.array(values, np.float32)[:, None] for values in (self.mean, self.std))
         return (rescaled - mean) / std
 
     def pixel_values(self, patches: Patches) -> npt.NDArray[np.float32]:
-        """The library's `pixel_values` of these patches: float32 [P, 3 * temporal_patch_size * patch_size**2]."""
+        """Return the library's `pixel_values` of patches: float32 [P, 3 * temporal_patch_size * patch_size**2]."""
         values = np.stack([self.normalization_table[c][patches.pixels[:, c]] for c in range(3)], axis=1)
         values = values.reshape(len(values), 3, -1, self.patch_size**2)
         frames = len(values), 3, self.temporal_patch_size, self.patch_size**2
         return np.broadcast_to(values, frames).reshape(len(values), -1)
 
     def settings(self, limits: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Everything here that changes pixels or their number, as plain values: a part of cache keys."""
+        """Return all settings that change pixels or their number, as plain values; they are part of entry keys."""
         if limits and _RESIZED[0] in limits:
             own = {key: value for key, value in asdict(self).items() if key not in _LIMITS}
             return own | {"resized": self.grid(1, 1, limits)}
         return asdict(self.with_limits(limits))
 
 
-# What the library's class takes for settings that a checkpoint leaves out. Importing it would import torch, where it is
-# installed, which takes seconds.
+# Defaults of the library's class for settings that a checkpoint leaves out. They are copied here because importing the
+# class imports torch, if installed, which takes seconds.
 _KIND = "Qwen2VLImageProcessor"
 _DEFAULTS = {
     "do_convert_rgb": True,
@@ -311,7 +311,7 @@ _DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 
 
 def _find_settings(directory: Path) -> dict[str, Any]:
-    """The image processor's settings as they stand in a checkpoint, where the library finds them."""
+    """Return the image processor's settings in a checkpoint, from the file where the library finds them."""
     found: list[dict[str, Any]] = []
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (path := directory / name).exists():
@@ -330,16 +330,16 @@ def _find_settings(directory: Path) -> dict[str, Any]:
 
 
 def _complete(settings: Mapping[str, Any], source: str | PathLike[str]) -> dict[str, Any]:
-    """The settings, completed as the library does; the limits as min_ and max_pixels."""
+    """Return the settings with the library's defaults, and the limits as min_pixels and max_pixels."""
     given = {key: value for key, value in settings.items() if value is not None}
     kind = given.get("image_processor_type", _KIND)
     if kind not in (_KIND, f"{_KIND}Fast", f"{_KIND}Pil"):
         raise ValueError(f"image processor of {source} must be {_KIND}, got {shorten(str(kind))}")
     size = given.get("size", _DEFAULT_SIZE)
     limits = dict(zip(_LIMITS, map(size.get, _DEFAULT_SIZE), strict=True))
-    limits |= {key: given[key] for key in _LIMITS if key in given}  # how the first checkpoints say it
+    limits |= {key: given[key] for key in _LIMITS if key in given}  # the names in the first checkpoints
     if None in limits.values():
-        raise ValueError(f"size of {source} must hold shortest_edge and longest_edge, got {given['size']}")
+        raise ValueError(f"size of {source} must have shortest_edge and longest_edge, got {given['size']}")
     return {**_DEFAULTS, **given, **limits}
 
 

@@ -1,7 +1,7 @@
-"""How embedding and reranking models see what they are given: as conversations of their own forms.
+"""Prompts of embedding and reranking models: conversations in the formats of their training.
 
-The forms are those that Qwen3-VL-Embedding and Qwen3-VL-Reranker were published with. With others the vectors of the
-same model rank at random, and its scores are about one half for all.
+The formats are those of the published Qwen3-VL-Embedding and Qwen3-VL-Reranker. In other formats, vectors of the same
+model rank at random, and its scores are about one half for all documents.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _JUDGE = (
 )
 ANSWERS = ("yes", "no")
 """Tokens whose probabilities a reranker compares."""
-_NOTHING = "NULL"  # stands in place of an empty input
+_NOTHING = "NULL"  # replaces an empty input
 _RAW = ("prompt", "prompt_token_ids")
 
 
 @dataclass(frozen=True)
 class InputRenderer:
-    """Makes prompts of what is embedded.
+    """Renderer of inputs to embed.
 
     Attributes:
-        renderer: of the checkpoint.
-        settings: of all inputs.
-        instruction: what vectors are for; None: the model's own.
+        renderer: renderer of the checkpoint.
+        settings: image and video settings of all inputs.
+        instruction: purpose of the vectors; None: the model's default.
 
     Raises:
-        ValueError: the instruction is no text.
+        ValueError: the instruction is not a string.
     """
 
     renderer: PromptRenderer
@@ -49,25 +49,25 @@ class InputRenderer:
         check_instruction(self.instruction)
 
     def __call__(self, given: Any, *, name: str) -> Prompt:
-        """The prompt of a string, a message's part, a list of parts, a conversation, or a dict with a `prompt`.
+        """Return the prompt of a string, a message's part, a list of parts, a conversation, or a dict with a `prompt`.
 
-        A conversation, whose members have roles, says itself what instruction it has, if it begins with a system
-        message. A dict of `messages` is a conversation with `TemplateOptions`. Without them the prompt ends where the
-        assistant's turn begins, as the models are trained. A `prompt` or `prompt_token_ids` is taken as it is, see
+        A conversation is a list of messages with roles. Its system message, if it begins with one, is the instruction.
+        A dict of `messages` is a conversation with `TemplateOptions`. By default, the prompt ends where the assistant's
+        turn begins, as in the models' training. A `prompt` or `prompt_token_ids` is used without a chat template, see
         `PromptRenderer.from_prompt`.
 
         Raises:
-            ValueError: it is none of these, it is wrong, there is an instruction beside one that it has, or it ends
-                with an assistant's turn that is empty and closed.
+            ValueError: `given` is none of these or is wrong, has an instruction of its own in addition to
+                `instruction`, or ends with an assistant's turn that is empty and closed.
         """
         if isinstance(given, Mapping) and any(key in given for key in _RAW):
             if self.instruction is not None:
-                raise ValueError(f"instruction must be left out beside a prompt as it is, got both for {name}")
+                raise ValueError(f"instruction cannot be combined with the prompt {name}: write it in the prompt")
             return self.renderer.from_prompt(given, name=name)
         options: Mapping[str, Any] = {}
         if isinstance(given, Mapping) and "messages" in given:
             messages, options = given["messages"], {key: one for key, one in given.items() if key != "messages"}
-            if not _is_conversation(messages):  # it is wrong, and the renderer says how
+            if not _is_conversation(messages):  # the renderer raises the error
                 return self._rendered(messages, options, name, added=0)
         else:
             messages = given if _is_conversation(given) else [{"role": "user", "content": parts_of(given, name)}]
@@ -76,30 +76,30 @@ class InputRenderer:
             own = _system(punctuated(self.instruction or "") or EMBEDDING_INSTRUCTION)
             return self._rendered([own, *messages], options, name, added=1)
         if self.instruction is not None:
-            raise ValueError(f"instruction must be left out beside a system message, got both for {name}")
+            raise ValueError(f"instruction cannot be combined with the system message of {name}: set one of them")
         return self._rendered(messages, options, name, added=0)
 
     def _rendered(self, messages: Any, options: Mapping[str, Any], name: str, *, added: int) -> Prompt:
-        """Errors count messages as the caller has them, without those `added`."""
+        """Render messages. Errors count them as the caller does, without the `added` ones."""
         try:
             return self.renderer.from_conversation({"messages": messages, **options}, settings=self.settings, name=name)
         except ValueError as error:
-            told = re.sub(r"(?<=messages\[)\d+(?=\])", lambda found: str(int(found[0]) - added), str(error), count=1)
-            raise ValueError(told) from error
+            message = re.sub(r"(?<=messages\[)\d+(?=\])", lambda found: str(int(found[0]) - added), str(error), count=1)
+            raise ValueError(message) from error
 
 
 @dataclass(frozen=True)
 class PairRenderer:
-    """Makes prompts of documents that are compared with a query.
+    """Renderer of pairs of a query and a document.
 
     Attributes:
-        renderer: of the checkpoint.
+        renderer: renderer of the checkpoint.
         query: a string, a message's part or a list of parts.
-        settings: of all inputs.
-        instruction: what makes a document a good one; None: the model's own.
+        settings: image and video settings of all inputs.
+        instruction: description of a relevant document; None: the model's default.
 
     Raises:
-        ValueError: query or instruction is wrong.
+        ValueError: the query or the instruction is wrong.
     """
 
     renderer: PromptRenderer
@@ -112,10 +112,10 @@ class PairRenderer:
         parts_of(self.query, "query")
 
     def __call__(self, document: Any, *, name: str) -> Prompt:
-        """The prompt of a document: a string, a message's part or a list of parts.
+        """Return the prompt of a document: a string, a message's part or a list of parts.
 
         Raises:
-            ValueError: it is none of these, or wrong.
+            ValueError: `document` is none of these, or is wrong.
         """
         parts = [
             {"type": "text", "text": f"<Instruct>: {self.instruction or RERANKING_INSTRUCTION}"},
@@ -129,10 +129,10 @@ class PairRenderer:
 
 
 def listed_inputs(given: Any, kind: str) -> tuple[Sequence[Any], str]:
-    """Inputs, and what errors call each of them; `kind` is the argument that they stand in.
+    """Return inputs, and their name in errors; `kind` is the name of the argument.
 
     Raises:
-        ValueError: it is neither a string, a dict nor a list.
+        ValueError: `given` is not a string, a dict or a list.
     """
     if isinstance(given, str | Mapping) or _is_conversation(given):
         return [given], kind
@@ -142,10 +142,10 @@ def listed_inputs(given: Any, kind: str) -> tuple[Sequence[Any], str]:
 
 
 def parts_of(given: Any, name: str) -> Sequence[Any]:
-    """An input as the content of a message.
+    """Return an input as the content of a message.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `given` is not a string, a part or a list.
     """
     if isinstance(given, str | Mapping):
         return [given or {"type": "text", "text": _NOTHING}]
@@ -155,13 +155,13 @@ def parts_of(given: Any, name: str) -> Sequence[Any]:
 
 
 def check_instruction(instruction: Any) -> None:
-    """Raises a ValueError unless it is a text or None."""
+    """Raise a ValueError unless `instruction` is a string or None."""
     if instruction is not None:
         check_text(instruction, "instruction")
 
 
 def punctuated(instruction: str) -> str:
-    """An instruction as the embedding models know it: it ends with a mark."""
+    """Return an instruction with a final punctuation mark, as in the training of the embedding models."""
     instruction = instruction.strip()
     is_open = bool(instruction) and not unicodedata.category(instruction[-1]).startswith("P")
     return f"{instruction}." if is_open else instruction
@@ -173,9 +173,9 @@ def _is_conversation(given: Any) -> bool:
 
 
 def _check_last_turn(message: Mapping[str, Any], options: Mapping[str, Any], name: str) -> None:
-    """Raises a ValueError if a conversation ends with an assistant's turn that is empty, and nothing says how.
+    """Raise a ValueError if a conversation ends with an empty assistant's turn, and no option says how to render it.
 
-    The models are trained with that turn open. Closed, as vLLM renders it by default, it gives another vector.
+    The models are trained with this turn open. Closed, as vLLM renders it by default, it gives another vector.
     """
     says_how = options.get("continue_final_message") or options.get("add_generation_prompt") is not None
     if message.get("role") != "assistant" or says_how or message.get("tool_calls"):
@@ -185,8 +185,8 @@ def _check_last_turn(message: Mapping[str, Any], options: Mapping[str, Any], nam
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     if all(text == "" for text in texts):
         raise ValueError(
-            f"{name} must not end with an assistant's turn that is empty and closed: write continue_final_message = "
-            "true beside the messages, or leave that turn out"
+            f"{name} must not end with an assistant's turn that is empty and closed: set continue_final_message = true "
+            "next to the messages, or leave that turn out"
         )
 
 

@@ -1,7 +1,7 @@
-"""Which frames of a video the model sees, in which size, and when they were seen: as transformers' video processors do.
+"""Video processor: selects and sizes frames like transformers' video processors.
 
-Frames are resized as pictures are (`processor`). What is left to the library's classes here are sampling and sizes, of
-which there are two kinds (`KINDS`); the checkpoint or its family names one.
+Frames are resized like images (`processor`). This module has the sampling and the sizes of the library's two kinds of
+video processors (`KINDS`). The checkpoint or its family names one of them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _STORED = {key: optional(kind) for key, kind in OPTIONS.items()} | {
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What the model sees of a video.
+class SampledVideo:
+    """Frames of a video that the model sees, in C chunks of F frames.
 
     Attributes:
-        chunks: the frames of each chunk, by their place in the video, C x F. The last one is repeated if need be.
-        seconds: when each chunk is seen.
-        step: seconds from one chunk to the next, as the library counts them.
-        grid: patches of each chunk.
+        chunks: frame indices of each chunk, C x F; the last frame is repeated to fill its chunk.
+        seconds: time of each chunk in the video, in seconds.
+        step: time from one chunk to the next in seconds, as the library counts it.
+        grid: patch grid of each chunk.
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -53,17 +53,17 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoProcessor:
-    """Samples and measures videos.
+    """Video processor: selects the frames of videos and computes their sizes.
 
     Attributes:
-        kind: see `KINDS`.
-        family: how its prompts show videos.
-        tower: the family's configuration of its vision tower.
-        image: cuts frames; of the same checkpoint.
-        min_pixels, max_pixels: area to which frames are scaled, where nothing is asked of them; see `ProcessorKind`.
-        fps, num_frames, min_frames, max_frames, do_sample_frames: see `VideoOptions`.
-        cap_pixels_per_frame: whether frames are also scaled so that a video has at most so many tokens as
-            `max_video_tokens` says in the library's words.
+        kind: kind of the processor, see `KINDS`.
+        family: format of videos in the family's prompts.
+        tower: configuration of the vision tower.
+        image: image processor of the checkpoint, which cuts frames.
+        min_pixels, max_pixels: default limits of the area to which frames are scaled, in pixels; see `ProcessorKind`.
+        fps, num_frames, min_frames, max_frames, do_sample_frames: defaults, see `VideoOptions`.
+        cap_pixels_per_frame: also scale frames so that a video has at most `max_video_tokens` tokens, as the library
+            counts them.
     """
 
     kind: ProcessorKind
@@ -84,14 +84,18 @@ class VideoProcessor:
     def from_pretrained(
         cls, directory: str | PathLike[str], config: ModelConfig, image: ImageProcessor
     ) -> VideoProcessor:
-        """Reads the settings of a checkpoint, from where the library looks for them: `processor_config.json`,
-        `video_preprocessor_config.json`, or those of its images.
+        """Read a checkpoint's settings from the files that the library uses.
+
+        These are `processor_config.json`, `video_preprocessor_config.json`, or else the settings of images.
 
         Args:
-            config: of the model. Its family says which kind it is where the files do not.
+            directory: the checkpoint.
+            config: configuration of the model; its family has a default kind.
+            image: image processor of the checkpoint.
 
         Raises:
-            ValueError: a field that is out of bounds, another kind, or pixels that are not made as those of images are.
+            ValueError: a field is out of bounds, the kind is unknown, or pixels are processed differently from those of
+                images.
         """
         given, path = _read_settings(Path(directory))
         family = FAMILIES[config.model_type].video
@@ -109,7 +113,7 @@ class VideoProcessor:
             if isinstance(expected, tuple):
                 got = tuple(got) if isinstance(got, list | tuple) else (got,) * len(expected)
             if got != expected:
-                raise ValueError(f"{key} of {path} must be that of images, {expected}, got {short(got)}")
+                raise ValueError(f"{key} of {path} must match the image processor's {expected}, got {short(got)}")
         settings = {**found.defaults, **{key: given[key] for key in found.defaults if key in given}}
         size = {**found.size, **given.get("size", {})}
         limits = dict(zip(("min_pixels", "max_pixels"), (size["shortest_edge"], size["longest_edge"]), strict=True))
@@ -117,21 +121,23 @@ class VideoProcessor:
         check_order(limits["min_pixels"], limits["max_pixels"], "pixels", f"size of {path}: ")
         return cls(kind=found, family=family, tower=config.vision, image=image, **limits, **settings)
 
-    def cut(self, head: VideoHeader, options: VideoOptions, *, is_file: bool, name: str = "video") -> Cut:
-        """What the model sees of a video.
+    def cut(self, head: VideoHeader, options: VideoOptions, *, is_file: bool, name: str = "video") -> SampledVideo:
+        """Return the frames of a video that the model sees.
 
         Args:
-            is_file: whether its frames come from a file.
+            head: properties of the video.
+            options: options of the video.
+            is_file: True if the frames come from a file.
+            name: name of the video in errors.
 
         Raises:
-            ValueError: options that contradict the checkpoint's or the video, or frames more than 200 times as long as
-                wide.
+            ValueError: the options contradict the checkpoint's or the video, or the aspect ratio exceeds 200.
         """
         own = self._with(options, name)
-        asked = options.fps is not None or options.num_frames is not None
+        sets_count = options.fps is not None or options.num_frames is not None
         samples = options.do_sample_frames
         if samples is None:
-            samples = asked or (is_file and own.do_sample_frames)
+            samples = sets_count or (is_file and own.do_sample_frames)
         first, head = _part(head, options, name)
         indices = first + (own.kind.sample(own, head, name) if samples else np.arange(head.frames))
         numbers = indices if head.numbers is None else np.asarray(head.numbers)[indices]
@@ -140,32 +146,32 @@ class VideoProcessor:
         seen = np.pad(numbers, (0, -len(numbers) % slots), mode="edge").reshape(-1, slots)
         fps = head.fps or UNKNOWN_FPS
         sampled = len(indices) / head.total * fps
-        return Cut(
+        return SampledVideo(
             chunks=tuple(map(tuple, padded.tolist())),
             seconds=tuple((int(one[0]) / fps + int(one[-1]) / fps) / 2 for one in seen),
             step=slots / sampled,
             grid=own._grid(len(indices), head, options, name),
         )
 
-    def text(self, cut: Cut) -> str:
-        """What stands in the prompt for a video, with one placeholder for each chunk."""
+    def text(self, cut: SampledVideo) -> str:
+        """Return the text of a video in the prompt, with one placeholder per chunk."""
         return self.family.text(cut.seconds)
 
-    def times(self, cut: Cut) -> tuple[int, ...]:
-        """Of each chunk, what is added to its positions on the first axis."""
+    def times(self, cut: SampledVideo) -> tuple[int, ...]:
+        """Return the time offset of each chunk, which is added to its positions on the first axis."""
         return self.family.times(self.tower, len(cut.chunks), cut.step)
 
     def patches(self, frames: Sequence[npt.NDArray[np.uint8]], grid: Grid) -> npt.NDArray[np.uint8]:
-        """The pixels of a chunk, uint8 [P, 3, F, patch_size**2], of its frames, [H, W, 3] each."""
+        """Return the pixels of a chunk, uint8 [P, 3, F, patch_size**2], from its frames, uint8 [H, W, 3] each."""
         return np.stack([self.image.cut(frame, grid) for frame in frames], axis=2)
 
     def settings(self, grid: Grid) -> dict[str, Any]:
-        """Everything that makes the pixels of a chunk of frames, as plain values: a part of cache keys."""
+        """Return all settings that determine the pixels of a chunk, as plain values; they are part of entry keys."""
         own = self.image.settings()
         return {key: own[key] for key in own if key not in ("min_pixels", "max_pixels")} | {"grid": grid}
 
     def _with(self, options: VideoOptions, name: str) -> VideoProcessor:
-        """This processor, which samples as the options say."""
+        """Return the processor with the sampling of the options."""
         given = {key: getattr(options, key) for key in ("fps", "num_frames", "min_frames", "max_frames")}
         given = {key: value for key, value in given.items() if value is not None}
         if "fps" in given:
@@ -182,25 +188,27 @@ class VideoProcessor:
             check_picture_size(height, width, f"{name} resized_height x resized_width")
             rows, columns = fit_asked(height, width, block)
         elif (options.min_pixels, options.max_pixels, options.total_pixels) != (None, None, None):
-            least, most = self._area(frames, options)
-            rows, columns = fit_blocks(head.height, head.width, block, least, most)
+            min_pixels, max_pixels = self._area(frames, options)
+            rows, columns = fit_blocks(head.height, head.width, block, min_pixels, max_pixels)
         else:
             rows, columns = self.kind.fit(self, frames, head.height, head.width, block)
         return 1, rows * merge, columns * merge
 
     def _area(self, frames: int, options: VideoOptions) -> tuple[float, float]:
-        """Least and most pixels of a frame, as Qwen's utility counts them where it is asked for any. A limit that was
-        not asked for gives way."""
+        """Return the minimum and maximum pixels of a frame, as Qwen's utility computes them if an option sets one.
+
+        A limit that no option sets is adjusted to the other one.
+        """
         shared, slots = frames if self.kind.counts_all else 1, self.image.temporal_patch_size
-        least: float = self.min_pixels / shared if options.min_pixels is None else options.min_pixels
-        most: float = self.max_pixels / shared if options.max_pixels is None else options.max_pixels
+        minimum: float = self.min_pixels / shared if options.min_pixels is None else options.min_pixels
+        maximum: float = self.max_pixels / shared if options.max_pixels is None else options.max_pixels
         if options.total_pixels is not None:
-            most = min(most, max(options.total_pixels * slots / frames, int(least * 1.05)))
-        return (min(least, most), most) if options.min_pixels is None else (least, max(least, most))
+            maximum = min(maximum, max(options.total_pixels * slots / frames, int(minimum * 1.05)))
+        return (min(minimum, maximum), maximum) if options.min_pixels is None else (minimum, max(minimum, maximum))
 
 
 def _part(head: VideoHeader, options: VideoOptions, name: str) -> tuple[int, VideoHeader]:
-    """The part of a file that is asked for: its first frame, and the head that it would have as a file of its own."""
+    """Return the first frame of the requested part of a file, and the header that the part would have as a file."""
     if options.video_start is None and options.video_end is None:
         return 0, head
     fps = head.fps or UNKNOWN_FPS
@@ -215,7 +223,7 @@ def _part(head: VideoHeader, options: VideoOptions, name: str) -> tuple[int, Vid
 
 
 def _read_settings(directory: Path) -> tuple[dict[str, Any], Path]:
-    """The settings that are given, and the file that they are from."""
+    """Return the settings in the checkpoint, and their file."""
     for file in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
         if not (path := directory / file).exists():
             continue
@@ -231,23 +239,23 @@ def _read_settings(directory: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _sample_steps(own: VideoProcessor, head: VideoHeader, name: str) -> npt.NDArray[np.int64]:
-    """Even steps from the first frame on, a whole number of chunks."""
+    """Return frame indices at even steps from the first frame, in whole chunks."""
     slots, total = own.image.temporal_patch_size, head.frames
     if own.num_frames is not None:
         count = round(own.num_frames / slots) * slots
     else:
-        most = math.floor(min(own.max_frames, total) / slots) * slots
+        max_count = math.floor(min(own.max_frames, total) / slots) * slots
         wanted = head.total / (head.fps or UNKNOWN_FPS) * (own.fps or 2.0)  # the library has no default
-        count = math.floor(min(max(wanted, own.min_frames), most, total) / slots) * slots
+        count = math.floor(min(max(wanted, own.min_frames), max_count, total) / slots) * slots
     if count > total:
         raise ValueError(f"{name} num_frames must be at most its {total} frames, got {own.num_frames}")
     step = total / max(count, 1)
-    # As `torch.arange` counts: float64 steps, rounded to float32.
+    # Like `torch.arange`: float64 steps, rounded to float32.
     return (np.arange(max(count, 1)) * step).astype(np.float32).astype(np.int64)
 
 
 def _sample_ends(own: VideoProcessor, head: VideoHeader, name: str) -> npt.NDArray[np.int64]:
-    """Evenly from the first frame to the last."""
+    """Return frame indices spaced evenly from the first frame to the last."""
     total, count = head.frames, own.num_frames
     if count is None:
         count = int(head.total / (head.fps or UNKNOWN_FPS) * (own.fps or 2.0))
@@ -258,34 +266,34 @@ def _sample_ends(own: VideoProcessor, head: VideoHeader, name: str) -> npt.NDArr
 
 
 def _fit_each(own: VideoProcessor, frames: int, height: int, width: int, block: int) -> tuple[int, int]:
-    """The limits are of one frame."""
-    most: float = own.max_pixels
+    """Return rows and columns of blocks of a frame. The limits apply to each frame."""
+    max_pixels: float = own.max_pixels
     if own.cap_pixels_per_frame:
         all_pixels = int(own.max_video_tokens * block * block * 0.9)
         share = all_pixels * own.image.temporal_patch_size // frames
-        most = max(min(most, share), int(own.min_pixels * 1.05))
-    return fit_blocks(height, width, block, own.min_pixels, most)
+        max_pixels = max(min(max_pixels, share), int(own.min_pixels * 1.05))
+    return fit_blocks(height, width, block, own.min_pixels, max_pixels)
 
 
 def _fit_all(own: VideoProcessor, frames: int, height: int, width: int, block: int) -> tuple[int, int]:
-    """The limits are of all frames together."""
-    slots, least, most = own.image.temporal_patch_size, own.min_pixels, own.max_pixels
+    """Return rows and columns of blocks of a frame. The limits apply to all frames together."""
+    slots, min_pixels, max_pixels = own.image.temporal_patch_size, own.min_pixels, own.max_pixels
     if own.cap_pixels_per_frame:
-        share = min(own.max_video_tokens * block * block, most // frames)
-        most = max(share, int(least * 1.05)) * frames
+        share = min(own.max_video_tokens * block * block, max_pixels // frames)
+        max_pixels = max(share, int(min_pixels * 1.05)) * frames
     frames = max(frames, slots)
     if height < block or width < block:
         scale = max(block / height, block / width)
         height, width = int(height * scale), int(width * scale)
     rows, columns = round(height / block), round(width / block)
     area = round(frames / slots) * slots * rows * columns * block**2
-    # What the limits are compared with counts whole chunks, the root of the scale the frames that there are.
-    if least <= area <= most:
+    # The area that is compared with the limits counts whole chunks, the scale counts the actual frames.
+    if min_pixels <= area <= max_pixels:
         return rows, columns
-    if area > most:
-        shrink = math.sqrt((frames * height * width) / most)
+    if area > max_pixels:
+        shrink = math.sqrt((frames * height * width) / max_pixels)
         return max(1, math.floor(height / shrink / block)), max(1, math.floor(width / shrink / block))
-    grow = math.sqrt(least / (frames * height * width))
+    grow = math.sqrt(min_pixels / (frames * height * width))
     return math.ceil(height * grow / block), math.ceil(width * grow / block)
 
 
@@ -294,10 +302,10 @@ class ProcessorKind:
     """One of the library's video processors.
 
     Attributes:
-        size, defaults: what it takes for settings that a checkpoint leaves out.
-        counts_all: whether the limits of pixels are of all frames together, not of each.
-        sample: frames of a video of which not all are to be seen.
-        fit: rows and columns of blocks of `frames` of a size.
+        size, defaults: defaults for settings that a checkpoint leaves out.
+        counts_all: True if the pixel limits apply to all frames together, rather than to each frame.
+        sample: returns the indices of sampled frames.
+        fit: returns rows and columns of blocks for `frames` frames of a size.
     """
 
     size: dict[str, int]
@@ -324,4 +332,4 @@ KINDS = {
         fit=_fit_all,
     ),
 }
-"""By the library's names of them."""
+"""Video processors by the library's names."""

@@ -1,4 +1,4 @@
-"""Videos as callers pass them, and where their frames come from: images, or a file that FFmpeg reads."""
+"""Videos on the host: reading frames from images or from a file that FFmpeg decodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from blake3 import blake3
 from PIL import Image
 
-from vlcache_jax.common.checks import short
+from vlcache_jax.common.checks import short, unknown
 from vlcache_jax.common.json_files import FLAG, Kind, check_fields, listed, optional, real, whole
 from vlcache_jax.common.vllm_compat import warn
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
@@ -30,24 +30,24 @@ from vlcache_jax.inputs.images import (
 )
 from vlcache_jax.inputs.processor import AREA
 
-# Demuxers of FFmpeg: none that opens other files or URLs, as playlists do.
+# FFmpeg demuxers that open no other files or URLs, unlike those of playlists.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,gif"
 MAX_FRAMES = 1 << 20
 UNKNOWN_FPS = 2
-"""Frames a second where frames come without their rate, as in Qwen's own utility and in the library at the release of
-Qwen2.5-VL. (The library of today takes 24, so that all frames are seen at nearly the same time.)"""
-_FILM_FPS = 24.0  # of a file that does not say it, as in the library
+"""Assumed frames per second of frames without a rate, as in Qwen's utility and in the library at the release of
+Qwen2.5-VL. Today's library assumes 24, so that all frames seem to be shown at nearly the same time."""
+_FILM_FPS = 24.0  # assumed rate of a file without one, as in the library
 
 
 class VideoHeader(NamedTuple):
-    """What is known of a video without its pixels.
+    """Properties of a video that are known without decoding it.
 
     Attributes:
-        frames: how many it has.
-        height, width: of each.
-        fps: frames a second of the film; None: nobody knows, and the frames are taken for `UNKNOWN_FPS` a second.
-        numbers: of each frame in the film that they are from; None: they are all of it.
-        total: frames of that film, or of the part of it that they are sampled from.
+        frames: number of frames.
+        height, width: size of each frame in pixels.
+        fps: frames per second of the original video; None: unknown, `UNKNOWN_FPS` is assumed.
+        numbers: index of each frame in the original video; None: these are all frames of it.
+        total: number of frames of the original video, or of the part of it that the frames were sampled from.
     """
 
     frames: int
@@ -58,39 +58,39 @@ class VideoHeader(NamedTuple):
     total: float
 
 
-class Film(Protocol):
-    """Frames that are not decoded yet."""
+class FrameSource(Protocol):
+    """Frames of a video that are not decoded yet."""
 
     @property
     def digest(self) -> str | None:
-        """Of the encoded file; None: there is none."""
+        """Digest of the encoded file; None if there is no file."""
 
     @property
     def same(self) -> Hashable:
-        """Equal for films that are the same for sure."""
+        """Value that is equal only for identical videos."""
 
     def head(self, max_pixels: int = MAX_IMAGE_PIXELS) -> VideoHeader:
-        """What is known without pixels.
+        """Return what is known without decoding pixels.
 
         Raises:
-            ValueError: no video, frames of different sizes, larger than `max_pixels`, or more than 200 times as long as
-                wide; or PyAV is missing, which files need.
+            ValueError: there is no video, frames differ in size, exceed `max_pixels` or an aspect ratio of 200; or PyAV
+                is missing, which files need.
         """
 
     def decode(self, indices: Sequence[int], max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[npt.NDArray[np.uint8]]:
-        """The frames of ascending `indices`, RGB, uint8 [H, W, 3] each.
+        """Yield the frames with ascending `indices`, each as RGB, uint8 [H, W, 3].
 
         Raises:
-            ValueError: they are corrupt or missing.
+            ValueError: frames are corrupt or missing.
         """
 
     def names(self, indices: Sequence[Sequence[int]]) -> list[tuple[str | int, ...] | None]:
-        """What tells each group of frames for sure without decoding them; None: nothing does."""
+        """Return an identity of each group of frames that needs no decoding, or None."""
 
 
 @dataclass(frozen=True, eq=False)
-class Frames:
-    """Pictures one by one; `fps`, `numbers` and `total` as in `VideoHeader`."""
+class FrameList:
+    """Video given as single images; `fps`, `numbers` and `total` as in `VideoHeader`."""
 
     name: str
     pictures: tuple[ImageSource, ...]
@@ -122,14 +122,14 @@ class Frames:
 
     @cached_property
     def _digests(self) -> list[str]:
-        """Of encoded pictures; of others an empty one."""
+        """Digest of each encoded image; empty for images that are not encoded."""
         encoded = (picture.encoded for picture in self.pictures)
         return ["" if one is None else blake3(one).hexdigest() for one in encoded]
 
 
 @dataclass(frozen=True, eq=False)
-class FilmFile:
-    """An encoded file, which PyAV decodes."""
+class VideoFile:
+    """Video given as an encoded file, which PyAV decodes."""
 
     name: str
     encoded: bytes = field(repr=False)
@@ -144,7 +144,7 @@ class FilmFile:
 
     def head(self, max_pixels: int = MAX_IMAGE_PIXELS) -> VideoHeader:
         with self._opened() as (container, stream):
-            # Some containers do not say it.
+            # Some containers do not have a frame count.
             count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
             rate = stream.average_rate or stream.guessed_rate
             height, width = stream.codec_context.height, stream.codec_context.width
@@ -157,7 +157,7 @@ class FilmFile:
         left = list(reversed(indices))
         with self._opened() as (container, stream):
             stream.thread_type = "AUTO"
-            # FFmpeg counts whole blocks; what it lets pass is measured here.
+            # FFmpeg applies this limit to whole blocks, so the check below applies the exact one.
             stream.codec_context.options = {"max_pixels": str(4 * max_pixels)}
             for number, frame in enumerate(container.decode(stream)):
                 check_picture_size(frame.height, frame.width, self.name, max_pixels)
@@ -166,20 +166,21 @@ class FilmFile:
                     yield frame.to_ndarray(format="rgb24")
                 if not left:
                     return
-        raise ValueError(f"{self.name} must have as many frames as its head says, got none with the number {left[-1]}")
+        raise ValueError(
+            f"{self.name} must have as many frames as its header declares, but frame {left[-1]} is missing"
+        )
 
     def names(self, indices: Sequence[Sequence[int]]) -> list[tuple[str | int, ...] | None]:
         return [(self.digest, *group) for group in indices]
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:
-        """FFmpeg's container, and the first video in it."""
+        """Open the file; yield FFmpeg's container and its first video stream."""
         try:
             import av
         except ImportError as error:
             raise ValueError(
-                f"{self.name} must be given as frames where PyAV is missing, which decodes files: "
-                'install "vlcache-jax[video]", or av'
+                f'{self.name} requires PyAV to decode video files: install "vlcache-jax[video]" or av, or pass frames'
             ) from error
         try:
             options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
@@ -189,9 +190,9 @@ class FilmFile:
                 raise ValueError(f"its format is none of {_CONTAINERS.replace(',', ', ')}") from error
             with container:
                 if not container.streams.video:
-                    raise ValueError("no video in it")
+                    raise ValueError("it has no video stream")
                 yield container, container.streams.video[0]
-        except Exception as error:  # decoders raise nearly anything on broken files
+        except Exception as error:  # decoders raise many types of errors on broken files
             if str(error).startswith(self.name):
                 raise
             reason = error.strerror if isinstance(error, av.error.FFmpegError) else error
@@ -201,16 +202,16 @@ class FilmFile:
 
 
 def import_decoders() -> None:
-    """Imports what decodes pictures and videos; the first of each would wait for it."""
+    """Import the decoders of images and videos ahead of their first use."""
     Image.preinit()
-    importlib.import_module("PIL.WebPImagePlugin")  # without it, Pillow imports every plugin it has for a WebP
+    importlib.import_module("PIL.WebPImagePlugin")  # otherwise Pillow imports all of its plugins for a WebP
     with suppress(ImportError):  # videos as files are optional
         importlib.import_module("av")
 
 
 _ARRAY = "an array [T, H, W, 3] or [T, 3, H, W] of whole numbers from 0 to 255"
-_SENT = "data:video/jpeg;base64,"  # begins a URL of JPEG frames, in vLLM's form
-_MOST_SENT = 1 << 16  # frames of such a URL
+_SENT = "data:video/jpeg;base64,"  # prefix of JPEG frames in one URL, as in vLLM
+_MOST_SENT = 1 << 16  # maximum frames of such a URL
 _FILES = "a path, bytes, a data:, file: or http(s) URL"
 _ACCEPTED = f"a list of frames, {_ARRAY}, frames as one URL {_SENT}A,B,C, or a file: {_FILES}"
 _COUNT = whole(1, MAX_FRAMES)
@@ -224,7 +225,7 @@ SAMPLING: dict[str, Kind] = {
     "max_frames": _COUNT,
     "do_sample_frames": FLAG,
 }
-"""What may be said of all videos of a request, and what it may be."""
+"""Options for all videos of a request, and their types."""
 OPTIONS: dict[str, Kind] = SAMPLING | {
     "sample_fps": _RATE,
     "video_start": _SECONDS,
@@ -235,9 +236,9 @@ OPTIONS: dict[str, Kind] = SAMPLING | {
     "resized_height": _SIDE,
     "resized_width": _SIDE,
 }
-"""What a message may say of its video, and what it may be."""
+"""Options of a video's part of a message, and their types."""
 ALIASES = {"nframes": "num_frames"}
-"""Other names, of Qwen's utility."""
+"""Other names of options, from Qwen's utility."""
 
 _METADATA: dict[str, Kind] = {
     "fps": optional(_RATE),
@@ -245,25 +246,26 @@ _METADATA: dict[str, Kind] = {
     "total_num_frames": optional(real(1, 1 << 40)),  # Qwen's utility computes it from rates
     "do_sample_frames": optional(FLAG),
 }
-_UNUSED = ("duration", "video_backend", "width", "height")  # that the metadata of others hold, too
+_UNUSED = ("duration", "video_backend", "width", "height")  # accepted and ignored
 
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """What is asked of a video, in the words of the library's video processors and of Qwen's utility; None: what the
-    checkpoint says.
+    """Sampling and size options of a video, named as in the library's video processors and Qwen's utility.
+
+    None, the default of all options, uses the checkpoint's value.
 
     Attributes:
-        fps: frames a second to be sampled; of frames whose rate nothing else says, how many a second they are.
-        num_frames: frames to be sampled, in place of `fps`.
-        min_frames, max_frames: that `fps` may come to.
-        do_sample_frames: whether frames are sampled at all. If left out, frames of a file are where the checkpoint
-            says so, others are not, and any are where `fps` or `num_frames` is given.
-        sample_fps: frames a second of frames.
-        video_start, video_end: seconds of a file between which it is seen.
-        min_pixels, max_pixels: the area to which each frame is scaled.
-        total_pixels: the area of all frames together, each two that are seen together counted once.
-        resized_height, resized_width: to which frames are scaled instead, rounded to whole tokens.
+        fps: sampled frames per second; for frames without a known rate, the rate that they have.
+        num_frames: number of sampled frames; replaces `fps`.
+        min_frames, max_frames: limits of the number of frames that `fps` gives.
+        do_sample_frames: sample frames. None: files are sampled if the checkpoint says so, frames are not, and either
+            is if `fps` or `num_frames` is set.
+        sample_fps: rate of given frames, in frames per second.
+        video_start, video_end: part of a file to use, in seconds.
+        min_pixels, max_pixels: limits of the area to which each frame is scaled, in pixels.
+        total_pixels: maximum area of all frames, in pixels; two frames of a chunk count once.
+        resized_height, resized_width: size to which frames are scaled instead, in pixels, rounded to whole tokens.
     """
 
     fps: float | None = None
@@ -282,11 +284,11 @@ class VideoOptions:
 
     @classmethod
     def checked(cls, given: Mapping[str, Any], name: str) -> VideoOptions:
-        """Of a dict.
+        """Return the options in a dict; `name` is its name in errors.
 
         Raises:
-            ValueError: a value of another type or out of bounds, a minimum above its maximum, both `fps` and
-                `num_frames`, or one side without the other.
+            ValueError: a value has another type or is out of bounds, a minimum exceeds its maximum, `fps` and
+                `num_frames` are both set, or only one of the two sizes is.
         """
         try:
             check_fields(given, {key: optional(kind) for key, kind in OPTIONS.items()})
@@ -294,20 +296,20 @@ class VideoOptions:
             raise ValueError(f"{name} {error}") from None
         own = cls(**given)
         if own.fps is not None and own.num_frames is not None:
-            raise ValueError(f"{name} must hold fps or num_frames, got both")
+            raise ValueError(f"{name} fps and num_frames are mutually exclusive, got both")
         for what in ("frames", "pixels"):
-            least, most = getattr(own, f"min_{what}"), getattr(own, f"max_{what}")
-            check_order(least, most, what, f"{name} ")
+            minimum, maximum = getattr(own, f"min_{what}"), getattr(own, f"max_{what}")
+            check_order(minimum, maximum, what, f"{name} ")
         if (own.resized_height is None) != (own.resized_width is None):
-            raise ValueError(f"{name} must hold resized_height and resized_width, got one of them")
+            raise ValueError(f"{name} resized_height and resized_width must be set together, got one of them")
         if own.video_start is not None and own.video_end is not None and own.video_start > own.video_end:
             raise ValueError(f"{name} video_start must be at most video_end {own.video_end}, got {own.video_start}")
         return own
 
     def over(self, defaults: VideoOptions) -> VideoOptions:
-        """These, and the defaults for what they leave open."""
+        """Return these options, completed by `defaults`."""
         own = {key: value for key, value in vars(self).items() if value is not None}
-        if "num_frames" in own or "fps" in own:  # one stands in place of the other
+        if "num_frames" in own or "fps" in own:  # they replace each other
             defaults = replace(defaults, num_frames=None, fps=None)
         return replace(defaults, **own)
 
@@ -315,34 +317,34 @@ class VideoOptions:
 NO_OPTIONS = VideoOptions()
 
 
-def check_order(least: float | None, most: float | None, what: str, prefix: str = "") -> None:
-    """Raises a ValueError if a minimum of `what` is above its maximum."""
-    if least is not None and most is not None and least > most:
-        raise ValueError(f"{prefix}min_{what} must be at most max_{what} {most}, got {least}")
+def check_order(minimum: float | None, maximum: float | None, what: str, prefix: str = "") -> None:
+    """Raise a ValueError if the minimum of `what` exceeds its maximum."""
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise ValueError(f"{prefix}min_{what} must be at most max_{what} {maximum}, got {minimum}")
 
 
 @dataclass(frozen=True, eq=False)
 class VideoSource:
-    """A video as the caller gave it, not decoded yet.
+    """Video as given by the caller, not decoded yet.
 
     Attributes:
-        name: what error messages call it, such as "conversations[2] videos[1]".
-        film: its frames.
-        options: what is asked of it.
+        name: name in errors, such as "conversations[2] videos[1]".
+        film: frames of the video.
+        options: sampling and size options.
     """
 
     name: str
-    film: Film = field(repr=False)
+    film: FrameSource = field(repr=False)
     options: VideoOptions = NO_OPTIONS
 
     @property
     def mark(self) -> tuple[str, ...] | None:
-        """What tells its file for sure without decoding it; None: it has none."""
+        """Identity of the file that needs no decoding; None if there is no file."""
         return None if self.film.digest is None else ("film", self.film.digest)
 
 
 def is_video(path: str) -> bool:
-    """Whether a file is a video, by its name."""
+    """Return whether the name of a file is that of a video."""
     kind, _ = mimetypes.guess_type(path)
     return kind is not None and kind.startswith("video/")
 
@@ -355,27 +357,27 @@ def read_video(
     access: Access = LOCAL_ONLY,
     name: str = "video",
 ) -> VideoSource:
-    """Takes hold of a video: reads or fetches files, decodes nothing.
+    """Read or fetch a video, without decoding it.
 
     Args:
-        value: a list of frames, each as `read_image` takes an image; an array or tensor [T, H, W, 3] or [T, 3, H, W] of
-            any type that holds whole numbers from 0 to 255; JPEG frames as one URL, `data:video/jpeg;base64,A,B,C`,
-            which is the list of these; or a file: a path, bytes, a data:, file:// or http(s) URL.
-        options: what is asked of it.
-        metadata: of frames, in the library's words: `fps` of the film that they are from, `frames_indices` of each in
-            it, its `total_num_frames` (or those of the part of it that the frames were sampled from), and
-            `do_sample_frames` as in `options`. Frames whose rate nothing says are taken for 2 a second, with a warning.
-        access: what may be read from where.
-        name: what error messages call the video.
+        value: a list of frames, each as `read_image` accepts an image; an array or tensor [T, H, W, 3] or [T, 3, H, W]
+            of any type, with whole numbers from 0 to 255; JPEG frames as one URL, `data:video/jpeg;base64,A,B,C`; or a
+            file: a path, bytes, a data:, file:// or http(s) URL.
+        options: sampling and size options.
+        metadata: properties of frames, named as in the library: `fps` of the original video, `frames_indices` of the
+            frames in it, its `total_num_frames` (or those of the part that the frames were sampled from), and
+            `do_sample_frames` as in `options`. Frames without a rate count as 2 per second, with a warning.
+        access: rules for reading files and URLs.
+        name: name of the video in errors.
 
     Raises:
-        ValueError: another type, shape or values, no frames, metadata that do not suit the frames, or what `read_image`
-            refuses.
+        ValueError: `value` has another type, shape or values, or no frames; the metadata do not match the frames; or
+            `read_image` refuses the file.
     """
     value = _sent_frames(value, name)
-    if hasattr(value, "__array__") and not isinstance(value, str | bytes):  # numpy's own of these have it
+    if hasattr(value, "__array__") and not isinstance(value, str | bytes):  # numpy's strings and bytes have it, too
         value = _pixels(value, name)
-        # The frames keep this memory, not the object that was passed.
+        # The identity of the memory, since the frames reference it rather than the object that was passed.
         same: Any = (value.__array_interface__["data"], value.shape, value.strides)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         _check_count(len(value), name)
@@ -385,37 +387,40 @@ def read_video(
             raise ValueError(f"{name} must be {_ACCEPTED}, got {describe(value)}")
         encoded = read_encoded(value, _ACCEPTED, access=access, name=name)
         if metadata is not None:
-            raise ValueError(f"{name} must have no video_metadata, as a file has its own, got {short(metadata)}")
+            raise ValueError(f"{name} video_metadata applies to frames only, a file has its own, got {short(metadata)}")
         if options.sample_fps is not None:
-            raise ValueError(f"{name} must have no sample_fps, as a file has its own rate: write fps to sample it")
-        return VideoSource(name, FilmFile(name, encoded), options)
+            raise ValueError(f"{name} sample_fps applies to frames only, a file has its own rate: set fps to sample it")
+        return VideoSource(name, VideoFile(name, encoded), options)
     pictures = tuple(read_image(one, access=access, name=f"{name} frames[{i}]") for i, one in enumerate(value))
     if same is None:
         same = tuple(id(one.value) if one.encoded is None else one.encoded for one in pictures)
     if options.video_start is not None or options.video_end is not None:
-        raise ValueError(f"{name} must be a file where video_start or video_end is given: leave out frames instead")
-    said = _metadata(metadata, len(pictures), name)
-    fps, options = _rate(said, options, name)
-    numbers, total = said.get("frames_indices"), said.get("total_num_frames") or len(pictures)
-    film = Frames(name, pictures, (same, fps, numbers, total), fps, numbers, total)
-    return VideoSource(name, film, options.over(VideoOptions(do_sample_frames=said.get("do_sample_frames"))))
+        raise ValueError(
+            f"{name} video_start and video_end require a video file: from a list of frames, remove frames instead"
+        )
+    properties = _metadata(metadata, len(pictures), name)
+    fps, options = _rate(properties, options, name)
+    numbers, total = properties.get("frames_indices"), properties.get("total_num_frames") or len(pictures)
+    film = FrameList(name, pictures, (same, fps, numbers, total), fps, numbers, total)
+    sampling = VideoOptions(do_sample_frames=properties.get("do_sample_frames"))
+    return VideoSource(name, film, options.over(sampling))
 
 
 def _sent_frames(value: Any, name: str) -> Any:
-    """The frames of a URL that a client sampled, as data URLs; any other value as it is."""
+    """Return the frames in a URL of JPEG frames as data URLs, and any other value unchanged."""
     if not isinstance(value, str) or value[: len(_SENT)].lower() != _SENT:
         return value
-    count = value.count(",")  # counted before anything is copied or decoded
+    count = value.count(",")  # before anything is copied or decoded
     if count > _MOST_SENT:
         raise ValueError(f"{name} must have 1 to {_MOST_SENT} frames in one URL, got {count}: send a file instead")
     return [f"data:image/jpeg;base64,{frame}" for frame in value[len(_SENT) :].split(",")]
 
 
 def _pixels(value: Any, name: str) -> npt.NDArray[np.uint8]:
-    """Of an array or tensor, uint8 [T, H, W, 3]; not copied where it holds bytes."""
+    """Return an array or tensor as uint8 [T, H, W, 3], without copying bytes."""
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # torch says how to make one that can be read
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's message names the conversion to use
         raise ValueError(f"{name} must be {_ARRAY}, got a {type(value).__name__}: {error}") from error
     if array.dtype.kind not in "uif" or array.ndim != 4 or 3 not in (array.shape[1], array.shape[3]):
         raise ValueError(f"{name} must be {_ARRAY}, got {array.dtype} {array.shape}")
@@ -424,7 +429,7 @@ def _pixels(value: Any, name: str) -> npt.NDArray[np.uint8]:
     if array.dtype == np.uint8:
         return array
     pixels = np.empty(array.shape, np.uint8)
-    for i, frame in enumerate(array):  # one by one, as all of them may be gigabytes
+    for i, frame in enumerate(array):  # one by one, since all frames together may be gigabytes
         with np.errstate(invalid="ignore"):
             pixels[i] = frame
         if not np.array_equal(pixels[i], frame):
@@ -435,45 +440,42 @@ def _pixels(value: Any, name: str) -> npt.NDArray[np.uint8]:
     return pixels
 
 
-def _rate(said: Mapping[str, Any], options: VideoOptions, name: str) -> tuple[float | None, VideoOptions]:
-    """Frames a second of frames, and the options that are left.
-
-    Warns where nobody says it.
-    """
-    rates = said.get("fps"), options.sample_fps, options.fps
+def _rate(metadata: Mapping[str, Any], options: VideoOptions, name: str) -> tuple[float | None, VideoOptions]:
+    """Return the rate of frames, and the options without it. Log a warning if the rate is unknown."""
+    rates = metadata.get("fps"), options.sample_fps, options.fps
     fps = next((rate for rate in rates if rate is not None), None)
     if fps is None:
-        warn(f"{name} should have fps beside it: the frames are taken for {UNKNOWN_FPS} a second")
-    is_asked = rates[:2] != (None, None)  # else `fps` has said the rate
-    return fps, replace(options, sample_fps=None, fps=options.fps if is_asked else None)
+        warn(f"{name} should have fps: {UNKNOWN_FPS} frames per second are assumed")
+    is_sampled = rates[:2] != (None, None)  # otherwise `fps` is the rate of the frames
+    return fps, replace(options, sample_fps=None, fps=options.fps if is_sampled else None)
 
 
 def _metadata(given: Any, count: int, name: str) -> dict[str, Any]:
-    """What is said of `count` frames, checked."""
+    """Return the checked metadata of `count` frames."""
     _check_count(count, name)
     name = f"{name} video_metadata"
     if not isinstance(given, Mapping | None):
         raise ValueError(f"{name} must be a dict such as {{'fps': 30}}, got {short(given)}")
-    said = {key: plain(one) for key, one in (given or {}).items()}
-    for key in said:
+    metadata = {key: plain(one) for key, one in (given or {}).items()}
+    for key in metadata:
         if key not in (*_METADATA, *_UNUSED):
-            raise ValueError(f"{name} must hold only {', '.join((*_METADATA, *_UNUSED))}, got {short(key)}")
+            raise ValueError(f"{name}: {unknown(key, (*_METADATA, *_UNUSED))}")
     try:
-        check_fields(said, _METADATA)
+        check_fields(metadata, _METADATA)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
-    numbers, total = said.get("frames_indices"), said.get("total_num_frames") or count
+    numbers, total = metadata.get("frames_indices"), metadata.get("total_num_frames") or count
     if numbers is None and total != count:
-        raise ValueError(f"{name} must hold frames_indices where the {count} frames are of {total}")
+        raise ValueError(f"{name} must have frames_indices if total_num_frames = {total} differs from {count} frames")
     if numbers is not None:
-        # Of a part of a film, Qwen's utility says how many frames the part has, and numbers them in the whole.
+        # For a part of a video, Qwen's utility gives the number of frames of the part, and indices in the full video.
         if len(numbers) != count or numbers != sorted(numbers) or numbers[-1] - numbers[0] >= total:
             raise ValueError(
                 f"{name} frames_indices must be {count} ascending numbers within total_num_frames = {total}, "
                 f"got {short(numbers)}"
             )
-        said["frames_indices"] = tuple(numbers)
-    return said
+        metadata["frames_indices"] = tuple(numbers)
+    return metadata
 
 
 def _check_count(count: int, name: str) -> None:
@@ -482,7 +484,7 @@ def _check_count(count: int, name: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's, and other sequences of numbers as lists."""
+    """Convert numbers of numpy and torch to Python's, and other sequences of numbers to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if isinstance(value, tuple | range) else value

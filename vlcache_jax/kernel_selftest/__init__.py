@@ -1,14 +1,14 @@
-"""The kernel self-test: whether a kernel is correct on this GPU is known before this process runs it.
+"""The kernel self-test: a check of each kernel on this GPU in a child process, before its first use.
 
-A kernel that is wrong, hangs or crashes on an untested GPU does so in a child process. `meet` finds the GPU through its
-driver, without jax, whose first use takes the memory (`gpu`), and reads the results of the kernels: passed or failed,
-with the reason, kept in the cache home per GPU, driver, versions, assembler and kernel sources (`selftest`). A kernel
-without a result is checked against the reference in a child process with a time limit (`child`).
-`vlcache_jax.pallas_kernels.dispatch` calls `verdict_on`, and unless the kernel passed, XLA runs.
+A kernel that is wrong, hangs or crashes on an untested GPU does so in the child process. `run_selftest` finds the GPU
+through its driver (`gpu`), because the first use of JAX takes the device's memory. It reads the stored results: passed
+or failed, with the reason. They are stored in the cache home per GPU, driver, versions, assembler and kernel sources
+(`selftest`). A kernel without a result is checked against the reference in a child process with a time limit (`child`).
+`vlcache_jax.pallas_kernels.dispatch` calls `result_on`, and unless the kernel passed, XLA runs.
 
-Nothing here knows what a kernel is: the child's program, `vlcache_jax.pallas_kernels.checks`, does.
+The package is independent of the kernels. The child's program, `vlcache_jax.pallas_kernels.checks`, runs them.
 """
 
-from vlcache_jax.kernel_selftest.selftest import Verdict as Verdict
-from vlcache_jax.kernel_selftest.selftest import meet as meet
-from vlcache_jax.kernel_selftest.selftest import verdict_on as verdict_on
+from vlcache_jax.kernel_selftest.selftest import SelfTestResult as SelfTestResult
+from vlcache_jax.kernel_selftest.selftest import result_on as result_on
+from vlcache_jax.kernel_selftest.selftest import run_selftest as run_selftest

@@ -1,6 +1,6 @@
-"""The child process: checks one kernel after the other, and writes down each before it begins and when it has ended.
+"""The child process, which checks one kernel after the other, and reports each before its check and after it.
 
-What it has written survives it: the parent knows which kernel hung or took the process with it.
+The report survives the process, so the parent finds the kernel that hung or crashed it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pathlib
 import signal
 from collections.abc import Callable, Sequence
 
-OVERTIME = 10  # seconds beyond the limit, after which a child that nobody ends any more ends itself
+OVERTIME = 10  # seconds beyond the limit after which a child whose parent is gone ends itself
 
 
 def run(
@@ -22,17 +22,17 @@ def run(
     open_device: Callable[[], None],
     check: Callable[[str], str],
 ) -> None:
-    """Checks until a kernel does not pass: what comes after it needs a device in a good state, and a new process.
+    """Check kernels until one fails. The others need a device in a good state, and so a new process.
 
     Args:
       report: file to write, a line of JSON at a time: {"kernel"} or {"kernel", "passed", "why"}; {"busy": why} if the
-        device could not be had.
+        device is not available.
       limit: seconds after which the parent ends this process.
-      kernels: by name.
-      open_device: raises if the device cannot be had.
-      check: of a kernel; raises if it is wrong, or says what was found.
+      kernels: names of the kernels.
+      open_device: raises if the device is not available.
+      check: checks a kernel by name and returns the result in words; raises if the kernel is wrong.
     """
-    signal.alarm(math.ceil(limit) + OVERTIME)  # kills, also where Python has no turn
+    signal.alarm(math.ceil(limit) + OVERTIME)  # ends the process even if Python code does not run
 
     def write(**line: object) -> None:
         with open(pathlib.Path(report), "a", encoding="utf-8") as file:
@@ -48,11 +48,11 @@ def run(
         try:
             why = check(kernel)
         except Exception as error:
-            said = _words(error)
-            if "out of memory" in said.lower().replace("_", " "):  # others have taken it since
-                write(busy=said)
+            message = _words(error)
+            if "out of memory" in message.lower().replace("_", " "):  # another process has taken the memory
+                write(busy=message)
             else:
-                write(kernel=kernel, passed=False, why=said)
+                write(kernel=kernel, passed=False, why=message)
             return
         write(kernel=kernel, passed=True, why=why)
 

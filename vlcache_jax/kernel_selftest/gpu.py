@@ -1,4 +1,4 @@
-"""The GPU as its driver describes it, without jax or memory on the device; and ptxas, the kernels' assembler."""
+"""The GPU as its driver describes it, found without JAX or device memory, and ptxas, the kernels' assembler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# The least driver of what jax was installed with, by CUDA's release notes: every 12.x, or 13.x, runs on it.
+# The oldest driver for each JAX plugin by CUDA's release notes: every 12.x, or 13.x, runs on it.
 _DRIVERS = {"jax-cuda13-plugin": (580, "CUDA 13"), "jax-cuda12-plugin": (525, "CUDA 12")}
 _ROOTS = ("/usr/local/cuda", "/opt/cuda")
 _OF_WHEELS = ("cu13", "cuda_nvcc")  # folders of nvidia-cuda-nvcc and nvidia-cuda-nvcc-cu12
-_LIMIT = 10.0  # seconds for an answer that takes 6 ms
+_LIMIT = 10.0  # seconds for `ptxas --version`, which takes 6 ms
 
 
 class Ptxas(NamedTuple):
@@ -27,10 +27,10 @@ class Ptxas(NamedTuple):
 
 
 def find_ptxas() -> Ptxas | None:
-    """The ptxas that assembles kernels, without touching a GPU: the first that tells its version.
+    """Return the ptxas that assembles kernels, or None. It is the first that reports its version. Uses no GPU.
 
-    Looked for as jax's Mosaic GPU does: in `cuda_sdk_lib` here, in PATH, in CUDA's usual folders, and only then in
-    jax's wheels. Where nvJitLink assembles (jax 0.12), that is the wheel's, whatever ptxas there is.
+    The order is that of JAX's Mosaic GPU: `cuda_sdk_lib` in the current folder, PATH, CUDA's usual folders, JAX's
+    wheels. If nvJitLink assembles (JAX 0.12), the wheel's version is used, whatever ptxas is installed.
     """
     wheels = importlib.util.find_spec("nvidia")
     folders = [pathlib.Path("cuda_sdk_lib", "bin"), *map(pathlib.Path, os.get_exec_path())]
@@ -46,20 +46,20 @@ def find_ptxas() -> Ptxas | None:
 
 def _version(path: str) -> str | None:
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(rb"\bV(\d+\.\d+\.\d+)\b", asked.stdout)
+    found = re.search(rb"\bV(\d+\.\d+\.\d+)\b", done.stdout)
     return found and found[1].decode()
 
 
 def refusal() -> str | None:
-    """Why no kernel runs, if CUDA is of a version whose ptxas is known to compile masks wrong.
+    """Return why no kernel may run, if the ptxas of this CUDA version compiles masks wrong, else None.
 
-    The versions are those for which jax's own attention kernel refuses masks. 12.9.1, too, calls itself 12.9. It is the
-    version of the CUDA that jax has loaded; a ptxas of another one, from PATH, is left to the checks.
+    The versions are those for which JAX's own attention kernel rejects masks. 12.9.1 also reports 12.9. The test
+    concerns the CUDA that JAX has loaded. The self-test checks a ptxas of another version in PATH.
     """
     from jax._src.lib import cuda_versions
 
@@ -67,23 +67,23 @@ def refusal() -> str | None:
     if not 12080 <= version < 12091:
         return None
     return (
-        "mosaic_gpu needs a CUDA before 12.8 or after 12.9, as the ptxas of those miscompiles masks, "
+        "mosaic_gpu needs CUDA before 12.8 or after 12.9, because ptxas 12.8 and 12.9 miscompile masks, "
         f"got {version // 1000}.{version % 1000 // 10}"
     )
 
 
 def old_driver(driver: str, packages: Collection[str]) -> str | None:
-    """What to do about a GPU's driver that is too old for jax's plugin; None where it is not, or nobody can tell.
+    """Return what to do if a GPU's driver is too old for JAX's plugin. None: it is not, or its version is unknown.
 
     Args:
-      driver: its version, as the driver tells it.
-      packages: names of what is installed.
+      driver: version that the driver reports.
+      packages: names of the installed packages.
     """
     major = re.match(r"(\d+)\.", driver)
-    for name, (least, cuda) in _DRIVERS.items():
-        if name in packages and major is not None and int(major[1]) < least:
+    for name, (min_driver, cuda) in _DRIVERS.items():
+        if name in packages and major is not None and int(major[1]) < min_driver:
             other = " or install with `--extra cuda12`" if name == "jax-cuda13-plugin" else ""
-            return f"{cuda} needs driver {least} or later, and {driver} is installed: update it{other}"
+            return f"{cuda} needs driver {min_driver} or later, but {driver} is installed: update it{other}"
     return None
 
 
@@ -101,10 +101,10 @@ class Gpu:
     """A GPU.
 
     Attributes:
-      name: such as "NVIDIA H200".
+      name: name, such as "NVIDIA H200".
       capability: compute capability, such as "9.0".
-      driver: its version.
-      uuid: by which NVML knows it.
+      driver: version of the driver.
+      uuid: identifier in NVML.
     """
 
     name: str
@@ -114,12 +114,12 @@ class Gpu:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether kernels for compute capability 9.0 run on it."""
+        """True if kernels for compute capability 9.0 run on it."""
         return self.capability.startswith("9.")
 
     @property
     def is_since_ampere(self) -> bool:
-        """Whether the portable kernels run on it."""
+        """True if the portable kernels run on it."""
         return self.capability in SINCE_AMPERE
 
 
@@ -128,13 +128,13 @@ class _Memory(ctypes.Structure):
 
 
 def find_chip(load: Load = ctypes.CDLL) -> Gpu | None:
-    """The first GPU that CUDA shows this process (CUDA_VISIBLE_DEVICES is the driver's to read), or None.
+    """Return the first GPU that CUDA shows to this process, or None. The driver reads CUDA_VISIBLE_DEVICES.
 
     Args:
-      load: of libraries by their names.
+      load: loads a library by its name.
 
     Raises:
-      OSError: there is a driver, and it does not work.
+      OSError: the driver is installed but does not work.
     """
     try:
         cuda = load("libcuda.so.1")
@@ -163,7 +163,7 @@ def find_chip(load: Load = ctypes.CDLL) -> Gpu | None:
 
 
 def memory(chip: Gpu, load: Load = ctypes.CDLL) -> tuple[int, int] | None:
-    """Bytes (free, in all) of a GPU, whoever uses them; None where NVML does not tell."""
+    """Return the bytes (free, total) of a GPU's memory, or None if NVML does not report them."""
     with _nvml(load) as nvml:
         if nvml is None:
             return None
@@ -184,7 +184,7 @@ def _driver_version(load: Load) -> str:
 
 @contextlib.contextmanager
 def _nvml(load: Load) -> Iterator[Any]:
-    """NVML, which containers may lack, or None."""
+    """Yield NVML, or None if it is missing, as in some containers."""
     try:
         nvml = load("libnvidia-ml.so.1")
     except OSError:
@@ -200,4 +200,4 @@ def _nvml(load: Load) -> Iterator[Any]:
 
 def _check(call: str, status: int) -> None:
     if status:
-        raise OSError(f"the CUDA driver answers {call} with error {status}")
+        raise OSError(f"the CUDA driver returned error {status} from {call}")

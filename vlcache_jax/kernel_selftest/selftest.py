@@ -1,6 +1,6 @@
-"""Runs the kernel self-test: a child process checks the kernels of which no result is known.
+"""The self-test of kernels without a stored result, run in child processes.
 
-Results are kept in a file for each GPU, driver, version and state of the kernels.
+Results are stored in one file per GPU, driver, version and state of the kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vlcache_jax.kernel_selftest.gpu import Gpu, find_chip, find_ptxas, refusal
 
 FORMAT = "vlcache-verdicts/1"
 _KERNELS = pathlib.Path(__file__).parents[1] / "pallas_kernels"
-# What compiles kernels and launches them.
+# Packages that compile and launch kernels.
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -44,12 +44,12 @@ Identity = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Of a kernel on a chip.
+class SelfTestResult:
+    """The result of a kernel's self-test on a GPU.
 
     Attributes:
-      passed: None is unknown: it could not be checked.
-      why: what was found, in words.
+      passed: True or False; None if the kernel could not be checked.
+      why: reason in words.
     """
 
     passed: bool | None
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def identity_of(chip: Gpu) -> Identity:
-    """What verdicts hold for. Whatever may change what runs on the chip is in it, the machine's own ptxas, too."""
+    """Return the key of stored results: everything that may change the compiled kernels, including the ptxas."""
     ptxas = find_ptxas()
     return {
         "device": chip.name,
@@ -75,7 +75,7 @@ def identity_of(chip: Gpu) -> Identity:
 
 
 def versions() -> dict[str, str]:
-    """Of jax and of what makes it run on a GPU: those packages that are installed."""
+    """Return the versions of the installed packages among JAX, its GPU plugins and CUDA's compilers."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -84,13 +84,13 @@ def versions() -> dict[str, str]:
 
 
 def place(known: Identity) -> pathlib.Path:
-    """The file of an identity's verdicts."""
+    """Return the path of the file with the results for an identity."""
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     return cache_home() / "verdicts" / f"{digest[:16]}.json"
 
 
-def read(known: Identity) -> dict[str, Verdict]:
-    """The verdicts by kernel; none where the file is missing, damaged or of another identity."""
+def read(known: Identity) -> dict[str, SelfTestResult]:
+    """Return the results by kernel. Empty if the file is missing, damaged or has another identity."""
     path = place(known)
     try:
         content = read_object(path)
@@ -102,17 +102,17 @@ def read(known: Identity) -> dict[str, Verdict]:
             check_fields(entry, {"passed": FLAG, "why": TEXT}, path, required=True)
     except ValueError:
         return {}
-    return {name: Verdict(entry["passed"], entry["why"]) for name, entry in content["kernels"].items()}
+    return {name: SelfTestResult(entry["passed"], entry["why"]) for name, entry in content["kernels"].items()}
 
 
-def keep(known: Identity, verdicts: Mapping[str, Verdict]) -> None:
-    """Writes what is known; an unknown verdict is worth another try, and is not kept.
+def keep(known: Identity, results: Mapping[str, SelfTestResult]) -> None:
+    """Store results, except unknown ones, so that the next start checks those kernels again.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     kernels = {
-        name: {"passed": found.passed, "why": found.why} for name, found in verdicts.items() if found.passed is not None
+        name: {"passed": found.passed, "why": found.why} for name, found in results.items() if found.passed is not None
     }
     if kernels:
         content = {"format": FORMAT, "identity": known, "kernels": kernels}
@@ -120,7 +120,7 @@ def keep(known: Identity, verdicts: Mapping[str, Verdict]) -> None:
 
 
 def _digest_kernels() -> str:
-    """Of the sources of all kernels and the table of fastest settings, which decides how they are compiled."""
+    """Return the digest of all kernel sources and of the table of fastest settings, which affects compilation."""
     digest = hashlib.sha256()
     for path in sorted(path for path in _KERNELS.rglob("*") if path.suffix in (".py", ".json")):
         content = path.read_bytes()
@@ -129,37 +129,38 @@ def _digest_kernels() -> str:
 
 
 PROGRAM = "vlcache_jax.pallas_kernels.checks"
-LIMIT = 300.0  # seconds of a child process: most go into compiling
-_GRACE = 10.0  # seconds for a killed process to go
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # say nothing about a kernel
+LIMIT = 300.0  # seconds of a child process; compilation takes most of them
+_GRACE = 10.0  # seconds for a killed process to end
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # not caused by a kernel
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 _lock = threading.Lock()
-_known: dict[str, Verdict] | None = None  # of this process's chip
+_known: dict[str, SelfTestResult] | None = None  # results on this process's GPU
 
 
-def meet(
+def run_selftest(
     kernels: Iterable[str],
     portable: Mapping[str, str] | None = None,
     *,
     again: bool = False,
     show: bool = True,
     limit: float = LIMIT,
-) -> dict[str, Verdict]:
-    """Makes sure that there is a verdict on each kernel that jax may run on its GPU. Call it before jax uses that.
+) -> dict[str, SelfTestResult]:
+    """Run the self-test of each kernel that has no stored result. Call it before JAX uses the GPU.
 
-    On Hopper these are the kernels, and in place of each that fails its portable form; on other GPUs since Ampere the
-    portable forms alone.
+    On Hopper, the Hopper kernels are checked, and the portable kernel of each one that fails. On other GPUs since
+    Ampere, only the portable kernels are checked.
 
     Args:
-      kernels: by name, in their form for Hopper.
-      portable: the name of each one's portable form, where it has one.
-      again: check also those that have a verdict.
-      show: say on stderr what is done.
-      limit: seconds for a child process. A kernel that does not end within has failed, the others get a new process.
+      kernels: names of the Hopper kernels.
+      portable: name of the portable kernel by Hopper kernel, if it has one.
+      again: also check kernels that have a result.
+      show: report progress and failures on stderr.
+      limit: seconds for a child process. A kernel that does not end in time has failed. The others get a new process.
 
     Returns:
-      By name; nothing where there is no such GPU. Then no process is started, as where the toolchain is refused.
+      Results by kernel; empty without a supported GPU. Then no process is started, and neither is one if `refusal`
+      rejects the toolchain.
     """
     global _known
     chip = chip_of_jax()
@@ -171,8 +172,8 @@ def meet(
         refused = refusal()
         if refused is not None:
             if show:
-                say(f"the kernels run on XLA: {refused}")
-            _known = {name: Verdict(None, refused) for name in own}
+                say(f"XLA runs in place of the Pallas kernels: {refused}")
+            _known = {name: SelfTestResult(None, refused) for name in own}
             return _known
         identity = identity_of(chip)
         known = {} if again else read(identity)
@@ -185,20 +186,20 @@ def meet(
         for name in own:
             if not known[name].passed:
                 other = known.get(portable.get(name, ""))
-                runs = "in its portable form" if other is not None and other.passed else "on XLA"
-                say(f"{name} runs {runs}; check on {chip.name} {known[name]}")
+                runs = "runs as its portable kernel" if other is not None and other.passed else "runs on XLA"
+                say(f"{name} {runs}; self-test on {chip.name} {known[name]}")
     return known
 
 
 def _missing(
     names: Sequence[str],
-    known: Mapping[str, Verdict],
+    known: Mapping[str, SelfTestResult],
     chip: Gpu,
     identity: Identity,
     show: bool,
     limit: float,
-) -> dict[str, Verdict]:
-    """Finds the verdicts that are not known yet, and keeps them with the others."""
+) -> dict[str, SelfTestResult]:
+    """Check the kernels without a result, and store their results with the others."""
     missing = [name for name in names if name not in known]
     if not missing:
         return {}
@@ -208,23 +209,24 @@ def _missing(
         keep(identity, {**known, **found})
     except OSError as error:
         if show:
-            say(f"verdicts on the kernels cannot be kept, and are found anew at each start: {error}")
+            say(f"results of the kernel self-test cannot be stored, so each start repeats it: {error}")
     return found
 
 
-def verdict_on(kernel: str) -> Verdict:
-    """What is known about a kernel on this process's chip. Checks nothing."""
+def result_on(kernel: str) -> SelfTestResult:
+    """Return the stored result of a kernel on this process's GPU, without a check."""
     global _known
     if _known is None:
         chip = chip_of_jax()
         _known = read(identity_of(chip)) if chip is not None else {}
-    return _known.get(kernel) or Verdict(None, "never checked")
+    return _known.get(kernel) or SelfTestResult(None, "the self-test has not run")
 
 
 def chip_of_jax() -> Gpu | None:
-    """The GPU that jax will use or uses, as far as can be told without touching jax's backend.
+    """Return the GPU that JAX uses or will use, found without JAX's backend.
 
-    None: jax will use another device, or there is none, as far as the driver tells, which may not work.
+    Returns:
+      The GPU. None: JAX will use another device, or the driver finds none or does not work.
     """
     import jax
 
@@ -236,40 +238,42 @@ def chip_of_jax() -> Gpu | None:
     return None
 
 
-def _check(kernels: Sequence[str], limit: float) -> dict[str, Verdict]:
-    """Each child process finds at least one verdict, or all that is left is unknown."""
-    found: dict[str, Verdict] = {}
+def _check(kernels: Sequence[str], limit: float) -> dict[str, SelfTestResult]:
+    """Check kernels in child processes. A process without any result makes all remaining results unknown."""
+    found: dict[str, SelfTestResult] = {}
     while left := [kernel for kernel in kernels if kernel not in found]:
         try:
             lines, ending, in_itself = _run_child(left, limit)
         except OSError as error:
             lines, ending, in_itself = [], f"could not be started: {error}", False
         ended = {
-            line["kernel"]: Verdict(line["passed"], shorten(line["why"], 400)) for line in lines if "passed" in line
+            line["kernel"]: SelfTestResult(line["passed"], shorten(line["why"], 400))
+            for line in lines
+            if "passed" in line
         }
         begun = [line["kernel"] for line in lines if "kernel" in line and line["kernel"] not in ended]
         busy = [line["busy"] for line in lines if "busy" in line]
         found |= ended
         if busy or not in_itself or not (begun or ended):
-            why = f"the device could not be had ({shorten(busy[0], 400)})" if busy else f"the check {ending}"
-            found |= {kernel: Verdict(None, why) for kernel in left if kernel not in found}
-        elif begun and not (ended and ending.startswith("timed out")):  # else it had less time than it may have
-            found[begun[0]] = Verdict(False, ending)
+            why = f"the device was not available ({shorten(busy[0], 400)})" if busy else f"the check {ending}"
+            found |= {kernel: SelfTestResult(None, why) for kernel in left if kernel not in found}
+        elif begun and not (ended and ending.startswith("timed out")):  # else it had less than the full time
+            found[begun[0]] = SelfTestResult(False, ending)
     return found
 
 
 def _run_child(kernels: Sequence[str], limit: float) -> tuple[list[dict[str, Any]], str, bool]:
-    """(lines of its report, how it ended, whether that came from itself)"""
+    """Run a child process. Return the lines of its report, how it ended, and True if it caused its end itself."""
     with tempfile.TemporaryDirectory(prefix="vlcache-contact-", ignore_cleanup_errors=True) as folder:
         report, errors = pathlib.Path(folder, "report"), pathlib.Path(folder, "errors")
         report.touch()
-        with open(errors, "wb") as said:
+        with open(errors, "wb") as output:
             process = subprocess.Popen(
                 command(report, limit, kernels),
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         try:
@@ -283,18 +287,18 @@ def _run_child(kernels: Sequence[str], limit: float) -> tuple[list[dict[str, Any
                 raise
             return _lines(report), f"timed out after {limit:g} s", True
         how = f"ended with status {status}" if status >= 0 else f"was killed by {_SIGNALS.get(-status, -status)}"
-        said_last = _last_lines(errors)
-        return _lines(report), f"{how}: {said_last}" if said_last else how, -status not in _FROM_OUTSIDE
+        last_lines = _last_lines(errors)
+        return _lines(report), f"{how}: {last_lines}" if last_lines else how, -status not in _FROM_OUTSIDE
 
 
 def command(report: pathlib.Path, limit: float, kernels: Sequence[str]) -> list[str]:
-    """What is started: the program, with this process's import path, wherever that has the package from."""
+    """Return the command of the child process, which gets this process's import path."""
     code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from {PROGRAM} import main; main()"
     return [sys.executable, "-c", code, str(report), str(limit), *kernels]
 
 
 def _environment() -> dict[str, str]:
-    """No more memory than is needed, beside whoever uses the device; a GPU or nothing; NaN is part of the checks."""
+    """Return the child's environment: no preallocated device memory, CUDA only, and no JAX option that rejects NaN."""
     changed = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": "cuda", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     without = ("JAX_PLATFORM_NAME", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT", "JAX_ENABLE_X64")
     return {name: value for name, value in os.environ.items() if name not in without} | changed
@@ -307,7 +311,7 @@ def _last_lines(path: pathlib.Path) -> str:
 
 
 def _lines(report: pathlib.Path) -> list[dict[str, Any]]:
-    """Those that are whole."""
+    """Return the complete lines of a report."""
     lines = []
     for line in report.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""A library: adding, changing and removing pictures under names."""
+"""Image libraries: adding, changing and removing images under names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 TIERS = ("disk", "memory", "device")
 _MOST_NAME = 256  # characters of a name
 _MOST_METADATA = 65536  # bytes of JSON
-_TOGETHER = 16  # pictures of `add_many` that are computed together
+_BATCH = 16  # images of `add_many` that are computed together
 
 
 class LibraryEngine(Protocol):
@@ -41,28 +41,28 @@ class LibraryEngine(Protocol):
     service: Service
 
 
-class Watcher(Protocol):
-    """Who embeds what is added: a `Retriever`."""
+class VectorSource(Protocol):
+    """Source of vectors for added images: a `Retriever`."""
 
     @property
     def embedder_name(self) -> str:
-        """Under which vectors are kept."""
+        """Name under which the vectors are stored."""
 
-    def vectors(self, pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.float32]:
-        """Of pictures [H, W, 3]: [N, D].
+    def vectors(self, images: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.float32]:
+        """Return the vectors float32 [N, D] of images uint8 [H, W, 3].
 
         Raises:
-          ValueError: the embedder makes none.
+          ValueError: the embedder cannot embed them.
         """
 
 
 @dataclass(frozen=True)
 class Added:
-    """What `Library.add_many` came to.
+    """Result of `Library.add_many`.
 
     Attributes:
-      added: ids of the items that are there now.
-      failed: by id, what was wrong with the others.
+      added: ids of the items that now exist.
+      failed: error message by id of the other images.
     """
 
     added: tuple[str, ...]
@@ -71,17 +71,16 @@ class Added:
 
 @dataclass(frozen=True)
 class LibraryStats:
-    """What a library has.
+    """Statistics of a library.
 
     Attributes:
-      items: that there are.
-      kept: of these, how many have records of K, V now, in any tier of this machine.
-      with_bytes: how many have the bytes of their pictures.
-      file_bytes: of these bytes.
-      uncleaned: records and files of items that are gone, which are still to be removed: the next change of an item, or
-        the next opening, does it.
-      damaged: entries of all libraries' index, and files, that were damaged and have been removed since the process
-        began.
+      items: number of items.
+      kept: number of items whose KV is cached in any tier of this machine.
+      with_bytes: number of items whose image bytes are stored.
+      file_bytes: size of these files in bytes.
+      uncleaned: removed items whose cache entries and files are still to be deleted, which happens at the next change
+        of an item or the next opening.
+      damaged: damaged index rows and files of all libraries that were deleted since the process started.
     """
 
     items: int
@@ -92,23 +91,24 @@ class LibraryStats:
     damaged: int = 0
 
 
-class _Given(NamedTuple):
-    """What is to be added."""
+class _NewItem(NamedTuple):
+    """Arguments of an item to add. `until` is the expiration time if `expires` is None."""
 
     name: str
     image: Any
     metadata: Mapping[str, Any] | None = None
     expires: float | None = None
-    until: float | None = None  # where `expires` says nothing
+    until: float | None = None
 
 
-class _Begun(NamedTuple):
-    """What is to be an item.
+class _PendingItem(NamedTuple):
+    """Item that is being computed.
 
     Attributes:
-      rgb: its pixels.
-      encoded: the file that is kept; None: none is.
-      loose: number of what belongs to no item yet.
+      item: the item.
+      rgb: its pixels, uint8 [H, W, 3].
+      encoded: content of the file to store; None: no file is stored.
+      loose: number of the `OrphanData` row that deletes its data if it is not completed.
     """
 
     item: Item
@@ -118,33 +118,34 @@ class _Begun(NamedTuple):
 
 
 class Library:
-    """Pictures under names, for messages and for a retriever::
+    """Named images for messages and retrievers::
 
         products = Library(llm, "products")
         products.add("shoe.jpg", id="sku-17", metadata={"price": 60})
         shoe = {"type": "image", "library": "products", "id": "sku-17"}
         llm.chat([{"role": "user", "content": [shoe, {"type": "text", "text": "Which colour has it?"}]}])
 
-    What is added is computed at once and written to the disk tier, if there is one. With it, the library outlives the
-    process: who opens an engine on the same directory finds it by its name. Every method may be called from any thread,
-    and they block: from a coroutine, call them in a thread.
+    Added images are computed at once and written to the disk tier, if there is one. The library is then available by
+    its name to every engine that opens the same directory. Methods block and may be called from any thread. From a
+    coroutine, call them in a thread.
 
     Args:
-      llm: an `LLM` or `AsyncLLM`, whose model sees the pictures.
-      name: as messages call it.
-      owner: the `cache_salt` of the requests that may name its items; None: all may, whatever their salts.
-      system: the system message of the prompts that will show its pictures first. Behind it they are reused exactly,
-        elsewhere as `reuse` says.
-      tier: where records are pinned: "disk"; "memory", where they take of `CacheConfig.pinned_share`; "device", where
-        their copies take as large a share of `device_bytes`, beside memory. None: on the disk if there is a disk tier.
-      keep_bytes: also keep the bytes of pictures, which are read where records are gone. It needs a disk tier.
-      mm_processor_kwargs: `min_pixels` and `max_pixels` of what is added.
+      llm: an `LLM` or `AsyncLLM`, whose model computes the images.
+      name: name of the library in messages.
+      owner: `cache_salt` of the requests that may use its items; None: all requests may.
+      system: system message of the prompts that begin with its images. Directly after it images are reused exactly,
+        elsewhere in the mode `reuse`.
+      tier: tier in which cache entries are pinned: "disk"; "memory" (counts toward `CacheConfig.pinned_share`);
+        "device" (memory, and copies within the same fraction of `device_bytes`). None: "disk" if there is a disk tier,
+        else "memory".
+      keep_bytes: also store the image bytes, which are used if the cache entries are lost. Needs a disk tier.
+      mm_processor_kwargs: `min_pixels` and `max_pixels` of added images.
 
     Attributes:
-      salt: under which its records are kept.
+      salt: salt of its cache entries.
 
     Raises:
-      ValueError: an argument is wrong.
+      ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -171,71 +172,73 @@ class Library:
         if tier is not None and tier not in TIERS:
             raise ValueError(f"tier must be one of {TIERS} or None, got {short(tier)}")
         if not has_disk and (tier == "disk" or keep_bytes):
-            told = "tier" if tier == "disk" else "keep_bytes"
-            raise ValueError(f"{told} must be left out without a disk tier: give cache=CacheConfig(disk=...)")
+            argument = "tier='disk'" if tier == "disk" else "keep_bytes=True"
+            raise ValueError(f"{argument} needs a disk tier: set cache=CacheConfig(disk=...)")
         if tier == "device" and not service.cache.tier.num_pages:
-            raise ValueError("tier must not be device without a device tier: give cache=CacheConfig(device_bytes=...)")
+            raise ValueError("tier='device' needs a device tier: set cache=CacheConfig(device_bytes=...)")
         self.name, self.owner, self.service = name, owner, service
         self.salt: Salt = SHARED if owner is None else owner
         self._system, self._keep_bytes, self._tier = system, keep_bytes, tier or ("disk" if has_disk else "memory")
         self._settings, self._limits = mm_processor_kwargs, dict(read_settings(mm_processor_kwargs).limits)
         self._items, self._images = service.items, service.images
         self._whose: dict[str, Any] = {"shared": True} if owner is None else {"cache_salt": owner}
-        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        len(self)  # an index that cannot be used is known now
+        self._embedders: weakref.WeakSet[VectorSource] = weakref.WeakSet()
+        len(self)  # raises now if the index cannot be used
         self._clean(waits=False)
 
-    def watch(self, watcher: Watcher) -> None:
-        """Lets a retriever embed what is added from now on, as long as it lives."""
-        self._watchers.add(watcher)
-
-    # Changing.
+    def watch(self, embedder: VectorSource) -> None:
+        """Embed images added from now on with this retriever, as long as it exists. The reference is weak."""
+        self._embedders.add(embedder)
 
     def add(self, image: Any, id: str, metadata: Mapping[str, Any] | None = None, expires: float | None = None) -> Item:
-        """Computes a picture and keeps it under a new name.
+        """Compute an image and store it under a new name; return the item.
 
         Args:
-          image: what messages take: a path, bytes, a `data:` URL, a PIL image, an array.
-          id: its name.
-          metadata: what else is to be said of it, as JSON has it.
-          expires: seconds after which it is there no more; None or infinity: it stays.
+          image: an image as in messages: a path, bytes, a `data:` URL, a PIL image or an array.
+          id: name of the item.
+          metadata: JSON-serializable description.
+          expires: lifetime in seconds; None or infinity: no limit.
 
         Raises:
-          ValueError: the picture cannot be read, there is an item of that name, or an argument is wrong; or its records
-            do not fit. Nothing is kept then.
+          ValueError: the image cannot be read, the id exists, an argument is invalid, or the cache entries do not fit.
+            Nothing is stored then.
         """
         _check_name("id", id)
         with self._items.writing():
             if id in self:
-                raise ValueError(f"id must be a new one (`update` changes an item), got {short(id)}")
-            return self._add_one(_Given(id, image, metadata, expires))
+                raise ValueError(f"id must be new (`update` replaces an item), got {short(id)}")
+            return self._add_one(_NewItem(id, image, metadata, expires))
 
     def update(
         self, image: Any, id: str, metadata: Mapping[str, Any] | None = None, expires: float | None = None
     ) -> Item:
-        """Puts another picture in the place of an item's. Requests under way go on with the one they began with, later
-        ones see the new one, and none sees something of both.
+        """Replace the image of an item; return the new item. Requests in flight continue with the old image.
 
         Args:
           image, id: see `add`.
-          metadata: None: that which it has.
-          expires: seconds from now; None: when it would have ended; infinity: it stays.
+          metadata: new metadata; None: unchanged.
+          expires: new lifetime in seconds from now; None: unchanged; infinity: no limit.
 
         Raises:
-          ValueError: see `add`; or there is no such item.
+          ValueError: see `add`; or the item does not exist.
         """
         with self._items.writing():
             before = self.get(id)
-            said = before.metadata if metadata is None else metadata
-            return self._add_one(_Given(id, image, said, expires, before.expires))
+            new_metadata = before.metadata if metadata is None else metadata
+            return self._add_one(_NewItem(id, image, new_metadata, expires, before.expires))
 
     def add_many(self, images: Mapping[str, Any] | Iterable[tuple[Any, ...]], *, use_tqdm: bool = True) -> Added:
-        """Adds pictures, some at a time. One that is wrong is told of, and the others are added. Whatever ends it, each
-        item is there whole or not at all; called again, it goes on: items that are there are no errors, and stay.
+        """Add images in batches. Invalid images are reported, and the others are added.
+
+        After an interruption each item exists completely or not at all. Another call skips existing items without an
+        error.
 
         Args:
-          images: by their ids; or pairs (id, image), or triples with metadata.
+          images: images by id; or pairs (id, image) or triples (id, image, metadata).
           use_tqdm: show a progress bar.
+
+        Raises:
+          ValueError: `images` or an entry of it has another type.
         """
         check_flags(use_tqdm=use_tqdm)
         if not isinstance(images, Iterable) or isinstance(images, str | bytes):
@@ -245,13 +248,13 @@ class Library:
         added: list[str] = []
         failed: dict[str, str] = {}
         with Progress(f"adding to {self.name}", total, show=use_tqdm) as bar:
-            for some in itertools.batched(enumerate(rows), _TOGETHER):
+            for some in itertools.batched(enumerate(rows), _BATCH):
                 with self._items.writing():
-                    new: list[_Given] = []
-                    for given in (_Given(*_row(row, number)) for number, row in some):
+                    new: list[_NewItem] = []
+                    for given in (_NewItem(*_row(row, number)) for number, row in some):
                         if given.name in self:
                             added += [given.name] if given.name not in added else []
-                        elif all(given.name != one.name for one in new):  # the first one of a name holds
+                        elif all(given.name != one.name for one in new):  # the first image of an id counts
                             new.append(given)
                     for one, found in zip(new, self._add(new), strict=True):
                         if isinstance(found, Item):
@@ -263,44 +266,42 @@ class Library:
         return Added(tuple(added), failed)
 
     def describe(self, id: str, metadata: Mapping[str, Any], expires: float | None = None) -> Item:
-        """Says something else of an item, whose picture stays.
+        """Replace the metadata of an item and return the item; its image is unchanged.
 
         Args:
           id, metadata: see `add`.
           expires: see `update`.
 
         Raises:
-          ValueError: there is no such item, or an argument is wrong.
+          ValueError: the item does not exist, or an argument is invalid.
         """
         _check_name("id", id)
-        _check_said(metadata, expires)
+        _check_metadata(metadata, expires)
         if not self._items.describe(self.salt, self.name, id, metadata, lambda old: _until(expires, old)):
-            raise ValueError(f"id must be that of an item of library {self.name!r}, got {short(id)}")
+            raise ValueError(f"id must be an item of library {self.name!r}, got {short(id)}")
         return self.get(id)
 
     def remove(self, id: str) -> bool:
-        """Removes an item, its records and its bytes; whether there was one. Requests under way end as they began."""
+        """Remove an item and return whether it existed. Requests in flight keep its data until they end."""
         _check_name("id", id)
         found = self._items.remove(self.salt, self.name, id)
         self._clean(waits=False)
         return found
 
-    # Looking.
-
     def get(self, id: str) -> Item:
-        """An item.
+        """Return an item.
 
         Raises:
-          ValueError: there is none.
+          ValueError: it does not exist.
         """
         _check_name("id", id)
         found = self._items.get(self.salt, self.name, id)
         if found is None:
-            raise ValueError(f"id must be that of an item of library {self.name!r}, got {short(id)}")
+            raise ValueError(f"id must be an item of library {self.name!r}, got {short(id)}")
         return found
 
     def items(self) -> list[Item]:
-        """All items, by their ids."""
+        """Return all items, ordered by id."""
         return self._items.items(self.salt, self.name)
 
     def __len__(self) -> int:
@@ -310,20 +311,20 @@ class Library:
         return _is_name(id) and self._items.get(self.salt, self.name, str(id)) is not None
 
     def part(self, id: str) -> dict[str, str]:
-        """The part of a message that shows an item."""
+        """Return the message part that names an item."""
         _check_name("id", id)
         return {"type": "image", "library": self.name, "id": id}
 
     def image(self, id: str) -> bytes:
-        """The bytes of an item's picture.
+        """Return the encoded image bytes of an item.
 
         Raises:
-          ValueError: there is no such item, or they were not kept.
+          ValueError: the item does not exist, or its bytes are not stored.
         """
         return self._items.read(self.get(id), called=f"id {id!r}")
 
     def stats(self) -> LibraryStats:
-        """What there is."""
+        """Return the current statistics."""
         items = self.items()
         files = [item.file for item in items if item.file is not None]
         kept = sum(self.service.cache.store.knows(item.entry) for item in items)
@@ -331,49 +332,47 @@ class Library:
         return LibraryStats(len(items), kept, len(files), size, uncleaned, self._items.damaged)
 
     def state(self) -> Any:
-        """Another one whenever an item has changed."""
+        """Return a value that changes whenever an item changes."""
         return self._items.state(self.salt, self.name)
 
     def vectors(self, embedder: str) -> dict[str, tuple[str, npt.NDArray[np.float32]]]:
-        """By id, of which version an embedder's vector is, and the vector; see `Retriever`."""
+        """Return an embedder's vectors by id, each with the version of the item it belongs to; see `Retriever`."""
         return self._items.vectors(self.salt, self.name, embedder)
 
     def put_vectors(self, embedder: str, given: Mapping[str, tuple[str, npt.NDArray[np.float32]]]) -> None:
-        """Keeps vectors, of versions, by id."""
+        """Store vectors by id, each with the version of its item."""
         self._items.put_vectors(self.salt, self.name, embedder, given)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {len(self)} items)"
 
-    # Inside.
-
-    def _add_one(self, given: _Given) -> Item:
+    def _add_one(self, given: _NewItem) -> Item:
         [found] = self._add([given])
         if isinstance(found, ValueError):
             raise found
         return found
 
-    def _add(self, given: Sequence[_Given]) -> list[Item | ValueError]:
-        """Computes pictures, keeps them, and only then names them; of each, the item or what is wrong with it."""
-        begun = [self._begun(one) for one in given]
+    def _add(self, given: Sequence[_NewItem]) -> list[Item | ValueError]:
+        """Compute and store images, then publish them as items. Return the item or the error of each."""
+        pending = [self._begin(one) for one in given]
         try:
-            pictures = [one.rgb for one in begun if isinstance(one, _Begun)]
-            wrong = self._images.computed(pictures, self._system, "image", self._settings, **self._whose)
+            images = [one.rgb for one in pending if isinstance(one, _PendingItem)]
+            errors = self._images.computed(images, self._system, "image", self._settings, **self._whose)
             self._images.flush()
-            for one in begun:
-                if isinstance(one, _Begun):
+            for one in pending:
+                if isinstance(one, _PendingItem):
                     self.service.cache.store.write_out(one.item.entry)
             self._images.flush()
-            results = iter(zip(wrong, _vectors([*self._watchers], pictures), strict=True))
-            return [one if isinstance(one, ValueError) else self._ended(one, *next(results)) for one in begun]
+            results = iter(zip(errors, _vectors([*self._embedders], images), strict=True))
+            return [one if isinstance(one, ValueError) else self._finish(one, *next(results)) for one in pending]
         finally:
             self._clean()
 
-    def _begun(self, given: _Given) -> _Begun | ValueError:
-        """What is known before it is computed. From here on what is kept of it is cleaned up unless it is named."""
+    def _begin(self, given: _NewItem) -> _PendingItem | ValueError:
+        """Return the item to compute, or its error. From now on its data are deleted unless it is published."""
         try:
             _check_name("id", given.name)
-            _check_said(given.metadata, given.expires)
+            _check_metadata(given.metadata, given.expires)
             if given.image is None:
                 raise ValueError("image must be an image, got None")
             source = self.service.renderer.image(given.image, "image")
@@ -388,39 +387,40 @@ class Library:
             self.name, given.name, picture, self._limits, entry, file, given.metadata or {}, time.time(),
             _until(given.expires, given.until), salt=self.salt,
         )  # fmt: skip
-        return _Begun(item, rgb, encoded, self._items.begin(self.salt, entry, file))
+        return _PendingItem(item, rgb, encoded, self._items.begin(self.salt, entry, file))
 
-    def _ended(
-        self, begun: _Begun, wrong: ValueError | None, vectors: Mapping[str, Any] | ValueError
+    def _finish(
+        self, pending: _PendingItem, error: ValueError | None, vectors: Mapping[str, Any] | ValueError
     ) -> Item | ValueError:
-        """The item, which is named when all that is kept of it is where it stays."""
-        item = begun.item
-        if wrong is not None:
-            return wrong
+        """Publish an item once all of its data are stored; return it or its error."""
+        item = pending.item
+        if error is not None:
+            return error
         if isinstance(vectors, ValueError):
             return vectors
         try:
             _pin(self.service, item.entry, self._tier)
-            if item.file is not None and begun.encoded is not None:
-                self._items.keep(item.file, begun.encoded)
-        except ValueError as error:
-            return error
-        self._items.put(item, begun.loose, vectors)
+            if item.file is not None and pending.encoded is not None:
+                self._items.keep(item.file, pending.encoded)
+        except ValueError as failure:
+            return failure
+        self._items.put(item, pending.loose, vectors)
         return item
 
     def _clean(self, *, waits: bool = True) -> None:
-        """Gives back what belongs to no item, and to no request under way. What fails is noted, and done later: the
-        change that it follows has happened."""
+        """Delete data that belong to no item and no request in flight. Errors are logged, and the next call tries
+        again.
+        """
         try:
             with self._items.writing(waits=waits) as is_mine:
-                if is_mine:  # else somebody is adding items, and cleans up after that
+                if is_mine:  # else another thread or process is adding items, and cleans up afterwards
                     _give_back(self._items, self._images, self.salt, self.name, self._whose)
         except (ValueError, OSError) as error:
-            _log.warning("library %r is cleaned later: %s", self.name, error)
+            _log.warning("cleanup of library %r failed and will be retried: %s", self.name, error)
 
 
 def _give_back(items: Items, images: ImageCache, salt: Salt, library: str, whose: Mapping[str, Any]) -> None:
-    """Deletes what belongs to no item of an owner's, and to no request under way."""
+    """Delete an owner's data that belong to no item and no request in flight."""
     for name in items.expired(salt, library):
         items.remove(salt, library, name)
     for loose in items.loose(salt):
@@ -430,31 +430,31 @@ def _give_back(items: Items, images: ImageCache, salt: Salt, library: str, whose
 
 
 def _vectors(
-    watchers: Sequence[Watcher], pictures: Sequence[npt.NDArray[np.uint8]]
+    embedders: Sequence[VectorSource], images: Sequence[npt.NDArray[np.uint8]]
 ) -> Sequence[Mapping[str, Any] | ValueError]:
-    """Of each picture its vectors by embedder, or why there are none."""
-    found: list[dict[str, Any]] = [{} for _ in pictures]
+    """Return each image's vectors by embedder name, or the error."""
+    found: list[dict[str, Any]] = [{} for _ in images]
     try:
-        for watcher in watchers if pictures else ():
-            for own, vector in zip(found, watcher.vectors(pictures), strict=True):
-                own[watcher.embedder_name] = vector
+        for embedder in embedders if images else ():
+            for own, vector in zip(found, embedder.vectors(images), strict=True):
+                own[embedder.embedder_name] = vector
     except ValueError as error:
-        return [error] * len(pictures)
+        return [error] * len(images)
     return found
 
 
 def _pin(service: Service, entry: str, tier: str) -> None:
-    """Raises a ValueError if records do not stay where they are to."""
+    """Pin an image's cache entries in a tier. Raises ValueError if they do not fit there."""
     store = service.cache.store
     if tier != "disk":
         store.keep(entry, True)
         kept = [one for one in store.records(entry) if one.meta.context is not None]
         if not kept:
-            raise ValueError("image must fit in memory, but its records did not stay there")
+            raise ValueError("image must fit in host memory, but its cache entries were evicted: raise host_bytes")
         if tier == "device" and not service.cache.tier.keep(kept, store.config.pinned_share):
-            raise ValueError("image must fit in the share of device_bytes that pinned_share leaves, but does not")
+            raise ValueError("image must fit in the part of device_bytes that pinned_share allows: raise one of them")
     if not store.keep_outside(entry, True) and tier == "disk":
-        raise ValueError("image must fit on the disk, but its records could not be written there: see the log")
+        raise ValueError("image must fit on the disk, but its cache entries could not be written there: see the log")
 
 
 def _row(row: Any, number: int) -> tuple[str, Any, Mapping[str, Any] | None]:
@@ -469,7 +469,7 @@ def _check_name(what: str, name: Any) -> None:
     if not name:
         raise ValueError(f"{what} must be a non-empty string, got ''")
     if len(name) > _MOST_NAME or not name.isprintable():
-        raise ValueError(f"{what} must be printable, of at most {_MOST_NAME} characters, got {short(name)}")
+        raise ValueError(f"{what} must be at most {_MOST_NAME} printable characters, got {short(name)}")
 
 
 def _is_name(name: Any) -> bool:
@@ -480,14 +480,14 @@ def _is_name(name: Any) -> bool:
     return True
 
 
-def _check_said(metadata: Any, expires: Any) -> None:
+def _check_metadata(metadata: Any, expires: Any) -> None:
     if metadata is not None:
         if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
             raise ValueError(f"metadata must be a dict with strings as keys, got {short(metadata)}")
         try:
             size = len(json.dumps(dict(metadata), allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"metadata must be what JSON can hold, got {short(metadata)}: {error}") from None
+            raise ValueError(f"metadata must be JSON-serializable, got {short(metadata)}: {error}") from None
         if size > _MOST_METADATA:
             raise ValueError(f"metadata must have at most {_MOST_METADATA} bytes as JSON, got {size}")
     if not (expires is None or (is_a(expires, int | float) and expires > 0)):
@@ -495,7 +495,7 @@ def _check_said(metadata: Any, expires: Any) -> None:
 
 
 def _until(expires: float | None, before: float | None) -> float | None:
-    """When an item ends that would have ended before."""
+    """Return the new expiration time of an item that expires at `before`."""
     if expires is None:
         return before
     return None if math.isinf(expires) else time.time() + expires

@@ -1,4 +1,4 @@
-"""Finding pictures of a library by vectors of what they show."""
+"""Retrieval of library images by the vectors of an embedder."""
 
 from __future__ import annotations
 
@@ -18,83 +18,83 @@ from vlcache_jax.cache.items import Item
 from vlcache_jax.common.checks import check_text, check_whole, short
 from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.library.libraries import Library
-from vlcache_jax.library.searches import Hit, Searches
+from vlcache_jax.library.searches import Hit, SearchOptions
 from vlcache_jax.outputs import RequestOutput
 
 EXACT = 100_000
-"""Items up to which every vector is compared; beyond, `usearch` looks among neighbours."""
-_TOGETHER = 64  # pictures that are embedded together
-_WIDER = 4  # times as many neighbours are asked for as are wanted, where a filter or a reranker chooses among them
+"""Number of items up to which every vector is compared; larger libraries use an approximate index of `usearch`."""
+_BATCH = 64  # images that are embedded together
+_WIDER = 4  # factor on the number of candidates if a filter or a reranker selects among them
 
 type Vectors = npt.NDArray[np.float32]
 
 
 class EmbeddingModel(Protocol):
-    """An `LLM` that embeds."""
+    """An `LLM` with an embedding model."""
 
     def embed(
         self, inputs: Any, *, instruction: str | None = None, cache_salt: str | None = None, use_tqdm: bool = True
     ) -> list[EmbeddingOutput]:
-        """See `LLM.embed`."""
+        """Return the embeddings of inputs; see `LLM.embed`."""
 
 
-class Reranks(Protocol):
-    """An `LLM` that scores documents."""
+class RerankModel(Protocol):
+    """An `LLM` with a reranking model."""
 
     def rerank(
         self, query: Any, documents: Any, *, cache_salt: str | None = None, use_tqdm: bool = True
     ) -> list[RerankOutput]:
-        """See `LLM.rerank`."""
+        """Return the scored documents; see `LLM.rerank`."""
 
 
 @dataclass(frozen=True)
 class _Index:
-    """Vectors of items.
+    """Vectors of a library's items.
 
     Attributes:
-      state: of the library then.
-      all: items of the library then.
-      items: that have vectors, in their order.
-      vectors: float32 [N, D], each as long as 1.
-      neighbours: an index of usearch; None: every vector is compared.
+      state: state of the library when the index was made.
+      all: all items of the library at that time.
+      items: items with vectors, in the order of `vectors`.
+      vectors: normalized vectors, float32 [N, D].
+      neighbors: index of usearch; None: every vector is compared.
     """
 
     state: Any
     all: Sequence[Item]
     items: Sequence[Item]
     vectors: Vectors
-    neighbours: Any = None
+    neighbors: Any = None
 
 
 class Retriever:
-    """Finds items of a library::
+    """Search over the images of a library::
 
         retriever = Retriever(products, embedder=LLM("Qwen/Qwen3-VL-Embedding-2B"))
         [best] = retriever.search("a red shoe", k=1)
         question = {"type": "text", "text": "Describe it."}
         [answer] = llm.chat([{"role": "user", "content": [products.part(best.id), question]}])
 
-    As long as there is a retriever of this `Library`, what is added is embedded at once; what was there before, when a
-    search first meets it, for which its bytes must have been kept unless the embedder is the library's own model.
-    Vectors are kept beside the library. Searches see the library as it is. Every method may be called from any thread.
+    While the retriever exists, images added to this `Library` are embedded at once. Earlier images are embedded by the
+    first search. For that their bytes must be stored, unless the embedder is the library's own model. Vectors are
+    stored with the library. Searches always see its current items. Methods may be called from any thread.
 
     Args:
-      library: whose items are found.
-      embedder: an `LLM`, such as Qwen3-VL-Embedding; or a function that makes of a list of inputs (strings, parts of
-        messages, lists of parts) a list of vectors of one length.
-      reranker: an `LLM`, such as Qwen3-VL-Reranker, that puts what was found in a better order; None: there is none.
-        One that is not the library's own model needs the bytes of pictures.
-      name: of the embedder, under which vectors are kept; None: the fingerprint of its weights, or of a plain function
-        its module and name. Other functions (a lambda, one within another, a `partial`, an object that is called) need
-        one. What makes other vectors needs another one.
-      exact: items up to which every vector is compared; beyond that the package `usearch` finds neighbours, some of
-        them not.
+      library: library to search.
+      embedder: an `LLM`, such as Qwen3-VL-Embedding; or a function that maps a list of inputs (strings, message parts,
+        lists of parts) to a list of vectors of one length.
+      reranker: an `LLM`, such as Qwen3-VL-Reranker, that reorders the results; None: no reranking. Unless it is the
+        library's own model, image bytes must be stored.
+      name: name of the embedder, under which its vectors are stored. None: fingerprint of its weights, or the module
+        and name of a plain function. Lambdas, nested functions, partials and callable objects need a name. Embedders
+        with different vectors need different names.
+      exact: number of items up to which every vector is compared. Larger libraries use an approximate index of the
+        package `usearch`, which may miss some items.
 
     Attributes:
-      missing: by id, why items cannot be found, as of the last search.
+      missing: reason by id why items cannot be found, as of the last search.
 
     Raises:
-      ValueError: an argument is wrong.
+      ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Retriever:
         library: Library,
         embedder: EmbeddingModel | Callable[[Sequence[Any]], Any],
         *,
-        reranker: Reranks | None = None,
+        reranker: RerankModel | None = None,
         name: str | None = None,
         exact: int = EXACT,
     ):
@@ -112,7 +112,7 @@ class Retriever:
             raise ValueError(f"embedder must be an LLM or a function of inputs, got {type(embedder).__name__}")
         for what, engine in (("embedder", embedder), ("reranker", reranker)):
             if isinstance(engine, AsyncLLM):
-                raise ValueError(f"{what} must be an LLM, got an AsyncLLM: LLM(engine.service) is one")
+                raise ValueError(f"{what} must be an LLM, got an AsyncLLM: pass LLM(engine.service)")
         if reranker is not None and not callable(getattr(reranker, "rerank", None)):
             raise ValueError(f"reranker must be an LLM or None, got {type(reranker).__name__}")
         check_whole("exact", exact, 0)
@@ -129,22 +129,25 @@ class Retriever:
 
     @property
     def embedder_name(self) -> str:
-        """Under which vectors are kept."""
+        """Name under which the embedder's vectors are stored."""
         return self._name
 
-    def vectors(self, pictures: Sequence[npt.NDArray[np.uint8]]) -> Vectors:
-        """Of pictures that are being added, float32 [N, D].
+    def vectors(self, images: Sequence[npt.NDArray[np.uint8]]) -> Vectors:
+        """Return the vectors float32 [N, D] of images that are being added, uint8 [H, W, 3].
 
         Raises:
-          ValueError: the embedder makes none.
+          ValueError: the embedder cannot embed them.
         """
-        return self._embedded([{"type": "image", "image": rgb} for rgb in pictures])
+        return self._embedded([{"type": "image", "image": rgb} for rgb in images])
 
     def prepare(self) -> int:
-        """Embeds what was not embedded yet; returns how many items can be found. `missing` tells of the others.
+        """Embed the items that have no vectors yet. `missing` names those that cannot be embedded.
+
+        Returns:
+          Number of items that can be found.
 
         Raises:
-          ValueError: the embedder makes no vectors.
+          ValueError: the embedder fails.
         """
         return len(self._now().items)
 
@@ -156,16 +159,16 @@ class Retriever:
         filter: Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | None = None,
         instruction: str | None = None,
     ) -> list[Hit]:
-        """The items that are most like a query, the best first.
+        """Return the items that are most similar to a query, best first.
 
         Args:
-          query: what `LLM.embed` takes: a string, a part of a message, a list of parts.
-          k: how many at most.
-          filter: a function of an item's metadata, or values that some of it must have; None: all items.
-          instruction: for the embedder; None adds nothing to what was embedded with pictures.
+          query: input of `LLM.embed`: a string, a message part or a list of parts.
+          k: maximum number of results.
+          filter: predicate on an item's metadata, or metadata values that must be equal; None: all items.
+          instruction: instruction for the embedder; None: no instruction, as for the images.
 
         Raises:
-          ValueError: an argument is wrong.
+          ValueError: an argument is invalid, or the embedder or reranker fails.
         """
         check_whole("k", k, 1)
         if not (filter is None or callable(filter) or isinstance(filter, Mapping)):
@@ -175,15 +178,15 @@ class Retriever:
             return []
         [vector] = self._embedded([query], instruction)
         if vector.shape != index.vectors.shape[1:]:
-            raise ValueError(f"embedder must make vectors of one length, got {len(vector)} of a query beside "
-                             f"{index.vectors.shape[1]} of pictures")  # fmt: skip
+            raise ValueError(f"embedder must return vectors of the same length, got {len(vector)} for a query and "
+                             f"{index.vectors.shape[1]} for images")  # fmt: skip
         wanted = k if self._reranker is None else max(k, min(_WIDER * k, len(index.items)))
         hits = [Hit(item.id, score, item.metadata) for item, score in _nearest(index, vector, wanted, _passes(filter))]
         return hits if self._reranker is None or not hits else self._reranked(query, hits)[:k]
 
     def answered(self, *given: Any) -> list[RequestOutput]:
-        """Answers that may search with it; see `Searches`."""
-        return Searches(self).answered(*given)
+        """Return outputs of conversations that may search the library with default options; see `SearchOptions`."""
+        return SearchOptions(self).answered(*given)
 
     def _reranked(self, query: Any, hits: Sequence[Hit]) -> list[Hit]:
         assert self._reranker is not None
@@ -192,13 +195,13 @@ class Retriever:
         try:
             documents = [shown(hit.id) for hit in hits]
         except ValueError as error:
-            raise ValueError(f"reranker must be the library's own model where bytes were not kept: {error}") from error
+            raise ValueError(f"reranker must be the library's model if image bytes are not stored: {error}") from error
         whose: Any = {"cache_salt": self.library.owner} if own and self.library.owner is not None else {}
         ranked = self._reranker.rerank(query, documents, use_tqdm=False, **whose)
         return [Hit(hits[one.index].id, one.score, hits[one.index].metadata) for one in ranked]
 
     def _now(self) -> _Index:
-        """Vectors of all items, as they are now."""
+        """Return the index of the library's current items."""
         with self._lock:
             state, before = self.library.state(), self._index
             if before is not None and state == before.state:
@@ -220,7 +223,7 @@ class Retriever:
         known = library.vectors(self._name)
         lacking = [one for one in items if known.get(one.id, ("",))[0] != one.version]
         gone: dict[str, str] = {}
-        for some in itertools.batched(lacking, _TOGETHER):
+        for some in itertools.batched(lacking, _BATCH):
             shown: dict[str, Any] = {}
             for item in some:
                 try:
@@ -240,19 +243,20 @@ class Retriever:
         sizes = {len(known[one.id][1]) for one in known_items}
         if len(sizes) > 1:
             raise ValueError(
-                f"embedder must make vectors of one length, got {sorted(sizes)}: another embedder needs another name"
+                "embedder must return vectors of the same length, "
+                f"got {sorted(sizes)}: set another name for a changed embedder"
             )
         vectors = np.stack([known[one.id][1] for one in known_items])
-        neighbours = _neighbours(vectors) if len(known_items) > self._exact else None
-        return _Index(state, items, known_items, vectors, neighbours)
+        neighbors = _neighbor_index(vectors) if len(known_items) > self._exact else None
+        return _Index(state, items, known_items, vectors, neighbors)
 
     def _shown(self, item: Item) -> Any:
-        """A picture as the embedder gets it: by its name, where that is of the library's own model, else its bytes."""
+        """Return an item as input of the embedder: by name for the library's own model, otherwise with its bytes."""
         library = self.library
         return library.part(item.id) if self._is_own else {"type": "image", "image": library.image(item.id)}
 
     def _each(self, inputs: Sequence[Any]) -> list[Vectors | ValueError]:
-        """Of each input its vector, or what is wrong with it."""
+        """Return the vector or the error of each input."""
         try:
             return list(self._embedded(inputs)) if inputs else []
         except ValueError as error:
@@ -261,30 +265,34 @@ class Retriever:
         return [one for given in inputs for one in self._each([given])]
 
     def _embedded(self, inputs: Sequence[Any], instruction: str | None = None) -> Vectors:
-        """float32 [N, D], each as long as 1."""
+        """Return normalized vectors, float32 [N, D]."""
         embedder = self._embedder
         if callable(embed := getattr(embedder, "embed", None)):
             outputs = embed(list(inputs), instruction=instruction, use_tqdm=False, **self._whose)
             return np.stack([output.outputs.embedding for output in outputs])
         assert callable(embedder)
         if instruction is not None:
-            raise ValueError(f"instruction must be None where embedder is a function, got {short(instruction)}")
+            raise ValueError(f"instruction must be None if embedder is a function, got {short(instruction)}")
         vectors = np.asarray(embedder(list(inputs)), np.float32)
         if vectors.ndim != 2 or len(vectors) != len(inputs) or not np.isfinite(vectors).all():
-            raise ValueError(f"embedder must make a finite vector of each input, got {vectors.shape} of {len(inputs)}")
+            raise ValueError(
+                f"embedder must return a finite vector per input, got shape {vectors.shape} for {len(inputs)} inputs"
+            )
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
 def name_of(embedder: Any) -> str:
-    """What tells embedders apart that make other vectors.
+    """Return a name that identifies an embedder: its fingerprint, or the module and name of a function.
 
     Raises:
-      ValueError: nothing of it does, so that it would get the vectors of another one.
+      ValueError: it has neither, so that its vectors could be confused with those of another embedder.
     """
     if (fingerprint := getattr(embedder, "fingerprint", None)) is not None:
         return str(fingerprint)
     if not isinstance(embedder, FunctionType) or "<" in embedder.__qualname__:  # such as <lambda>, or a closure
-        raise ValueError(f"name must be given with an embedder that has none of its own, got {short(embedder)}")
+        raise ValueError(
+            f"name is required for an embedder without a fingerprint or qualified name, got {short(embedder)}"
+        )
     return f"{embedder.__module__}.{embedder.__qualname__}"
 
 
@@ -299,25 +307,25 @@ def _passes(filter: Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | No
 
 
 def _nearest(index: _Index, vector: Vectors, k: int, passes: Callable[[Item], bool] | None) -> list[tuple[Item, float]]:
-    """Items and their cosines, the best first; equal ones by their ids."""
-    if index.neighbours is not None:
-        return _among_neighbours(index, vector, k, passes)
+    """Return items and their cosine similarities, best first, ties ordered by id."""
+    if index.neighbors is not None:
+        return _nearest_approximately(index, vector, k, passes)
     scores = index.vectors @ vector
     rows = np.arange(len(scores)) if passes is None else np.flatnonzero([passes(item) for item in index.items])
-    if len(rows) > k:  # several may be as near as the last one that is wanted
+    if len(rows) > k:  # keep all items that tie with the last one
         rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
     rows = rows[np.lexsort((rows, -scores[rows]))][:k]
     return [(index.items[row], float(scores[row])) for row in rows.tolist()]
 
 
-def _among_neighbours(
+def _nearest_approximately(
     index: _Index, vector: Vectors, k: int, passes: Callable[[Item], bool] | None
 ) -> list[tuple[Item, float]]:
-    """The same, of what usearch finds: the more, the fewer a filter lets pass."""
+    """Return the nearest items that usearch finds. The search widens until enough items pass the filter."""
     count = k if passes is None else _WIDER * k
     while True:
         count = min(count, len(index.items))
-        found = index.neighbours.search(vector, count)
+        found = index.neighbors.search(vector, count)
         rows = [int(row) for row in found.keys if passes is None or passes(index.items[int(row)])]
         if len(rows) >= k or count == len(index.items):
             scores = index.vectors[rows] @ vector
@@ -326,7 +334,7 @@ def _among_neighbours(
         count *= _WIDER
 
 
-def _neighbours(vectors: Vectors) -> Any:
+def _neighbor_index(vectors: Vectors) -> Any:
     try:
         from usearch.index import Index
     except ImportError as error:
@@ -334,6 +342,6 @@ def _neighbours(vectors: Vectors) -> Any:
             f"a library of {len(vectors)} items needs the package usearch (`uv add vlcache-jax[library]`), "
             "or a larger `exact`"
         ) from error
-    index = Index(ndim=vectors.shape[1], metric="ip", dtype="f32", expansion_search=128)  # twice as wide as by default
+    index = Index(ndim=vectors.shape[1], metric="ip", dtype="f32", expansion_search=128)  # twice the default
     index.add(np.arange(len(vectors)), vectors)
     return index

@@ -1,8 +1,7 @@
-"""Retrieval while an answer is made: the model asks for pictures by a tool call, and goes on with those that are found.
+"""Retrieval during generation: the model requests images by a tool call and continues with the results.
 
-The turn of the assistant ends with its call. What a retriever finds comes as the tool's message, pictures by their
-names, behind what was generated so far: that lies in the KV pool, and the pictures are linked, so that nothing is
-computed twice.
+The assistant's turn ends with the call. The results follow the generated tokens as a tool message that names the
+images. The prefix is still in the KV pool and the images are loaded from the cache, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from typing import Any, Protocol
 
 from vlcache_jax.calls.groups import RequestError
 from vlcache_jax.common.checks import check_flags, check_whole, is_a, short
+from vlcache_jax.common.renamed import renamed
 from vlcache_jax.inputs.messages import read_tools, tool_names
 from vlcache_jax.library.libraries import Library
-from vlcache_jax.llm import LLM, Asked
+from vlcache_jax.llm import LLM, ConversationLike
 from vlcache_jax.outputs import RequestDelta, RequestOutput, SearchBegun, Searched, SearchRound
 from vlcache_jax.protocol.deltas import Joined
 from vlcache_jax.protocol.parsing import AnswerParser
@@ -38,12 +38,12 @@ type Filter = Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Hit:
-    """An item that was found.
+    """Result of a search.
 
     Attributes:
-      id: its name in the library.
-      score: the cosine of query and picture; with a reranker its score.
-      metadata: of the item.
+      id: id of the item.
+      score: cosine similarity of query and image; with a reranker its score.
+      metadata: metadata of the item.
     """
 
     id: str
@@ -51,58 +51,64 @@ class Hit:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Finds(Protocol):
-    """A `Retriever`."""
+class Searcher(Protocol):
+    """Search over a library, such as a `Retriever`."""
 
     library: Library
 
     def search(self, query: Any, k: int = 10, *, filter: Filter = None) -> list[Hit]:
-        """See `Retriever.search`."""
+        """Return the best items for a query; see `Retriever.search`."""
 
 
+@renamed({"k": "top_k", "rounds": "max_rounds", "tokens": "max_tokens", "least": "min_score"})
 @dataclass(frozen=True)
-class Searches:
-    """How an answer may search a library; `LLM.chat(..., retrieve=...)` takes it, or a `Retriever` for the defaults.
+class SearchOptions:
+    """Options of searches during generation, for `LLM.chat(..., retrieve=...)`. A `Retriever` there means the defaults.
 
     Attributes:
-      retriever: finds. Its library is of the model that answers.
-      k: pictures that one search brings at most.
-      rounds: searches of an answer at most; calls beyond stay as they are.
-      tokens: that the pictures of one search take at most.
-      timeout: seconds that a search may take. One that is slower, or fails, has found nothing.
-      required: whether each answer begins with a search; else the model decides.
+      retriever: search over a library of the model that generates.
+      top_k: maximum number of images that one search returns.
+      max_rounds: maximum number of searches in one output; further calls are returned to the caller.
+      max_tokens: maximum number of tokens that the images of one search take.
+      timeout: time limit of a search in seconds. A search that fails or exceeds it returns no images.
+      required: start each output with a search; False: the model decides.
       filter: see `Retriever.search`.
-      least: score that pictures have at least; None: any.
+      min_score: minimum score of an image; None: any.
 
     Raises:
-      ValueError: one is wrong.
+      ValueError: an attribute is invalid.
     """
 
-    retriever: Finds
-    k: int = 3
-    rounds: int = 2
-    tokens: int = 4096
+    retriever: Searcher
+    top_k: int = 3
+    max_rounds: int = 2
+    max_tokens: int = 4096
     timeout: float = 10.0
     required: bool = False
     filter: Filter = None
-    least: float | None = None
+    min_score: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(self.retriever, "library", None), Library):
             raise ValueError(f"retriever must be a Retriever, got {type(self.retriever).__name__}")
-        for name in ("k", "rounds", "tokens"):
+        for name in ("top_k", "max_rounds", "max_tokens"):
             check_whole(name, getattr(self, name), 1)
         if not (is_a(self.timeout, int | float) and self.timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
         check_flags(required=self.required)
-        if not (self.least is None or is_a(self.least, int | float)):
-            raise ValueError(f"least must be a number or None, got {short(self.least)}")
+        if not (self.min_score is None or is_a(self.min_score, int | float)):
+            raise ValueError(f"min_score must be a number or None, got {short(self.min_score)}")
 
     @property
     def tool(self) -> dict[str, Any]:
-        """What the model is told."""
+        """Definition of the search tool for the chat template."""
         query = {"type": "string", "minLength": 1, "maxLength": _MOST_QUERY, "description": "What the pictures show."}
-        count = {"type": "integer", "minimum": 1, "maximum": self.k, "description": f"How many; {self.k} by default."}
+        count = {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": self.top_k,
+            "description": f"How many; {self.top_k} by default.",
+        }
         parameters = {"type": "object", "properties": {"query": query, "k": count}, "required": ["query"]}
         about = f"Finds pictures of the library {self.retriever.library.name}. They come with the result."
         named = {"name": SEARCH, "description": about, "parameters": {**parameters, "additionalProperties": False}}
@@ -111,33 +117,36 @@ class Searches:
     def answered(
         self,
         llm: LLM,
-        conversations: Sequence[Asked],
+        conversations: Sequence[ConversationLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         name: str,
         options: RequestOptions,
         more: Mapping[str, Any],
     ) -> list[RequestOutput]:
-        """The answers to conversations; see `LLM.chat`.
+        """Return the outputs of conversations; see `LLM.chat`.
 
         Args:
-          name: of a conversation, with {} for its number.
-          options: of all of them.
+          llm: engine that generates.
+          conversations: conversations as `LLM.chat` takes them.
+          sampling_params: for all conversations or one per conversation; None: the defaults.
+          name: name of a conversation in errors, with {} for its number.
+          options: options of all conversations.
           more: the other arguments of `LLM.chat`.
 
         Raises:
-          RequestError, ValueError: see `LLM.chat`; or the library is another model's, or another owner's.
+          RequestError, ValueError: see `LLM.chat`; or the library belongs to another engine or another owner.
         """
         library = self.retriever.library
         if library.service is not llm.service:
-            raise ValueError(f"retrieve must search a library of this engine, got {library.name!r} of another one")
+            raise ValueError(f"retrieve must search a library of this engine, got {library.name!r} of another engine")
         if library.owner not in (None, options.cache_salt):
-            raise ValueError(f"cache_salt must be the owner's of library {library.name!r}")
+            raise ValueError(f"cache_salt must match the owner of library {library.name!r}")
         params = _each(sampling_params, len(conversations), llm)
-        rows = [_SearchRow(given, own) for given, own in zip(conversations, params, strict=True)]
+        rows = [_Conversation(given, own) for given, own in zip(conversations, params, strict=True)]
         given = more.get("tools") or ()
         tools = self.beside(given)
         forced = forced_call(tools, {"type": "function", "function": {"name": SEARCH}}) if self.required else None
-        for number in range(self.rounds + 1):
+        for number in range(self.max_rounds + 1):
             going = [row for row in rows if row.goes_on]
             if not going:
                 break
@@ -147,23 +156,23 @@ class Searches:
                 **{**more, "options": options, "tools": tools, "on_error": "return"},
             )
             for row, output in zip(going, outputs, strict=True):
-                row.take(output, searches=number < self.rounds)
-            looking = [(row, self._begun(row.call, llm.service)) for row in going if row.goes_on]
+                row.take(output, searches=number < self.max_rounds)
+            searching = [(row, self._start(row.call, llm.service)) for row in going if row.goes_on]
             start = time.monotonic()
-            for row, future in looking:
+            for row, future in searching:
                 with contextlib.suppress(TimeoutError):
                     future.exception(max(0.0, start + self.timeout - time.monotonic()))
                 row.go_on(self._found(future, start, row.call, row.text))
         return _results(rows, name, more.get("on_error", "raise"))
 
     def beside(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools of a request, and the one that searches.
+        """Return the tools of a request and the search tool.
 
         Raises:
-          ValueError: one of them has its name.
+          ValueError: one of them has the name of the search tool.
         """
         if SEARCH in tool_names(read_tools(tools)):
-            raise ValueError(f"tools must not have one called {SEARCH} beside one that searches a library")
+            raise ValueError(f"tools must not contain {SEARCH}, the name of the tool that searches a library")
         return [*tools, self.tool]
 
     async def turns(
@@ -172,16 +181,16 @@ class Searches:
         ask: Callable[[Sequence[Mapping[str, Any]], int], AsyncGenerator[RequestDelta]],
         most: int | None = None,
     ) -> AsyncGenerator[RequestDelta | SearchBegun | SearchRound]:
-        """An answer as it comes: the deltas of its turns, and between them what was searched for.
+        """Yield the deltas of an output as they arrive, and between its turns the searches.
 
         Args:
-          service: of the engine that answers.
-          ask: (messages that follow on the conversation, tokens that were answered) -> the next turn.
-          most: tokens of the whole answer; None: any number.
+          service: service of the engine that generates.
+          ask: starts the next turn, given the messages added to the conversation and the number of generated tokens.
+          most: maximum number of tokens of the output; None: no limit.
         """
         added: list[Mapping[str, Any]] = []
         used = 0
-        for number in range(self.rounds + 1):
+        for number in range(self.max_rounds + 1):
             pieces: list[str] = []
             reason: str | None = None
             async with contextlib.aclosing(ask(added, used)) as deltas:
@@ -192,28 +201,28 @@ class Searches:
                         reason = one.finish_reason or reason
                     yield delta
             text = "".join(pieces)
-            call = _call(text) if reason == "stop" and number < self.rounds else None
+            call = _call(text) if reason == "stop" and number < self.max_rounds else None
             if call is None or (most is not None and used >= most):
                 return
             yield SearchBegun()
-            future, start = self._begun(call, service), time.monotonic()
-            with contextlib.suppress(Exception):  # what it is, `future` says
+            future, start = self._start(call, service), time.monotonic()
+            with contextlib.suppress(Exception):  # `_found` reads the error from `future`
                 await asyncio.wait_for(asyncio.wrap_future(future), self.timeout)
             found = self._found(future, start, call, text)
             added += found.messages
             yield found
 
-    def _begun(self, call: Mapping[str, Any], service: Service) -> concurrent.futures.Future[list[Hit]]:
-        """A search under way, in a thread that nobody waits for if it hangs, not even the end of the process."""
+    def _start(self, call: Mapping[str, Any], service: Service) -> concurrent.futures.Future[list[Hit]]:
+        """Start a search in a daemon thread: if it hangs, it delays neither requests nor the end of the process."""
         future: concurrent.futures.Future[list[Hit]] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # who stops waiting does not cancel it
+        future.set_running_or_notify_cancel()  # a waiter that times out must not cancel it
 
         def work() -> None:
             try:
-                found = self._that_fit(self._search(call), service)
-            except BaseException as error:  # of the caller's own embedder, too
-                told = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-                future.set_exception(told)
+                found = self._fitting(self._search(call), service)
+            except BaseException as error:  # a user's embedder may raise anything
+                shown = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+                future.set_exception(shown)
             else:
                 future.set_result(found)
 
@@ -221,12 +230,12 @@ class Searches:
         return future
 
     def _search(self, call: Mapping[str, Any]) -> list[Hit]:
-        query, count = call.get("query"), call.get("k", self.k)
+        query, count = call.get("query"), call.get("k", self.top_k)
         if not isinstance(query, str) or not query:
             raise ValueError(f"query must be a text, got {short(query)}")
-        most = min(count, self.k) if is_a(count, int) and count > 0 else self.k
+        most = min(count, self.top_k) if is_a(count, int) and count > 0 else self.top_k
         hits = self.retriever.search(query, most, filter=self.filter)
-        return hits if self.least is None else [hit for hit in hits if hit.score >= self.least]
+        return hits if self.min_score is None else [hit for hit in hits if hit.score >= self.min_score]
 
     def _found(
         self,
@@ -235,7 +244,7 @@ class Searches:
         call: Mapping[str, Any],
         text: str,
     ) -> SearchRound:
-        """What is told of a search, and to the model; `text` is the turn that asked."""
+        """Return the report of a search and the messages for the model; `text` is the turn with the call."""
         hits: list[Hit] = []
         if not future.done():
             error: str | None = f"the search took more than {self.timeout:g} seconds"
@@ -244,17 +253,17 @@ class Searches:
         else:
             hits, error = future.result(), None
         shown = tuple((hit.id, hit.score) for hit in hits)
-        told = Searched(str(call.get("query")), shown, time.monotonic() - start, error)
+        report = Searched(str(call.get("query")), shown, time.monotonic() - start, error)
         parts: list[dict[str, Any]] = [] if hits else [{"type": "text", "text": "[]"}]
         for hit in hits:
-            said = json.dumps({**hit.metadata, "id": hit.id}, ensure_ascii=False)
-            parts += [{"type": "text", "text": f"{said}\n"}, self.retriever.library.part(hit.id)]
+            described = json.dumps({**hit.metadata, "id": hit.id}, ensure_ascii=False)
+            parts += [{"type": "text", "text": f"{described}\n"}, self.retriever.library.part(hit.id)]
         turn = {"role": "assistant", "content": text}
-        return SearchRound(told, tuple(hits), (turn, {"role": "tool", "content": parts}))
+        return SearchRound(report, tuple(hits), (turn, {"role": "tool", "content": parts}))
 
-    def _that_fit(self, hits: Sequence[Hit], service: Service) -> list[Hit]:
-        """As many as their tokens let."""
-        processor, left, found = service.intake.processor, self.tokens, []
+    def _fitting(self, hits: Sequence[Hit], service: Service) -> list[Hit]:
+        """Return the first hits whose images fit in `max_tokens`."""
+        processor, left, found = service.preparation.processor, self.max_tokens, []
         for hit in hits:
             item = self.retriever.library.get(hit.id)
             left -= processor.num_tokens(processor.grid(item.picture.height, item.picture.width, item.limits))
@@ -265,11 +274,11 @@ class Searches:
 
 
 @dataclass
-class _SearchRow:
-    """One conversation as it goes on."""
+class _Conversation:
+    """State of a conversation with searches."""
 
-    given: Asked
-    asked: SamplingParams
+    given: ConversationLike
+    sampling: SamplingParams
     added: list[Mapping[str, Any]] = field(default_factory=list)
     searched: list[Searched] = field(default_factory=list)
     output: RequestOutput | None = None
@@ -285,8 +294,8 @@ class _SearchRow:
         return [*self.given, *self.added]
 
     def params(self, forced: str | None) -> SamplingParams:
-        """Of the next turn."""
-        params = self.asked.clone()
+        """Return the sampling parameters of the next turn."""
+        params = self.sampling.clone()
         if params.max_tokens is not None:
             params.max_tokens -= self.used
             params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -295,25 +304,28 @@ class _SearchRow:
         return params
 
     def take(self, output: RequestOutput, *, searches: bool) -> None:
-        """The end of a turn."""
+        """Record the output of a turn, and whether another one follows."""
         self.output, self.goes_on = output, False
         if output.error is not None or not searches:
             return
         [answer] = output.outputs
         self.used += len(answer.token_ids)
         call = _call(answer.text)
-        has_room = self.asked.max_tokens is None or self.used < self.asked.max_tokens
+        has_room = self.sampling.max_tokens is None or self.used < self.sampling.max_tokens
         if call is not None and answer.finish_reason == "stop" and has_room:
             self.call, self.goes_on, self.text = call, True, answer.text
 
     def go_on(self, found: SearchRound) -> None:
-        """With what was found."""
-        self.searched.append(found.told)
+        """Add the result of a search."""
+        self.searched.append(found.report)
         self.added += found.messages
 
 
 def _call(text: str) -> Mapping[str, Any] | None:
-    """The arguments of an answer's last call, if all of its calls search: others wait for who asked. {} if no JSON."""
+    """Return the arguments of an output's last call if all of its calls are searches; {} if they are not JSON.
+
+    Other calls are returned to the caller.
+    """
     parser = AnswerParser("", has_tools=True)
     calls = Joined.of([*parser.push(text), *parser.finish()]).calls
     if not calls or {call["function"]["name"] for call in calls} != {SEARCH}:
@@ -326,24 +338,24 @@ def _call(text: str) -> Mapping[str, Any] | None:
 
 
 def _each(given: SamplingParams | Sequence[SamplingParams] | None, count: int, llm: LLM) -> Sequence[SamplingParams]:
-    """Sampling parameters of each conversation."""
+    """Return the sampling parameters of each conversation."""
     own = llm.get_default_sampling_params() if given is None else given
     listed = [own] * count if isinstance(own, SamplingParams) else list(own)
     if len(listed) != count or not all(isinstance(one, SamplingParams) for one in listed):
         raise ValueError(f"sampling_params must be one, or one for each of {count} conversations, got {short(given)}")
     for one in listed:
         if one.n != 1:
-            raise ValueError(f"sampling_params n must be 1 beside retrieve, got {one.n}")
+            raise ValueError(f"sampling_params n must be 1 with retrieve, got {one.n}")
     return listed
 
 
-def _results(rows: Sequence[_SearchRow], name: str, on_error: str) -> list[RequestOutput]:
+def _results(rows: Sequence[_Conversation], name: str, on_error: str) -> list[RequestOutput]:
     outputs = []
     errors: dict[int, str] = {}
     for number, row in enumerate(rows):
         assert row.output is not None
         error = row.output.error
-        if error is not None:  # of the row's turn, whatever its place among those that went on
+        if error is not None:  # it has the number of the conversation among those of its turn
             error = re.sub(r"^conversations\[\d+\]", name.format(number), error)
             errors[number] = error
         outputs.append(

@@ -1,8 +1,8 @@
-"""Which images, and which chunks of videos, the prompts of a call show.
+"""Identification of the images, and chunks of videos, in the prompts of a call.
 
-First, for all rows: what hashes and heads of files decide, such as how many tokens an image takes. Then, in windows of
-rows, pixels: those of the next window are decoded while the one before is being answered. A picture that the cache
-knows is not decoded at all.
+First it finds, for all requests, what hashes and file headers show, such as the number of tokens of an image. Then it
+decodes pixels in groups of requests: those of the next group while the group before is being answered. Cached images
+are not decoded at all.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from vlcache_jax.inputs.layout import ImageRef, Moment
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.preparation.recognition import Recognizer, Task
 
-WINDOW_BYTES = 128 * 2**20  # of patches of one window of rows; while it runs, the next one is made
-_HELPERS = 8  # that read heads of files, at most: between two images each needs the interpreter
+WINDOW_BYTES = 128 * 2**20  # maximum bytes of patches per group of requests; the next group is made while it runs
+_HELPERS = 8  # maximum threads that read file headers: between two images each needs the interpreter
 _CLOSED = "this LLM is closed"
 
 
 class Identifier:
-    """Identifies images and videos.
+    """Identifier of the images and videos of calls.
 
     Args:
-      recognizer: of one source after the other.
-      renderer: of the checkpoint.
-      threads: decode and cut images.
-      quick_threads: hash files and read their heads, so that nobody waits for another one's pixels.
+      recognizer: identifies single sources.
+      renderer: renderer of the checkpoint.
+      threads: threads that decode and cut images.
+      quick_threads: threads that hash files and read headers, which therefore do not wait for pixels.
     """
 
     def __init__(self, recognizer: Recognizer, renderer: PromptRenderer, *, threads: Executor, quick_threads: Executor):
@@ -47,30 +47,30 @@ class Identifier:
     def open(
         self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True, apart: bool = False
     ) -> Arrivals:
-        """Reads what hashes and heads of files tell of a call's images, on several threads.
+        """Read what hashes and file headers show of a call's images, on several threads.
 
         Args:
-          prompts: of a call; errors are rows that are wrong already.
-          salt: see `vlcache_jax.cache`.
-          lookup: whether the cache is asked; else every picture is decoded.
+          prompts: prompts of a call, or errors of requests that are already known to be wrong.
+          salt: salt of the call, see `vlcache_jax.cache`.
+          lookup: look images up in the cache; otherwise all are decoded.
           apart: see `Call`.
 
         Raises:
-          ValueError: the salt is no string.
+          ValueError: the salt is not a string.
         """
         owner = owner_key(salt)
         if any(isinstance(prompt, Prompt) and prompt.sources for prompt in prompts):
-            self.recognizer.fingerprint()  # once, not on each thread: a directory of the hub hashes all its weights
+            self.recognizer.fingerprint()  # once, rather than on each thread: it may hash all weights
         return Arrivals(self, prompts, salt, owner, lookup, apart)
 
     def identify(
         self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True
     ) -> list[Request]:
-        """Identifies all images of some prompts at once.
+        """Identify all images of some prompts at once.
 
         Raises:
-          ValueError: an image cannot be decoded or is too large, or its uuid is bound to another one, or the salt is no
-            string.
+          ValueError: an image cannot be decoded or is too large, its uuid is bound to another image, or the salt is not
+            a string.
         """
         arrivals = self.open(prompts, salt, lookup=lookup)
         for error in arrivals.errors.values():
@@ -83,9 +83,9 @@ class Identifier:
         return requests
 
     def side_by_side[A, B](self, work: Callable[[A], B], given: Iterable[A]) -> list[B]:
-        """What work that mostly waits makes of each of the given."""
+        """Return the results of `work` for each value, computed in parallel; for work that mostly waits."""
         given = list(given)
-        if len(given) == 1:  # another thread would make it later
+        if len(given) == 1:  # another thread would only add latency
             return [work(given[0])]
         try:
             return list(self._quick_threads.map(work, given))
@@ -93,7 +93,7 @@ class Identifier:
             raise RuntimeError(_CLOSED) from error
 
     def read_heads(self, tasks: Collection[Task]) -> dict[Task, ValueError]:
-        """Finds what is known without pixels; returns what is wrong with those that are wrong."""
+        """Read the headers of sources; return the errors of wrong ones."""
         errors: dict[Task, ValueError] = {}
         left = iter([*tasks])
 
@@ -102,33 +102,33 @@ class Identifier:
                 if (error := task.head()) is not None:
                     errors[task] = error
 
-        # This thread would wait anyway, and others are woken once, not for each image. They are as many as cores: a
-        # single one would often be put on the core of this thread.
+        # This thread reads, too, as it would wait anyway. Helpers are woken once rather than per image. There are as
+        # many as cores: a single one would often run on the core of this thread.
         helpers = min(len(tasks) - 1, os.cpu_count() or 1, _HELPERS)
         reading = [self._submit(self._quick_threads, read) for _ in range(helpers)]
         read()
         for future in reading:
-            if not future.cancel():  # one that has not begun comes too late
+            if not future.cancel():  # helpers that have not begun are not needed any more
                 future.result()
         return errors
 
     def decode(self, tasks: Iterable[Task]) -> dict[Task, Future[ValueError | None]]:
-        """Starts the rest of those that are not ready."""
+        """Start decoding the tasks that are not ready."""
         return {task: self._submit(self._threads, task.run) for task in tasks if not task.is_ready()}
 
     def _submit[T](self, threads: Executor, work: Callable[[], T]) -> Future[T]:
         try:
             return threads.submit(work)
-        except RuntimeError as error:  # the threads have been shut down meanwhile
+        except RuntimeError as error:  # the threads were shut down meanwhile
             raise RuntimeError(_CLOSED) from error
 
 
 class Arrivals:
-    """The requests of a call, by their rows in it.
+    """Requests of a call, by their number in it.
 
     Attributes:
-      errors: by row, of those that are wrong as far as one can tell.
-      lengths: tokens of each other prompt, images expanded, by row.
+      errors: errors of requests that are known to be wrong.
+      lengths: number of prompt tokens of all other requests, with images expanded.
     """
 
     def __init__(
@@ -175,19 +175,19 @@ class Arrivals:
                 self.lengths[row] = self._expansions[row].length
 
     def token_ids(self, row: int) -> npt.NDArray[np.int32]:
-        """The prompt of a row that is not wrong, images expanded."""
+        """Return the token IDs of a request that is not wrong, with images expanded, int32 [n]."""
         return self._expansions[row].expanded()[0]
 
     def windows(self, *, keep_patches: bool = False) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
-        """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.
+        """Yield groups of the requests that are not wrong, in order; each request is identified, or an error.
 
-        When the next window is asked for, the patches of the one before are forgotten, unless they are to be kept.
+        When the next group is requested, the patches of the one before are dropped, unless `keep_patches` is set.
         """
         try:
             yield from self._windows(keep_patches)
         finally:
             for task in itertools.chain.from_iterable(self._tasks.values()):
-                task.use = None  # requests have it by now
+                task.use = None  # the requests have it by now
 
     def _windows(self, keep_patches: bool) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
         cut = list(self._cut())
@@ -195,7 +195,7 @@ class Arrivals:
         running = self._start(cut[0] if cut else [])
         for rows, following in pairs:
             coming = self._start(following)
-            images: dict[tuple[str, bool], ImageRef] = {}  # requests that run together share them
+            images: dict[tuple[str, bool], ImageRef] = {}  # shared by requests that run together
             try:
                 yield ((row, self._finish(row, running, images)) for row in rows)
             except GeneratorExit:
@@ -210,7 +210,7 @@ class Arrivals:
             running = coming
 
     def _cut(self) -> Iterator[list[int]]:
-        """Rows that are identified together."""
+        """Yield the requests of each group."""
         rows: list[int] = []
         used = 0
         for row in self.lengths:
@@ -233,13 +233,13 @@ class Arrivals:
     ) -> Request | ValueError:
         own, prompt, metrics = self._tasks[row], self._prompts[row], RequestMetrics()
         for task in reversed([task for task in own if task in running]):  # threads begin with the first ones
-            if not running[task].cancelled() and running[task].cancel():  # none has: who waits may as well do it
+            if not running[task].cancelled() and running[task].cancel():  # not begun: run it here instead of waiting
                 running[task] = _done(task.run())
         refs: list[ImageRef] = []
         for task, source in zip(own, prompt.sources, strict=True):
             try:
                 error = running[task].result() if task in running else None
-                # The aliases of what is known are there already.
+                # Aliases of images identified by their header are stored already.
                 if error is None and self._lookup and not (task.is_known and task.uuid is None):
                     error = self._bind(task)
             except CancelledError as cancelled:
@@ -247,7 +247,7 @@ class Arrivals:
             if error is not None:
                 return task.error_of(source, error)
             refs += [images.setdefault(*pair) for pair in zip(task.shared, task.images, strict=True)]
-            if id(task) not in self._counted:  # the request with which an image comes first pays for it
+            if id(task) not in self._counted:  # its time counts for the first request with the image
                 self._counted.add(id(task))
                 metrics.lookup += task.lookup
                 metrics.decode_image += task.decode
@@ -263,7 +263,7 @@ class Arrivals:
         return Request(prompt, token_ids, begins, tuple(refs), tuple(moments), self._owner, metrics, uses)
 
     def _bind(self, task: Task) -> ValueError | None:
-        """Remembers what aliases stand for, after a check that no uuid stands for two pictures."""
+        """Store what aliases stand for; return an error if a uuid stands for two images."""
         store = self._identifier.store
         if task.uuid is not None:
             alias = alias_key(task.uuid, self._salt)

@@ -1,6 +1,6 @@
-"""Images and videos before their pixels: their place in a prompt by the head of a file, and the way to their pixels.
+"""Images and videos before decoding: their replacement in a prompt, found by the file header, and how to get pixels.
 
-A still image is one image, a video as many as it has chunks; the rest of the package makes no difference between them.
+A still image is one image, a video one image per chunk. The rest of the package treats both alike.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from vlcache_jax.inputs.videos import VideoHeader, VideoSource
 Rgb = npt.NDArray[np.uint8]
 Settings = tuple[tuple[str, Any], ...]
 
-_PIXEL_BYTES = 7  # Pillow's picture and ours beside it
-_HEADS = 4096  # of videos; a hundred bytes apiece
+_PIXEL_BYTES = 7  # Pillow's image and an RGB array
+_HEADS = 4096  # cached headers of videos, a hundred bytes each
 
 
 class Medium(Protocol):
-    """What is known of an image or a video before its pixels.
+    """Image or video, as far as its header shows.
 
     Attributes:
-      aliases: keys under which the picture of each image is found without decoding; None: there is none.
-      grid: patches of each image, as far as the head tells.
-      inset: what comes in the place of its placeholder.
-      settings: what makes the pixels of the model of those of the picture; a part of entry keys.
+      aliases: key under which each image is found without decoding, or None.
+      grid: patch grid of each image, as far as the header shows.
+      inset: replacement of its placeholder.
+      settings: settings that determine the model's pixels; part of entry keys.
     """
 
     aliases: list[str | None]
@@ -47,36 +47,36 @@ class Medium(Protocol):
 
     @property
     def decoding_bytes(self) -> int:
-        """Memory that it takes while it is decoded."""
+        """Bytes of memory needed to decode it."""
 
     @property
     def patch_bytes(self) -> int:
-        """Memory of the patches of all its images."""
+        """Bytes of the patches of all its images."""
 
     def moments(self, video: int) -> tuple[Moment | None, ...]:
-        """Of each image, where in the video it stands that is the request's `video`-th."""
+        """Return the position of each image in the request's video with index `video`, or None for an image."""
 
     def decode(self) -> Iterator[tuple[Rgb, ...]]:
-        """The frames of each image, in order.
+        """Yield the frames of each image, in order.
 
         Raises:
           ValueError: they cannot be decoded.
         """
 
     def fit(self, frames: tuple[Rgb, ...]) -> Grid:
-        """The patches of an image."""
+        """Return the patch grid of a decoded image."""
 
     def cut(self, frames: tuple[Rgb, ...]) -> Patches:
-        """The pixels of an image."""
+        """Return the patches of a decoded image."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageShape:
-    """What the size of a picture and the limits of its pixels decide.
+    """Properties of an image that its size and its pixel limits determine.
 
     Attributes:
       grid, inset, settings, patch_bytes: see `Medium`.
-      tokens: image tokens that it takes in a prompt.
+      tokens: number of image tokens in a prompt.
     """
 
     grid: Grid
@@ -87,12 +87,12 @@ class ImageShape:
 
 
 class Media:
-    """Looks at the heads of images and videos.
+    """Reader of the headers of images and videos.
 
     Args:
-      processor, videos, renderer: of the checkpoint.
-      max_patches: of an image.
-      max_pixels: of a picture or a frame, before it is scaled.
+      processor, videos, renderer: parts of the checkpoint.
+      max_patches: maximum number of patches of an image.
+      max_pixels: maximum number of pixels of an image or a frame, before scaling.
     """
 
     def __init__(
@@ -117,33 +117,34 @@ class Media:
         alias: str | None,
         alias_of: Callable[[Any], str | None],
     ) -> Medium:
-        """What the head of a source tells.
+        """Return what the header of a source shows.
 
         Args:
-          limits: of its pixels (`Prompt.limits_of`).
-          alias: key of its file; None: it has none.
-          alias_of: key of what tells frames for sure without decoding them.
+          source: an image or a video.
+          limits: pixel limits (`Prompt.limits_of`).
+          alias: key of its file, or None.
+          alias_of: function from an identity of frames, without decoding, to their key.
 
         Raises:
-          ValueError: it is none, too large, or contradicts the options.
+          ValueError: the source is not an image or a video, is too large, or contradicts the options.
         """
         if isinstance(source, VideoSource):
             return _Video(self, source, alias, alias_of)
         shape = self.shape(*source.size(self.max_pixels), limits, source.name)
-        return PictureMedium(self, source, limits, alias, shape)
+        return ImageMedium(self, source, limits, alias, shape)
 
     def shape(self, height: int, width: int, limits: Mapping[str, int], name: str) -> ImageShape:
-        """What the size of a picture and its limits decide.
+        """Return the properties that an image's size and limits determine.
 
         Raises:
-          ValueError: it is too large.
+          ValueError: the image has too many patches.
         """
         grid = self.grid(height, width, limits, name)
         tokens, patch_bytes = self.processor.num_tokens(grid), math.prod(grid) * 3 * self.processor.patch_size**2
         return ImageShape(grid, self.renderer.expander.image_inset(tokens), self.settings(limits), patch_bytes, tokens)
 
     def head(self, source: VideoSource, key: str | None) -> VideoHeader:
-        """Of a video; a file that is known is not opened."""
+        """Return the header of a video. A file with a cached header is not opened."""
         head = None if key is None else self._heads.get(key)
         if head is None:
             head = source.film.head(self.max_pixels)
@@ -152,38 +153,41 @@ class Media:
         return head
 
     def settings(self, limits: Mapping[str, int]) -> Settings:
-        """What makes the pixels of images with these limits."""
+        """Return the settings that determine the pixels of images with these limits."""
         return self._settings(tuple(sorted(limits.items())))
 
     def grid(self, height: int, width: int, limits: Mapping[str, int], name: str) -> Grid:
-        """The patches of a picture.
+        """Return the patch grid of an image.
 
         Raises:
-          ValueError: it has more than the engine takes.
+          ValueError: it has more patches than the engine accepts.
         """
         grid = self.processor.grid(height, width, limits, name=name)
-        said = "max_pixels (or min_pixels) beside it or in mm_processor_kwargs"
-        return self.check_patches(grid, "resized_height or resized_width" if "resized_height" in limits else said, name)
+        options = "its max_pixels (or min_pixels), or those of mm_processor_kwargs"
+        options = "resized_height or resized_width" if "resized_height" in limits else options
+        return self.check_patches(grid, options, name)
 
-    def check_patches(self, grid: Grid, said: str, name: str) -> Grid:
-        """The grid.
+    def check_patches(self, grid: Grid, options: str, name: str) -> Grid:
+        """Return the grid.
 
         Args:
-          said: what asks for so many.
+          grid: patch grid of an image.
+          options: names of the options that set its size, for the error.
+          name: name of the image in the error.
 
         Raises:
-          ValueError: it has more patches than the engine takes.
+          ValueError: it has more patches than the engine accepts.
         """
         if (patches := math.prod(grid)) > self._max_patches:
             raise ValueError(
-                f"{name} must have at most {self._max_patches} patches, got {patches}: lower {said}, "
-                "or open the engine with a larger max_model_len or ladder.patches"
+                f"{name} must have at most {self._max_patches} patches, got {patches}: lower {options}, "
+                "or open the engine with a larger max_model_len or buckets.patches"
             )
         return grid
 
 
-class PictureMedium:
-    """A picture; `shape` is that of its head, or of the picture if it is known."""
+class ImageMedium:
+    """Image. `shape` is that of its header, or of the cached image."""
 
     def __init__(
         self, media: Media, source: ImageSource, limits: Mapping[str, int], alias: str | None, shape: ImageShape
@@ -205,7 +209,7 @@ class PictureMedium:
         yield (self._source.decode(self._media.max_pixels),)
 
     def fit(self, frames: tuple[Rgb, ...]) -> Grid:
-        height, width, _ = frames[0].shape  # EXIF may have turned it
+        height, width, _ = frames[0].shape  # EXIF data may have rotated it
         return self._media.grid(height, width, self._limits, self._source.name)
 
     def cut(self, frames: tuple[Rgb, ...]) -> Patches:
@@ -213,7 +217,7 @@ class PictureMedium:
 
 
 class _Video:
-    """A video."""
+    """Video, or a part of it."""
 
     def __init__(self, media: Media, source: VideoSource, alias: str | None, alias_of: Callable[[Any], str | None]):
         self._media, self._source = media, source
@@ -228,7 +232,7 @@ class _Video:
 
     @property
     def decoding_bytes(self) -> int:
-        frames = self._media.processor.temporal_patch_size + 1  # and one that is being decoded
+        frames = self._media.processor.temporal_patch_size + 1  # one more is being decoded
         return self._head.height * self._head.width * _PIXEL_BYTES * frames
 
     @property
@@ -248,7 +252,7 @@ class _Video:
             for frame in own:
                 if frame.shape != (height, width, 3):
                     raise ValueError(
-                        f"{self._source.name} must have frames of {height}x{width} pixels, as its head says, "
+                        f"{self._source.name} must have frames of {height}x{width} pixels, as its header says, "
                         f"got {frame.shape[0]}x{frame.shape[1]}"
                     )
             yield own

@@ -1,12 +1,12 @@
-"""Plans requests: which images are cached, which KV is linked, what is computed and saved (host).
+"""Planning of requests: which images are cached, which KV is linked, what is computed and saved (host).
 
-Requests are looked up one after the other, in their order, as if each had run before the next came: an entry gets its
-place in the cache when it is planned, and is filled when the engine gets there. So a call means the same as its
-requests run one by one.
+Requests are looked up one after the other, in order, as if each had run before the next one came. An entry is reserved
+when it is planned, and filled when the engine gets there. Therefore a call gives the outputs of its requests run one by
+one.
 
-`Rates` compare the cost of linking an image, of computing it from encoder output, and of computing it from pixels. They
-are measured once on a machine, for a model, its dtype and its codec (`vlcache_jax.study.calibration`), and kept in a
-file. They are slopes: costs that a prompt has in any case are not in them.
+`Rates` compare the costs of linking an image, of computing it from encoder output, and of computing it from pixels.
+They are measured once per machine, model, dtype and codec (`vlcache_jax.study.calibration`), and saved in a file. They
+are slopes: they exclude costs that every prompt has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vlcache_jax.common.files import cache_home, write_whole
 from vlcache_jax.common.json_files import OBJECT, check_fields, one_of, read_object, real
 from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.engine.request import Holding, ImageUse, Planned, Request
+from vlcache_jax.engine.request import CacheReservation, ImageUse, Planned, Request
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
@@ -51,23 +51,23 @@ FORMAT = "vlcache-rates/1"
 _RATE = real(0, 1e3)
 _LEAST_LIMIT, _UNKNOWN_LIMIT = 1.0, 10.0  # seconds
 
-Load = Literal["link", "encoder", "compute"]
-"""What is done with an image of which records are found: its K, V are linked; they are computed from its stored encoder
-rows; or from its pixels."""
+Load = Literal["kv", "encoder", "none"]
+"""Use of an image with cache entries: link its KV, compute its KV from stored encoder output, or compute it from
+pixels."""
 
 Identity = dict[str, str | int]
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image, and what is kept of it.
+    """Costs of an image: its sizes, and its cache entries.
 
     Attributes:
-      tokens, patches: of the image.
-      kv_bytes: of its record of K, V, as they are moved; None: none can be linked.
-      encoder_bytes: of its encoder rows; None: they are not kept.
-      fresh: share of its rows, over all layers, that are computed though it is linked.
-      has_pixels: whether it can be computed from its pixels.
+      tokens, patches: numbers of the image.
+      kv_bytes: bytes of its stored KV, as transferred; None: there is none to link.
+      encoder_bytes: bytes of its stored encoder output; None: there is none.
+      fresh: fraction of its tokens, averaged over layers, that are computed although it is linked.
+      has_pixels: True if it can be computed from pixels.
     """
 
     tokens: int
@@ -80,15 +80,15 @@ class Image:
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds that a little more of everything takes.
+    """Cost of each step in seconds per unit.
 
     Attributes:
-      transfer: a byte of K, V brought to the device, by the tier that it comes from.
-      link: a token linked in all layers, besides its transfer.
-      stage: a byte of stored encoder rows handed to a step.
-      row: a row computed in all layers.
-      encode: a patch encoded.
-      decode: a patch decoded and cut from its file.
+      transfer: seconds per byte of KV brought to the device, by its tier.
+      link: seconds per token linked in all layers, without its transfer.
+      stage: seconds per byte of stored encoder output passed to a prefill chunk.
+      row: seconds per token computed in all layers.
+      encode: seconds per patch encoded.
+      decode: seconds per patch decoded and cut from its file.
     """
 
     transfer: Mapping[str, float]
@@ -99,10 +99,11 @@ class Rates:
     decode: float
 
     def costs(self, image: Image, tier: str = "host") -> dict[Load, float]:
-        """Seconds of each load for which there are records, and of computing; infinite where pixels lack.
+        """Return the seconds of each possible use, and of computing; infinite if there are no pixels.
 
         Args:
-          tier: where the record of K, V is.
+          image: sizes and entries of the image.
+          tier: tier of the stored KV.
         """
         rows = image.tokens * self.row
         pixels = image.patches * (self.decode + self.encode) if image.has_pixels else math.inf
@@ -110,19 +111,19 @@ class Rates:
         if image.kv_bytes is not None:
             entering = pixels if image.encoder_bytes is None else image.fresh * image.encoder_bytes * self.stage
             recomputed = image.fresh * rows + entering if image.fresh else 0.0
-            costs["link"] = image.kv_bytes * self.transfer[tier] + image.tokens * self.link + recomputed
+            costs["kv"] = image.kv_bytes * self.transfer[tier] + image.tokens * self.link + recomputed
         if image.encoder_bytes is not None:
             costs["encoder"] = image.encoder_bytes * self.stage + rows
-        return costs | {"compute": pixels + rows}
+        return costs | {"none": pixels + rows}
 
     def save(self, identity: Identity) -> pathlib.Path:
-        """Writes them for a machine and a model.
+        """Save the rates of a machine and a model.
 
         Returns:
-          The file.
+          The path of the file.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
         content = {"format": FORMAT, "identity": identity, "seconds": dataclasses.asdict(self)}
         write_whole(path := place(identity), json.dumps(content, indent=1) + "\n")
@@ -130,41 +131,42 @@ class Rates:
 
     @staticmethod
     def load(identity: Identity) -> Rates | None:
-        """Those that were measured; None where there are none. A damaged file is like none, and the log says so."""
+        """Return the saved rates, or None. A damaged file counts as none, with a warning in the log."""
         path = place(identity)
         if not path.exists():
             return None
         try:
             found, rates = read_rates(path)
             if found != identity:
-                raise ValueError(f"{path} must be of {identity}, got {found}")
+                raise ValueError(f"{path} must be measured on {identity}, got rates of {found}")
         except ValueError as error:
-            _log.warning("rates are not used; `vlcache calibrate` measures them again: %s", error)
+            _log.warning("ignored damaged rates, run `vlcache calibrate` to measure them again: %s", error)
             return None
         return rates
 
 
 def choose(rates: Rates, image: Image) -> Load:
-    """The load that takes least; of equal ones the first of link, encoder, compute."""
+    """Return the fastest use; of equal ones the first of linking, encoder output and pixels."""
     costs = rates.costs(image)
     return min(costs, key=lambda load: costs[load])
 
 
 def time_limit(rates: Rates | None, meta: Meta) -> float:
-    """Seconds after which a record that is awaited is computed instead: as long as that takes."""
+    """Return the seconds after which an awaited entry is computed instead: the time that computing it takes."""
     if rates is None:
         return _UNKNOWN_LIMIT
-    computing = rates.costs(Image(meta.tokens, math.prod(meta.grid), None, None))["compute"]
+    computing = rates.costs(Image(meta.tokens, math.prod(meta.grid), None, None))["none"]
     return max(_LEAST_LIMIT, computing)
 
 
 def identity_of(config: ModelConfig, device: str, kv: KVShape, count: int = 1) -> Identity:
-    """What rates hold for.
+    """Return the identity of the model and device that rates apply to.
 
     Args:
+      config: configuration of the model.
       device: kind of the device.
-      kv: of the model, as they are stored.
-      count: of devices.
+      kv: shape and codec of the stored KV.
+      count: number of devices.
     """
     text, vision = config.text, config.vision
     return {
@@ -202,21 +204,21 @@ def _experts(text: TextConfig) -> Identity:
 
 
 def folder() -> pathlib.Path:
-    """Where the files of rates are."""
+    """Return the folder of the files of rates."""
     return cache_home() / "rates"
 
 
 def place(identity: Identity) -> pathlib.Path:
-    """The file of an identity's rates."""
+    """Return the path of an identity's rates."""
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return folder() / f"{digest[:16]}.json"
 
 
 def read_rates(path: pathlib.Path) -> tuple[Identity, Rates]:
-    """What a file's rates hold for, and the rates.
+    """Return the identity and the rates in a file.
 
     Raises:
-      ValueError: the file is damaged, or none of rates.
+      ValueError: the file is damaged, or has no rates.
     """
     content = read_object(path)
     check_fields(content, {"format": one_of(FORMAT), "identity": OBJECT, "seconds": OBJECT}, path, required=True)
@@ -230,23 +232,23 @@ def read_rates(path: pathlib.Path) -> tuple[Identity, Rates]:
 
 
 _CONTEXT = re.compile("[0-9a-f]{64}")
-_MOST_TOKENS = 2**31  # of an image; shapes of more are not made
+_MOST_TOKENS = 2**31  # maximum of an image; larger shapes are refused
 
 
-class Forms:
-    """Makes what records say of themselves: of those that are reserved, and to compare found ones with.
+class MetaBuilder:
+    """Builder of the metadata of cache entries, for reserving entries and for checking found ones.
 
     Args:
-      config: of the model.
-      kv: of the model, as they are stored.
-      fingerprint: of the weights; asked for when there is a record.
+      config: configuration of the model.
+      kv: shape and codec of the stored KV.
+      fingerprint: returns the hash of the weights; called once there is an entry.
     """
 
     def __init__(self, config: ModelConfig, kv: KVShape, fingerprint: Callable[[], str]):
         self._config, self._kv, self._fingerprint = config, kv, fingerprint
 
     def encoder(self, entry: str, owner: str, grid: Grid, room: int) -> Meta:
-        """Of encoder rows of an image with this grid, padded to a number of tokens."""
+        """Return the metadata of an image's encoder output, padded to `room` tokens."""
         shape = 1 + self._config.vision.num_deepstack, room, self._config.text.hidden_size
         return Meta(
             entry, owner, None, True, grid, self._tokens(grid), str(self._kv.dtype), shape,
@@ -254,7 +256,7 @@ class Forms:
         )  # fmt: skip
 
     def keys_and_values(self, entry: str, owner: str, context: str, canonical: bool, grid: Grid, room: int) -> Meta:
-        """Of K, V of an image with this grid, padded to a number of tokens."""
+        """Return the metadata of an image's KV, padded to `room` tokens."""
         data = self._kv.record(room)
         return Meta(
             entry, owner, context, canonical, grid, self._tokens(grid), str(data.dtype), data.shape,
@@ -262,10 +264,13 @@ class Forms:
         )  # fmt: skip
 
     def of(self, found: Meta, grid: Grid) -> Meta:
-        """What stands in the place of a found record, if the image has this grid; see `Form`."""
+        """Return the metadata that a found entry must have if its image has this grid; see `Form`."""
         side = self._config.vision.merge_size
         if min(grid) < 1 or grid[1] % side or grid[2] % side or (tokens := self._tokens(grid)) > _MOST_TOKENS:
-            raise ValueError(f"grid must be one of patches in blocks of {side} x {side}, got {grid!r:.80}")
+            raise ValueError(
+                f"grid must be [frames, rows, columns] of patches, with rows and columns in multiples of "
+                f"{side}, got {grid!r:.80}"
+            )
         if found.context is None:
             return self.encoder(found.entry, found.owner, grid, tokens)
         if not _CONTEXT.fullmatch(found.context):
@@ -277,15 +282,15 @@ class Forms:
 
 
 class Planner:
-    """Plans requests whose images are identified.
+    """Planner of requests whose images are identified.
 
     Args:
-      config: of the model.
-      store, writer: the cache.
-      forms: of records.
-      token_rungs: to which records are padded.
-      rates: by which `CacheConfig.load` = "auto" decides; None: it decides nothing.
-      keeps_pages: whether prompts use pages that are there already, and leave theirs.
+      config: configuration of the model.
+      store, writer: the image cache.
+      forms: builder of entry metadata.
+      token_buckets: bucket sizes that entries are padded to.
+      rates: rates for `CacheConfig.load` = "auto"; None: costs are not compared.
+      keeps_pages: use the prefix cache for prompts.
     """
 
     def __init__(
@@ -294,20 +299,20 @@ class Planner:
         store: Store,
         writer: Writer,
         *,
-        forms: Forms,
-        token_rungs: tuple[int, ...],
+        forms: MetaBuilder,
+        token_buckets: tuple[int, ...],
         rates: Rates | None = None,
         keeps_pages: bool = True,
     ):
         self.store, self.writer, self.rates = store, writer, rates
         self._keeps_pages = keeps_pages
         self._config = config
-        self._forms, self._token_rungs = forms, token_rungs
+        self._forms, self._token_buckets = forms, token_buckets
 
     def plan(self, request: Request, options: ResolvedOptions) -> Planned:
-        """Looks a request up, plans it, and gives what it will compute a place in the cache.
+        """Look a request up, plan it, and reserve cache entries for what it will compute.
 
-        Whoever asks for it ends `Planned.hold`, once.
+        The caller must end `Planned.hold`, once.
         """
         start, policy = time.perf_counter(), options.reuse
         layers = self._config.text.num_layers
@@ -315,17 +320,17 @@ class Planner:
         handles: list[Handle] = []
         made: list[Record] = []
         try:
-            # What is found, and wanted, decides what is computed.
+            # Lookup: the entries that are found, and usable, decide what is computed.
             for context, image in zip(contexts, request.images, strict=False):
                 handles.append(self._find(image, context, policy.approximates, request.owner))
-                if (load := self.store.config.load) in ("encoder", "compute"):
-                    handles[-1].pass_over(encoder=load == "compute" and image.has_pixels)
+                if (load := self.store.config.load) in ("encoder", "none"):
+                    handles[-1].pass_over(encoder=load == "none" and image.has_pixels)
             layout, plan, choice = self._arrange(request, handles, policy)
-            # What turns out not to be worth loading is let go, and computed.
+            # Entries that cost more to load than to compute are released.
             if self.rates is not None:
                 dear = self._pass_over(layout, handles, _fresh(layout, plan, choice, layers))
                 layout, plan, choice = computing(dear, layout, plan, choice, layers)
-            # What each image takes from the cache, and the places of what it will give.
+            # Entries that each image uses, and reservations for what it will save.
             brought = {name: tier for handle in handles for name, tier in handle.brought.items()}
             uses = [_use(span, handle, brought) for span, handle in zip(layout.images, handles, strict=False)]
             uses = uses or [ImageUse(span, why=Why.reuse_off) for span in layout.images]
@@ -337,7 +342,7 @@ class Planner:
                 self.store.cancel(record)
             raise
         self.store.count(handles)
-        # Whether the same images came together before, for the report.
+        # Whether the same list of images was served before, for the report.
         keys = [image.key for image in request.images]
         key = request_key(keys) if handles else None
         known = key is not None and self.store.requests.remember(key, keys, request.owner)
@@ -352,11 +357,11 @@ class Planner:
             owner=request.owner if policy.links and self._keeps_pages else None,
             request_key=key,
             request_known=known,
-            hold=Holding(self.store, handles, made, None if known else key, request.items),
+            hold=CacheReservation(self.store, handles, made, None if known else key, request.items),
         )
 
     def _find(self, image: ImageRef, context: str, approximate: bool, owner: str) -> Handle:
-        """What is kept of an image, under its own key or for everyone."""
+        """Return the entries of an image under its own key, or else under its shared one."""
         found: Handle | None = None
         for key in image.keys:
             if found is None or not found.exact:
@@ -369,7 +374,7 @@ class Planner:
     def _arrange(
         self, request: Request, handles: list[Handle], policy: Policy
     ) -> tuple[Layout, Plan, RowChoice | None]:
-        """Where everything lies and what of it is computed, by what was found."""
+        """Return the layout, the plan and the choice of tokens, given the entries."""
         states: list[State] = [
             "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
         ]
@@ -384,23 +389,27 @@ class Planner:
         return layout, *decide(policy, layout, self._config.text.num_layers)
 
     def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> list[ImageSpan]:
-        """Lets go of what is not to be used of what was found; returns the images whose K, V are among it.
+        """Release entries that are not worth loading; return the images whose KV is among them.
 
         Args:
+          layout: layout of the request.
+          handles: entries of each image.
           fresh: see `Image`; of each image.
         """
         dear = []
         for span, handle, share in zip(layout.images, handles, fresh, strict=False):
-            if (load := self._load(span, handle, share)) == "link":
+            if (load := self._load(span, handle, share)) == "kv":
                 continue
             if handle.kv is not None:
                 dear.append(span)
-            handle.pass_over(encoder=load == "compute")
+            handle.pass_over(encoder=load == "none")
         return dear
 
     def _load(self, span: ImageSpan, handle: Handle, fresh: float) -> Load:
-        """What is done with an image. It never depends on what happens to be decoded, so that a call means the same as
-        its requests one by one."""
+        """Return the use of an image's entries.
+
+        It does not depend on what happens to be decoded, so that a call equals its requests run one by one.
+        """
         assert self.rates is not None
         image, encoder = span.image, handle.encoder
         found = Image(
@@ -409,7 +418,7 @@ class Planner:
             kv_bytes=None if handle.kv is None else handle.kv.meta.nbytes,
             encoder_bytes=None if encoder is None else encoder.meta.nbytes // encoder.meta.padded * image.num_tokens,
             fresh=fresh,
-            # What comes under a known id may be no picture at all.
+            # An image under a trusted uuid may not be an image at all.
             has_pixels=image.has_pixels and not self.store.config.trust_uuids,
         )
         return choose(self.rates, found)
@@ -417,9 +426,9 @@ class Planner:
     def _reserve(
         self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan, owner: str
     ) -> list[Record]:
-        """Gives what a request will compute a place in the cache: encoder rows, and K, V. Its `uses` are told."""
-        most = self.store.config.variants
-        wanted: dict[str, tuple[Meta, int]] = {}  # by their names, and whose they are
+        """Reserve entries for the encoder output and the KV that a request will compute, and update `uses`."""
+        max_contexts = self.store.config.max_contexts_per_image
+        wanted: dict[str, tuple[Meta, int]] = {}  # by entry name, with the index of the image
         variants: collections.Counter[str] = collections.Counter()
         canonical = True
         for i, (context, handle) in enumerate(zip(contexts, handles, strict=True)):
@@ -427,9 +436,9 @@ class Planner:
             canonical = canonical and use.span.state != "approximate"
             if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
                 meta = self._forms.encoder(image.key, owner, image.grid, self._padded(image))
-                wanted.setdefault(meta.name, (meta, i))  # a request may show an image twice
+                wanted.setdefault(meta.name, (meta, i))  # a request may have an image twice
             is_there = handle.is_coded or _has(handle, context, canonical)
-            if use.linked is None and not is_there and (most is None or variants[image.key] < most):
+            if use.linked is None and not is_there and (max_contexts is None or variants[image.key] < max_contexts):
                 variants[image.key] += 1
                 room = self._padded(image)
                 meta = self._forms.keys_and_values(image.key, owner, context, canonical, image.grid, room)
@@ -448,7 +457,7 @@ class Planner:
         return [record for record in made if record is not None]
 
     def _contexts(self, request: Request) -> list[str]:
-        """Digest of everything before each image, and of where in time it stands behind it."""
+        """Return the digest of everything before each image, including its time offset in a video."""
         parts: list[str | int | npt.NDArray[np.int32]] = []
         done = 0
         for start, image, moment in zip(request.starts, request.images, request.moments, strict=True):
@@ -460,11 +469,11 @@ class Planner:
         return list(context_keys(parts))
 
     def _padded(self, image: ImageRef) -> int:
-        return round_up(image.num_tokens, self._token_rungs)
+        return round_up(image.num_tokens, self._token_buckets)
 
 
 def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:
-    """What an image takes from the cache."""
+    """Return the entries that an image uses."""
     use = ImageUse(span, handle.kv, None, handle.encoder, handle.encoder is not None, handle.why)
     if not brought:
         return use
@@ -475,7 +484,7 @@ def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:
 
 
 def _fresh(layout: Layout, plan: Plan, choice: RowChoice | None, layers: int) -> list[float]:
-    """Of each image the share of its rows, over all layers, that are computed."""
+    """Return the fraction of each image's tokens, averaged over layers, that are computed."""
     chosen = 0.0
     if choice is not None:
         chosen = sum(choice.keep) / sum(span.length for span in layout.images if span.state == "approximate")
@@ -487,6 +496,6 @@ def _fresh(layout: Layout, plan: Plan, choice: RowChoice | None, layers: int) ->
 
 
 def _has(handle: Handle, context: str | None, canonical: bool) -> bool:
-    """Whether a record was passed over that is as good as the one that would be made."""
+    """Return whether an entry that was found but not used is as good as a new one, which needs the same context."""
     as_good = [r for r in handle.passed_over if r.meta.context == context and r.meta.canonical >= canonical]
     return bool(as_good)

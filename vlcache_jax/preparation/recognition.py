@@ -1,4 +1,4 @@
-"""Which images a source shows: by aliases, without decoding it, else by its pixels."""
+"""Recognition of the images in a source: by aliases, without decoding it, or by its pixels."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from vlcache_jax.cache.items import Item, Items, Use
 from vlcache_jax.cache.keys import SHARED, Salt, alias_key, content_key, entry_key, group_key, owner_key
 from vlcache_jax.cache.store import PictureKey, Store
 from vlcache_jax.common.checks import short
-from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, NamedImage
+from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, LibraryImageRef
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Grid, Patches
 from vlcache_jax.inputs.prompt import Source
-from vlcache_jax.preparation.media import ImageShape, Media, Medium, PictureMedium, Rgb, Settings
+from vlcache_jax.preparation.media import ImageMedium, ImageShape, Media, Medium, Rgb, Settings
 
 
 class KnownImage(NamedTuple):
-    """A known image, looked up by its alias and the limits of its pixels. The store decides which records are kept.
+    """Known image, found by its alias and its pixel limits. Its cache entries may or may not be in the store.
 
     Attributes:
-      picture: for which the alias stands.
-      shape: of the picture with these limits.
+      picture: image that the alias stands for.
+      shape: properties of the image with these limits.
       key: entry key, under the salt of the alias.
     """
 
@@ -37,53 +37,54 @@ class KnownImage(NamedTuple):
     key: str
 
 
-DECODING_BYTES = 512 * 2**20  # of pictures that are being decoded, whoever asked for them
-_KEYS = 65536  # of images; half a kilobyte apiece
+DECODING_BYTES = 512 * 2**20  # memory of images that are being decoded, for all callers together
+_KEYS = 65536  # cached entry keys, half a kilobyte each
 
 
 class Recognizer:
-    """What tasks share.
+    """Objects that all tasks share.
 
     Args:
-      store: knows pictures.
-      items: of libraries.
-      media: looks at heads.
-      fingerprint: of the weights; asked for when there is an image.
-      codec: of K, V, as keys name it.
+      store: image cache.
+      items: items of libraries.
+      media: reads headers.
+      fingerprint: returns the hash of the weights; called once there is an image.
+      codec: name of the codec of KV in entry keys.
     """
 
     def __init__(self, store: Store, items: Items, media: Media, *, fingerprint: Callable[[], str], codec: str):
         self.store, self.items, self.media, self.fingerprint = store, items, media, fingerprint
-        self.decoding = Budget(DECODING_BYTES)
+        self.decoding = DecodingBudget(DECODING_BYTES)
         self._codec = codec
         self._unsalted_key = functools.lru_cache(_KEYS)(self._make_entry_key)
 
     def known(self, alias: str, limits: Mapping[str, int], salt: Salt, name: str) -> KnownImage | None:
-        """What follows from an alias; None: it stands for no picture.
+        """Return the known image of an alias, or None.
 
         Args:
           alias: key of a file or a trusted uuid, under the salt.
-          limits: of the pixels.
-          name: what error messages call the image.
+          limits: pixel limits.
+          salt: salt of the call.
+          name: name of the image in errors.
 
         Raises:
           ValueError: the image is too large with these limits.
         """
         if (picture := self.store.pictures.get(alias)) is None:
             return None
-        place = alias, *sorted(limits.items())
-        found: KnownImage | None = self.store.described.get(place)
-        # The alias may stand for another picture by now, as a uuid that was released may.
+        key = alias, *sorted(limits.items())
+        found: KnownImage | None = self.store.described.get(key)
+        # The alias may stand for another image by now, such as a uuid that was released.
         if found is None or found.picture is not picture:
             shape = self.media.shape(picture.height, picture.width, limits, name)
             found = KnownImage(picture, shape, self.entry_key(picture, shape.settings, salt))
-            self.store.described.put(place, found)
+            self.store.described.put(key, found)
         return found
 
     def entry_key(self, picture: PictureKey, settings: Settings, salt: Salt) -> str:
-        """Key of what is kept for a picture."""
+        """Return the entry key of an image."""
         named = picture.content, settings
-        # A salt is kept nowhere.
+        # Keys with a salt are not cached, so that no salt stays in memory.
         return self._unsalted_key(*named) if salt is None else self._make_entry_key(*named, salt)
 
     def _make_entry_key(self, content: str, settings: Settings, salt: Salt = None) -> str:
@@ -91,17 +92,18 @@ class Recognizer:
 
 
 class Task:
-    """Finds out which images a source shows: one, or of a video its chunks.
+    """Identification of the images of a source: one, or the chunks of a video.
 
     Attributes:
-      source_id: equal for sources that are the same for sure.
-      is_known: whether its head has told which images they are.
-      medium: what its head told.
-      use: lets the item of a library stay that it shows, until requests have it; None: it shows none.
-      picture: the one that its uuid stands for.
+      source_id: value that is equal only for identical sources.
+      is_known: True if the header identified the images, or the file was not needed.
+      medium: properties that the header shows.
+      use: keeps the source's library item until the requests have it; None: the source is no item.
+      picture: image that the source's uuid stands for.
       pictures, images: the result.
-      shared: of each image, equal for those that may be one. What is known by a name alone may have no pixels at all.
-      lookup, decode, preprocess: seconds.
+      shared: key of each image that is equal for images that may share one object. Images known by a name alone may
+        have no pixels at all, so they share none with others.
+      lookup, decode, preprocess: time in seconds.
     """
 
     medium: Medium
@@ -130,8 +132,8 @@ class Task:
         self.images: list[ImageRef] = []
         self.shared: list[tuple[str, bool]] = []
         self.is_known = self._is_identified = False
-        self._running = threading.Lock()  # two windows may ask at once
-        self._decoding = threading.Lock()  # and all images of a video
+        self._running = threading.Lock()  # two groups of requests may run the task at once
+        self._decoding = threading.Lock()  # and so may all images of a video
 
     @property
     def picture(self) -> PictureKey:
@@ -141,11 +143,11 @@ class Task:
         return PictureKey(group_key([picture.content for picture in self.pictures]), first.height, first.width)
 
     def head(self) -> ValueError | None:
-        """What is known without pixels; returns what is wrong with it."""
+        """Find out what is known without pixels; return an error, or None."""
         start = time.perf_counter()
         store = self._recognizer.store
         try:
-            if isinstance(self.source, NamedImage):
+            if isinstance(self.source, LibraryImageRef):
                 self._become_item(self.source)
                 return None
             mark = self.source.mark if self._trusted is None else self._trusted
@@ -169,34 +171,34 @@ class Task:
         return None
 
     def _become_known(self) -> bool:
-        """Whether it is an image that is known by its alias; then its file is not opened."""
+        """Identify an image by its alias, without opening its file; return whether that was possible."""
         recognizer, source = self._recognizer, self.source
         if self._alias is None or not isinstance(source, ImageSource):
             return False
         if (known := recognizer.known(self._alias, self._limits, self._salt, source.name)) is None:
             return False
-        self.medium = PictureMedium(recognizer.media, source, self._limits, self._alias, known.shape)
+        self.medium = ImageMedium(recognizer.media, source, self._limits, self._alias, known.shape)
         self._add(known.picture, known.shape.grid, known.shape.tokens, known.key)
         self.is_known = True
         return True
 
-    def _become_item(self, source: NamedImage) -> None:
-        """It is what a library says now, whatever the library says later."""
+    def _become_item(self, source: LibraryImageRef) -> None:
+        """Use the library's present item, regardless of later changes of the library."""
         items = self._recognizer.items
         item, self.use = items.find(*source.named, self._salt, called=source.name)
         self._item = item
-        self.source = KeptImage(
+        self.source = LibraryImage(
             name=source.name, item=item, read=lambda: items.read(item, called=source.name),
             lose=lambda: items.lose(item, called=source.name),
         )  # fmt: skip
         media, picture = self._recognizer.media, item.picture
         shape = media.shape(picture.height, picture.width, item.limits, source.name)
-        self.medium = PictureMedium(media, self.source, item.limits, None, shape)
+        self.medium = ImageMedium(media, self.source, item.limits, None, shape)
         self._become(picture, shape.grid)
         self.is_known = True
 
     def run(self) -> ValueError | None:
-        """Identifies the images, and has their patches ready if they will be needed as far as one can tell now."""
+        """Identify the images, and prepare the patches that will probably be needed; return an error, or None."""
         with self._running:
             try:
                 if not self._is_identified and not self.is_known:
@@ -210,21 +212,21 @@ class Task:
             return None
 
     def is_ready(self) -> bool:
-        """Whether `run` has nothing to do."""
+        """Return whether `run` has nothing to do."""
         return (self._is_identified or self.is_known) and all(map(self._is_kept, self.images))
 
     def error_of(self, source: Source, error: ValueError) -> ValueError:
-        """An error of this source, in the words of one of the requests that show it."""
+        """Return an error with the name of the source in one of the requests that have it."""
         return ValueError(str(error).replace(self.source.name, source.name))
 
     def wrong_uuid(self) -> ValueError:
         return ValueError(
-            f"uuid of {self.source.name} must stay with one picture, but {short(self.uuid)} came with another one "
-            "before; cache.release_uuid sets it free"
+            f"uuid of {self.source.name} must identify one image, but {short(self.uuid)} belongs to another one: "
+            "choose another uuid, or release it with cache.release_uuid"
         )
 
     def aliases(self) -> Iterator[tuple[str, PictureKey]]:
-        """What the pictures are found by without decoding them."""
+        """Yield the aliases of the images, with the images."""
         for alias, picture in zip(self.medium.aliases, self.pictures, strict=True):
             if alias is not None:
                 yield alias, picture
@@ -242,12 +244,12 @@ class Task:
                 image.patches = self._cut(frames)
 
     def _become(self, picture: PictureKey, grid: tuple[int, int, int]) -> ImageRef:
-        """The next image is known."""
+        """Add the next image, whose pixels are identified."""
         key = self._recognizer.entry_key(picture, self.medium.settings, self._salt)
         return self._add(picture, grid, self._recognizer.media.processor.num_tokens(grid), key)
 
     def _add(self, picture: PictureKey, grid: Grid, tokens: int, key: str) -> ImageRef:
-        """The next image is known, and so is its entry key."""
+        """Add the next image, whose entry key is known."""
         recognizer, settings, number = self._recognizer, self.medium.settings, len(self.images)
         shared, whose = None, SHARED
         if self._item is not None:
@@ -265,11 +267,11 @@ class Task:
         return image
 
     def _is_kept(self, image: ImageRef) -> bool:
-        """Whether the pixels will not be needed, as far as one can tell now."""
+        """Return whether the image has cache entries, so that its pixels will probably not be needed."""
         return self._lookup and any(map(self._recognizer.store.knows, image.keys))
 
     def _decoded(self) -> Iterator[tuple[Rgb, ...]]:
-        """The frames of each image."""
+        """Yield the frames of each image."""
         with self._recognizer.decoding.take(self.medium.decoding_bytes):
             decoding = self.medium.decode()
             while True:
@@ -279,7 +281,7 @@ class Task:
                 except StopIteration:
                     return
                 except ValueError as error:
-                    # Memory or file handles that run out say nothing of the picture; other bytes need no second try.
+                    # Remember errors of the bytes, but not a lack of memory or file handles.
                     passing = isinstance(error.__cause__, MemoryError) or getattr(error.__cause__, "errno", None)
                     if self._alias is not None and self._trusted is None and not passing:
                         reason = str(error).removeprefix(self.source.name).strip()
@@ -295,14 +297,14 @@ class Task:
         return patches
 
     def _patches(self, number: int) -> Patches:
-        """Of one image. As the source is decoded for it, so are those of all others that will be needed."""
+        """Return the patches of one image, and set those of the source's other images that will be needed."""
         with self._decoding:
             found: Patches | None = self.images[number].__dict__.get("patches")
             if found is not None:
                 return found
             for i, (image, frames) in enumerate(zip(self.images, self._decoded(), strict=True)):
                 if self._trusted is not None and _picture(frames) != self.pictures[i]:
-                    raise self.wrong_uuid()  # kept under the other picture's key, it would mislead everyone
+                    raise self.wrong_uuid()  # entries under the other image's key would be wrong for all its users
                 if i == number:
                     found = self._cut(frames)
                 elif not image.is_loaded and not self._is_kept(image):
@@ -312,13 +314,13 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class KeptImage(ImageSource):
-    """An image of a library.
+class LibraryImage(ImageSource):
+    """Image of a library.
 
     Attributes:
-      item: the library's.
-      read: gives the encoded file, or raises a ValueError.
-      lose: called if that file shows another picture; returns what is to be raised.
+      item: item of the library.
+      read: returns the encoded file, or raises a ValueError.
+      lose: called if the file has another image; returns the error to raise.
     """
 
     value: bytes | Image.Image | Rgb = field(default=b"", repr=False)
@@ -331,35 +333,35 @@ class KeptImage(ImageSource):
 
     def decode(self, max_pixels: int = MAX_IMAGE_PIXELS) -> Rgb:
         rgb = ImageSource(self.name, self.read()).decode(max_pixels)
-        if _picture((rgb,)) != self.item.picture:  # kept under the item's key, it would mislead all that name it
+        if _picture((rgb,)) != self.item.picture:  # entries under the item's key would be wrong for all its users
             raise self.lose()
         return rgb
 
 
-class Budget:
-    """Lets work begin in its order, as long as all that is under way stays within a number of bytes.
+class DecodingBudget:
+    """Memory budget that admits work in order of arrival while the total stays within `limit` bytes.
 
-    Alone, a piece of work may be larger.
+    Work that exceeds the limit runs alone.
     """
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, limit: int):
+        self._limit = limit
         self._used = 0
         self._waiting: list[object] = []
         self._changed = threading.Condition()
 
     @contextmanager
     def take(self, amount: int) -> Iterator[None]:
-        me = object()
+        ticket = object()
         with self._changed:
-            self._waiting.append(me)
+            self._waiting.append(ticket)
             try:
                 self._changed.wait_for(
-                    lambda: self._waiting[0] is me and (not self._used or self._used + amount <= self._most)
+                    lambda: self._waiting[0] is ticket and (not self._used or self._used + amount <= self._limit)
                 )
                 self._used += amount
             finally:
-                self._waiting.remove(me)
+                self._waiting.remove(ticket)
                 self._changed.notify_all()
         try:
             yield
@@ -369,8 +371,8 @@ class Budget:
                 self._changed.notify_all()
 
 
-class _Same:
-    """Equal for encoded files of the same bytes, told apart by few of them where they differ."""
+class _EncodedFile:
+    """Encoded file for comparison. The hash reads few bytes; only files with equal hashes are compared in full."""
 
     def __init__(self, encoded: bytes):
         self._encoded, middle = encoded, len(encoded) // 2
@@ -380,17 +382,17 @@ class _Same:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._encoded == other._encoded
+        return isinstance(other, _EncodedFile) and self._encoded == other._encoded
 
 
 def _same(source: Source) -> Hashable:
-    """Equal for sources that are the same for sure."""
+    """Return a value that is equal only for identical sources."""
     if not isinstance(source, ImageSource):
         return source.film.same, source.options
-    if isinstance(source, NamedImage):
+    if isinstance(source, LibraryImageRef):
         return source.named
     encoded = source.encoded
-    return id(source.value) if encoded is None else _Same(encoded)
+    return id(source.value) if encoded is None else _EncodedFile(encoded)
 
 
 def _picture(frames: tuple[Rgb, ...]) -> PictureKey:

@@ -1,4 +1,4 @@
-"""From planned requests to the sequences that run, and from their tokens to text."""
+"""Builder of the sequences that run for planned requests."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _GENERATION = {
 
 
 class SequenceBuilder:
-    """Makes sequences of requests and checks that they can run.
+    """Builder of sequences that checks whether they can run.
 
     Args:
-      config: of the model.
-      memory: what fits.
-      tokenizer: of the checkpoint.
-      generation: the checkpoint's own sampling parameters.
-      end_tokens: the checkpoint's.
-      seed: of answers whose sampling parameters name none.
-      structured: the engine's options of structured outputs, which come before the checkpoint's.
+      config: configuration of the model.
+      memory: sizes that fit in the device's memory.
+      tokenizer: tokenizer of the checkpoint.
+      generation: sampling parameters of the checkpoint.
+      end_tokens: end tokens of the checkpoint.
+      seed: seed of outputs whose sampling parameters set none.
+      structured: the engine's options of structured outputs, which take precedence over the checkpoint's.
 
     Attributes:
-      grammars: that answers are held to.
+      grammars: compiled formats of structured outputs.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SequenceBuilder:
         self.grammars = Grammars(tokenizer, end_tokens, config.text.vocab_size)
 
     def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int] | ValueError]:
-        """The token ids of the continuations to be scored of `count` requests, or what is wrong with them."""
+        """Return the token IDs of each request's continuation, or its error."""
         if isinstance(given, str) or not isinstance(given, abc.Sequence):
             raise ValueError(f"continuations must be a list, got {type(given).__name__}")
         if len(given) != count:
@@ -86,38 +86,42 @@ class SequenceBuilder:
             ):
                 raise ValueError(f"{name} must be a text or token ids below {vocab_size}, got {continuation!r}")
         if not tokens:
-            raise ValueError(f"{name} must hold at least one token, got none")
+            raise ValueError(f"{name} must have at least one token, got none")
         return [int(token) for token in tokens]
 
     def sampling_params(
         self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int, first: int = 0
     ) -> list[SamplingParams | ValueError]:
-        """Those of `count` requests, resolved, or what is wrong with them.
+        """Return the resolved sampling parameters of each of `count` requests, or their error.
 
         Args:
-          given: one for all, a list, or None: the checkpoint's own.
+          given: parameters of all requests, a list with one per request, or None: the checkpoint's.
+          count: number of requests.
           first: number of the first request.
 
         Raises:
-          ValueError: it is none of these, or the one for all is wrong.
+          ValueError: `given` is none of these, or the parameters of all requests are wrong.
         """
         if given is None or isinstance(given, SamplingParams):
             return [self._resolved(given or SamplingParams(), "sampling_params")] * count
         if not isinstance(given, abc.Sequence):
             raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {type(given).__name__}")
         if len(given) != count:
-            raise ValueError(f"sampling_params must be one, or one for each of {count} requests, got {len(given)}")
+            raise ValueError(
+                f"sampling_params must be SamplingParams or a list with one for each of {count} requests, "
+                f"got {len(given)}"
+            )
         return [or_error(self._resolved, params, f"sampling_params[{i}]") for i, params in enumerate(given, first)]
 
     def default_params(self) -> SamplingParams:
-        """The checkpoint's own."""
+        """Return the checkpoint's sampling parameters."""
         return SamplingParams().resolve(self._generation)
 
     def _resolved(self, params: SamplingParams, name: str) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} must be SamplingParams, got {type(params).__name__}")
         try:
-            resolved = params.resolve(self._generation)  # a copy: the caller's may be set while the call runs
+            resolved = params.resolve(self._generation)  # a copy: the caller may change its object during the call
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
         if (held := resolved.structured_outputs) is not None:
@@ -125,11 +129,14 @@ class SequenceBuilder:
         ends, vocab_size = self._ends(resolved), self._config.text.vocab_size
         if any(end >= vocab_size for end in ends):
             raise ValueError(
-                f"{name} stop_token_ids must be below the vocabulary's {vocab_size}, got {short(sorted(ends))}"
+                f"{name} stop_token_ids must be below {vocab_size}, the size of the vocabulary, "
+                f"got {short(sorted(ends))}"
             )
         if len(resolved.allowed_token_ids or ()) > vocab_size:
             count = len(resolved.allowed_token_ids or ())
-            raise ValueError(f"{name} allowed_token_ids must have at most the vocabulary's {vocab_size}, got {count}")
+            raise ValueError(
+                f"{name} allowed_token_ids must have at most {vocab_size} ids, the size of the vocabulary, got {count}"
+            )
         try:
             bias_row(resolved, vocab_size)
             self._bad_words(resolved)
@@ -140,7 +147,7 @@ class SequenceBuilder:
         return resolved
 
     def held(self, params: SamplingParams, prompt: Prompt) -> ValueError | None:
-        """Prepare what holds the answer to a prompt; what is wrong with it, or None."""
+        """Compile the format of a prompt's output; return an error, or None."""
         if params.structured_outputs is not None:
             try:
                 self.grammars.check(params, opens_thought=prompt.opens_thought)
@@ -152,12 +159,12 @@ class SequenceBuilder:
         return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._end_tokens)
 
     def new_slots(self, length: int, params: SamplingParams) -> int:
-        """Slots for the longest answer that fits behind a prompt of `length` tokens."""
+        """Return the KV slots of the longest output that fits after a prompt of `length` tokens."""
         room = max(1, self._memory.max_model_len - length)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def answers(self, planned: Planned, params: SamplingParams) -> list[Generation]:
-        """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
+        """Return the sequences that answer a request; the first saves its images and has the prompt's logprobs."""
         planned, error = self._fitting(planned, 1)
         first = other = planned
         if params.prompt_logprobs is not None:
@@ -185,7 +192,7 @@ class SequenceBuilder:
         return self.grammars.matcher(params, opens_thought=planned.request.prompt.opens_thought)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
-        """One for an answer under these parameters."""
+        """Return a detokenizer for an output with these parameters."""
         return Detokenizer(
             self._tokenizer,
             params.stop or (),
@@ -195,16 +202,16 @@ class SequenceBuilder:
         )
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what one token spells."""
+        """Return the bytes that a token spells."""
         return token_bytes(self._tokenizer, token)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         words = bad_word_tokens(self._tokenizer, params.bad_words or ())
-        words_array(words, self._config.text.vocab_size)  # checks them
+        words_array(words, self._config.text.vocab_size)  # raises if they are wrong
         return words
 
     def forced(self, planned: Planned, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
-        """The sequence that scores a continuation."""
+        """Return the sequence that scores a continuation."""
         length, layers = len(planned.layout), self._config.text.num_layers
         planned, error = self._fitting(planned, len(tokens))
         wanted = range(length - 1, length + len(tokens) - 1)
@@ -218,35 +225,35 @@ class SequenceBuilder:
         return Forced(own, new_slots=0, error=error, keep_logits=keep_logits)
 
     def pooled(self, planned: Planned) -> PooledSequence:
-        """The sequence that ends with a prompt's last token."""
+        """Return the sequence that ends with a prompt's last token."""
         planned, error = self._fitting(planned, 1)
         return PooledSequence(planned, new_slots=0, error=error)
 
     def _fitting(self, planned: Planned, outputs: int) -> tuple[Planned, str | None]:
-        """The request, or why it cannot choose rows: one prefill step has to hold all of its rows and logits."""
+        """Return the request, and an error if it selects tokens but all of them do not fit in one prefill chunk."""
         if planned.choice is not None:
             rows = planned.plan.rows(1)[0] + (outputs - 1)
-            ladder = self._memory.ladder
-            if rows > ladder.max_rows or outputs > ladder.max_sequences:
+            buckets = self._memory.buckets
+            if rows > buckets.max_rows or outputs > buckets.max_sequences:
                 return dataclasses.replace(planned, choice=None), (
-                    f"reuse {planned.options.reuse.name} chooses among all rows of a prompt, so it must have at most "
-                    f"max_rows = {ladder.max_rows} of them and {ladder.max_sequences} scored tokens, got {rows} and "
-                    f"{outputs}"
+                    f"reuse {planned.options.reuse.name} must compute a prompt in one prefill chunk, with at most "
+                    f"buckets.max_rows = {buckets.max_rows} tokens and buckets.max_sequences = {buckets.max_sequences} "
+                    f"scored tokens, got {rows} and {outputs}; shorten the prompt, increase them or change reuse"
                 )
         return planned, None
 
     def check_length(self, name: str, length: int, new_slots: int) -> None:
-        """Raises a ValueError if a prompt of `length` tokens and `new_slots` more do not fit."""
+        """Raise a ValueError if a prompt of `length` tokens and `new_slots` more do not fit."""
         if length + new_slots > self._memory.max_model_len:
             raise ValueError(
-                f"{name}: prompt and answer must fit in max_model_len = {self._memory.max_model_len} tokens (the KV "
-                f"pool has {self._memory.num_slots} slots), got a prompt of {length} and an answer of at least "
-                f"{new_slots}"
+                f"{name}: prompt and output must fit in max_model_len = {self._memory.max_model_len} tokens (the KV "
+                f"pool has {self._memory.num_slots} slots), got a prompt of {length} and an output of at least "
+                f"{new_slots}; shorten the prompt, reduce max_tokens or increase max_model_len"
             )
 
 
 def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwargs) -> T | ValueError:
-    """What a function returns, or the ValueError that it raises."""
+    """Return the result of a function, or the ValueError that it raises."""
     try:
         return function(*args, **named)
     except ValueError as error:
@@ -254,12 +261,12 @@ def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwa
 
 
 def _shared(uses: abc.Sequence[ImageUse]) -> tuple[ImageUse, ...]:
-    """What a sequence does with its images that does not capture them, as another one does."""
+    """Return the images of a sequence that does not save them, because another one does."""
     return tuple(dataclasses.replace(use, captured=None) for use in uses)
 
 
 def _as_uint32(seed: int) -> int:
-    """A seed as the sampler has it: itself, or else a mixture of its 64 bits."""
+    """Return a seed of 32 bits: the seed itself if it fits, otherwise a mixture of its 64 bits."""
     return seed if 0 <= seed < 2**32 else int(np.random.SeedSequence(int(seed) % 2**64).generate_state(1)[0])
 
 
@@ -268,8 +275,8 @@ def read_generation_config(
 ) -> tuple[dict[str, Any], frozenset[int]]:
     """Return a checkpoint's defaults for sampling, and its end tokens.
 
-    `generation_config.json` has both; without that file `config.json` has them, at the top or in `text_config`. End
-    tokens are those of `config.json`, too, if the other file names none. The tokenizer's own is always one of them.
+    `generation_config.json` has both. Without that file, `config.json` has them, at the top level or in `text_config`;
+    its end tokens also apply if the other file has none. The tokenizer's end token is always included.
 
     Raises:
       ValueError: a file is damaged, or names end tokens that the model does not have.
@@ -287,7 +294,7 @@ def read_generation_config(
 
 
 def _read_generation(path: pathlib.Path) -> dict[str, Any]:
-    """The sampling parameters and end tokens of a file; of `config.json` the top level comes first."""
+    """Return the sampling parameters and end tokens of a file; in `config.json`, the top level takes precedence."""
     if not path.exists():
         return {}
     try:
@@ -301,11 +308,11 @@ def _read_generation(path: pathlib.Path) -> dict[str, Any]:
         SamplingParams().resolve(found)
         StructuredOutputsConfig.of(found.get(_HELD))
     except ValueError as error:
-        raise ValueError(f"{path} must hold usable sampling parameters: {error}") from error
+        raise ValueError(f"{path} must have valid sampling parameters: {error}") from error
     return found
 
 
 def _end_tokens(generation: abc.Mapping[str, Any]) -> list[Any] | None:
-    """The end tokens that a file names; None: it names none."""
+    """Return the end tokens that a file names, or None."""
     named = generation.get(_ENDS)
     return named if named is None or isinstance(named, list) else [named]

@@ -1,5 +1,5 @@
-"""OpenAI's requests and answers as JSON.
+"""OpenAI-compatible requests and answers as JSON.
 
-In flow the bodies that clients and batch files hold; out flow conversations with their sampling parameters, and, for
-what the engine tells of them, the objects that answer. Nothing here knows of HTTP or of files.
+Input: bodies of clients and of batch files, and the engine's outputs. Output: conversations with sampling parameters,
+and answer objects. Independent of HTTP and of files.
 """

@@ -1,4 +1,4 @@
-"""Outputs and deltas of the engine as OpenAI's objects."""
+"""OpenAI's answer objects, made from outputs and deltas of the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """Tokens of a request: of its prompts, of these reused and of images; of its answers, and of these thought."""
+    """Token counts of a request.
+
+    Attributes:
+      prompt: tokens of its prompts.
+      cached: prompt tokens reused from the cache, exactly or approximately.
+      image: prompt tokens of images.
+      completion: generated tokens.
+      reasoning: generated tokens of the thinking.
+    """
 
     prompt: int = 0
     cached: int = 0
@@ -49,7 +57,7 @@ class Counts:
         return dataclasses.replace(found, completion=sum(len(answer.token_ids) for answer in output.outputs))
 
     def usage(self) -> dict[str, Any]:
-        """In the names of OpenAI's client."""
+        """Return OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -61,14 +69,14 @@ class Counts:
 
 @dataclass
 class Answer(ABC):
-    """Writes the answer to one request: whole, or piece by piece.
+    """Writer of the answer to one request, as one object or as chunks of a stream.
 
     Attributes:
-      id: of the answer.
-      model: that answers, as clients call it.
-      options: of the request.
-      answers: of each prompt (`n`).
-      created: seconds since 1970.
+      id: id of the answer.
+      model: name of the model.
+      options: options of the request.
+      answers: answers per prompt (`n`).
+      created: time in seconds since 1970.
     """
 
     id: str
@@ -83,136 +91,136 @@ class Answer(ABC):
     def __post_init__(self) -> None:
         self._counts: dict[int, Counts] = {}  # so far, by prompt
         self._prompts: dict[int, str] = {}
-        self._told: set[int] = set()  # its choices that have begun
-        self._next: dict[str, Any] = {}  # what its next piece tells beside
-        self._last: dict[str, Any] = {}  # and what its last one does
+        self._begun: set[int] = set()  # indices of the choices that have begun
+        self._next: dict[str, Any] = {}  # additional fields of the next chunk
+        self._last: dict[str, Any] = {}  # additional fields of the last chunk
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer at once, of each prompt its output."""
+        """Return the complete answer; `outputs` has one output per prompt."""
         self._counts = dict(enumerate(map(Counts.of, outputs)))
         choices = [
             self._choice(self.answers * i + answer.index, answer, output.prompt)
             for i, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        told = self._head(self.kind) | {"choices": choices, "usage": self.counts().usage()}
+        answer = self._head(self.kind) | {"choices": choices, "usage": self.counts().usage()}
         first = outputs[0]
         if first.prompt_logprobs is not None:
-            told["prompt_logprobs"] = [None if one is None else _vllm_logprobs(one) for one in first.prompt_logprobs]
-        return told | self._beside(first.prompt_token_ids, first.cache, first.compression)
+            answer["prompt_logprobs"] = [None if one is None else _vllm_logprobs(one) for one in first.prompt_logprobs]
+        return answer | self._extras(first.prompt_token_ids, first.cache, first.compression)
 
     def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
-        """What follows of a stream, now that there is more of one of its prompts."""
+        """Yield the chunks of a delta of one prompt."""
         if delta.prompt is not None:
             self._see_prompt(prompt, delta.prompt, is_last=delta.finished)
         self._counts[prompt].completion += sum(len(one.token_ids) for one in delta.outputs)
         for one in delta.outputs:
             index = self.answers * prompt + one.index
-            if index not in self._told:
-                self._told.add(index)
+            if index not in self._begun:
+                self._begun.add(index)
                 for choice in self._opening(index):
                     yield self._piece([choice])
             if (new := self._delta(index, one, self._prompts[prompt])) is not None:
                 yield self._piece([new])
 
     def last(self) -> Iterator[dict[str, Any]]:
-        """The end of a stream."""
+        """Yield the last chunk of a stream, with the usage and the cache report if they were requested."""
         if self.options.include_usage or self._last:
             usage = {"usage": self.counts().usage()} if self.options.include_usage else {}
             yield self._piece([]) | usage | self._last
 
     def failed(self, error: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The piece that tells of an error, given OpenAI's object of it."""
+        """Return the chunk of an error, given OpenAI's error object."""
         return error
 
     def counts(self) -> Counts:
-        """Of what has been written so far."""
+        """Return the token counts so far, of all prompts."""
         columns = zip(*map(dataclasses.astuple, self._counts.values()), strict=True)
         return Counts(*map(sum, columns))
 
     def counts_of(self, prompt: int) -> Counts:
-        """Of one prompt."""
+        """Return the token counts of one prompt."""
         return self._counts[prompt]
 
-    def _see_prompt(self, number: int, told: PromptOutput, *, is_last: bool) -> None:
-        """The last time counts: what was to be reused may have had to be computed."""
-        beside = self._beside(told.token_ids, told.cache, told.compression)
-        cache = {key: beside.pop(key) for key in ("cache",) if key in beside}
+    def _see_prompt(self, number: int, prompt: PromptOutput, *, is_last: bool) -> None:
+        """Note a prompt. Only its last cache report is sent: planned reuse can fail and be replaced by computing."""
+        extras = self._extras(prompt.token_ids, prompt.cache, prompt.compression)
+        cache = {key: extras.pop(key) for key in ("cache",) if key in extras}
         if number not in self._prompts:
-            self._next |= beside
+            self._next |= extras
         if is_last:
             self._last |= cache
-        self._prompts[number] = told.text
+        self._prompts[number] = prompt.text
         before = self._counts.get(number, Counts())
-        found = Counts.of_prompt(told.token_ids, told.num_cached_tokens, told.cache)
+        found = Counts.of_prompt(prompt.token_ids, prompt.num_cached_tokens, prompt.cache)
         self._counts[number] = dataclasses.replace(found, completion=before.completion, reasoning=before.reasoning)
 
-    def _beside(self, token_ids: Any, cache: CacheReport, compression: Compression | None) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _extras(self, token_ids: Any, cache: CacheReport, compression: Compression | None) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
         if self.options.returns_token_ids:
-            told["prompt_token_ids"] = token_ids.tolist()
+            extras["prompt_token_ids"] = token_ids.tolist()
         if self.options.returns_cache:
-            told["cache"] = cache_report(cache)
+            extras["cache"] = cache_report(cache)
             if compression is not None:
-                told["cache"]["compression"] = dataclasses.asdict(compression)
-        return told
+                extras["cache"]["compression"] = dataclasses.asdict(compression)
+        return extras
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = {"usage": self.counts().usage()} if self.options.continuous_usage else {}
-        beside, self._next = self._next, {}
-        return self._head(self.piece) | {"choices": choices} | usage | beside
+        extras, self._next = self._next, {}
+        return self._head(self.piece) | {"choices": choices} | usage | extras
 
     def _end(self, one: CompletionOutput) -> dict[str, Any]:
-        """What choices and their pieces say of the end."""
-        told: dict[str, Any] = {"finish_reason": one.finish_reason}
+        """Return the last fields of a choice: the finish reason, and the stop reason and token ids if there are any."""
+        end: dict[str, Any] = {"finish_reason": one.finish_reason}
         if one.stop_reason is not None:
-            told["stop_reason"] = one.stop_reason
+            end["stop_reason"] = one.stop_reason
         if self.options.returns_token_ids:
-            told["token_ids"] = list(one.token_ids)
-        return told
+            end["token_ids"] = list(one.token_ids)
+        return end
 
     @abstractmethod
     def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
-        """A whole answer."""
+        """Return the choice of a complete answer."""
 
     @abstractmethod
     def _delta(self, index: int, one: CompletionOutput, prompt: str) -> dict[str, Any] | None:
-        """What is new of an answer; None: nothing that is told yet."""
+        """Return the choice of a delta; None if there is nothing to send yet."""
 
-    def _is_told(self, one: CompletionOutput) -> bool:
-        """Whether a delta is told though it may have no text."""
+    def _is_sent(self, one: CompletionOutput) -> bool:
+        """Return whether a delta is sent even without text."""
         has_tokens = self.options.returns_token_ids and bool(one.token_ids)
         return bool(one.logprobs) or one.finish_reason is not None or has_tokens
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
-        """What the pieces of an answer begin with."""
+        """Return the choices that open an answer in a stream."""
         return []
 
 
 @dataclass
 class ChatAnswer(Answer):
-    """Of a chat completion.
+    """Writer of a chat completion.
 
     Attributes:
-      parts: what its text is told apart into.
-      chat_template: of the prompts; it tells whether the model thinks.
-      tokenizer: of the model; without one no token counts as thinking.
-      tells_thinking_tokens: what is told of tokens is told of those of thinking, if these are told at all.
+      parts: parts that the text is parsed into.
+      chat_template: Jinja text of the chat template, which shows whether the model thinks.
+      tokenizer: tokenizer of the model; without it no token counts as thinking.
+      returns_thinking_tokens: False to leave out logprobs and ids of thinking tokens even if the thinking is returned.
     """
 
     parts: OutputParts = field(default_factory=OutputParts)
     chat_template: str | None = None
     tokenizer: Any = None
-    tells_thinking_tokens: bool = True
+    returns_thinking_tokens: bool = True
 
     kind, piece = "chat.completion", "chat.completion.chunk"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._parsers: dict[int, AnswerParser] = {}  # of its answers
+        self._parsers: dict[int, AnswerParser] = {}  # by choice
 
     def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
         parser = self._parser(index, prompt)
@@ -236,13 +244,13 @@ class ChatAnswer(Answer):
         delta |= self._thought("".join(each.reasoning for each in new))
         if calls:
             delta["tool_calls"] = [call.as_openai() for call in joined_pieces(calls)]
-        if not delta and not self._is_told(one):
+        if not delta and not self._is_sent(one):
             return None
         end = self._end(one) | {"finish_reason": parser.finish_reason(one.finish_reason)}
         return {"index": index, "delta": delta, "logprobs": self._logprobs(one.logprobs)} | end
 
-    def _logprobs(self, told: Sequence[Logprob] | None) -> dict[str, Any] | None:
-        return None if told is None else {"content": [logprob(one, by_id=self.options.names_ids) for one in told]}
+    def _logprobs(self, given: Sequence[Logprob] | None) -> dict[str, Any] | None:
+        return None if given is None else {"content": [logprob(one, by_id=self.options.names_ids) for one in given]}
 
     def _parser(self, index: int, prompt: str) -> AnswerParser:
         if index not in self._parsers:
@@ -258,18 +266,18 @@ class ChatAnswer(Answer):
         return self._parsers[index]
 
     def _without_thinking(self, index: int, parser: AnswerParser, one: CompletionOutput) -> CompletionOutput:
-        """Counts tokens of thinking, and leaves them out where they are not told."""
+        """Count thinking tokens, and return the output without them if they are not to be returned."""
         thinking = parser.thinking(one.token_ids)
         self._counts[index // self.answers].reasoning += sum(thinking)
-        if (self.parts.tells_thoughts and self.tells_thinking_tokens) or not any(thinking):
+        if (self.parts.returns_thoughts and self.returns_thinking_tokens) or not any(thinking):
             return one
         said = [not each for each in thinking]
         logprobs = None if one.logprobs is None else tuple(itertools.compress(one.logprobs, said))
         return dataclasses.replace(one, token_ids=tuple(itertools.compress(one.token_ids, said)), logprobs=logprobs)
 
     def _thought(self, reasoning: str) -> dict[str, Any]:
-        """What was thought, under the names that clients look for."""
-        if not reasoning or not self.parts.tells_thoughts:
+        """Return the reasoning under the names that clients use, or {} if it is empty or not to be returned."""
+        if not reasoning or not self.parts.returns_thoughts:
             return {}
         return {"reasoning": reasoning, "reasoning_content": reasoning}
 
@@ -279,55 +287,55 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    """Of a completion."""
+    """Writer of a text completion."""
 
     kind = piece = "text_completion"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._offsets: dict[int, _Offsets] = {}  # of its answers
+        self._offsets: dict[int, _Offsets] = {}  # by choice
 
     def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
         logprobs = self._logprobs(index, answer.logprobs)
         return {"index": index, "text": answer.text, "logprobs": logprobs} | self._end(answer)
 
     def _delta(self, index: int, one: CompletionOutput, prompt: str) -> dict[str, Any] | None:
-        if not one.text and not self._is_told(one):
+        if not one.text and not self._is_sent(one):
             return None
         return {"index": index, "text": one.text, "logprobs": self._logprobs(index, one.logprobs)} | self._end(one)
 
-    def _logprobs(self, index: int, told: Sequence[Logprob] | None) -> dict[str, Any] | None:
-        if told is None:
+    def _logprobs(self, index: int, given: Sequence[Logprob] | None) -> dict[str, Any] | None:
+        if given is None:
             return None
         offsets, by_id = self._offsets.setdefault(index, _Offsets()), self.options.names_ids
-        names = [_names(one, by_id=by_id) for one in told]
+        names = [_names(one, by_id=by_id) for one in given]
         return {
-            "tokens": [own[one.token] for own, one in zip(names, told, strict=True)],
-            "token_logprobs": [one.chosen for one in told],
+            "tokens": [own[one.token] for own, one in zip(names, given, strict=True)],
+            "token_logprobs": [one.chosen for one in given],
             "top_logprobs": [
                 {own[token]: one[token].logprob for token in (*one.top, one.token)}
-                for own, one in zip(names, told, strict=True)
+                for own, one in zip(names, given, strict=True)
             ],
-            "text_offset": [offsets.take(one.token_bytes[one.token]) for one in told],
+            "text_offset": [offsets.take(one.token_bytes[one.token]) for one in given],
         }
 
 
 class _Offsets:
-    """Counts the characters of an answer before each of its tokens; one that is not complete does not count."""
+    """Counter of the characters before each token of an answer. Incomplete characters do not count."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
     def take(self, token: bytes) -> int:
-        """Return where the next token begins."""
+        """Return the offset in characters at which the next token begins; `token` is its bytes."""
         begin = self._length
         self._length += len(self._decoder.decode(token))
         return begin
 
 
 def cache_report(cache: CacheReport) -> dict[str, Any]:
-    """What was reused, in the names of `CacheReport`; of each image what `ImageReuse` says."""
+    """Return a cache report as JSON: the fields of `CacheReport`, and those of `ImageReuse` for each image."""
     images = [
         {
             "index": image.index,
@@ -353,12 +361,12 @@ def cache_report(cache: CacheReport) -> dict[str, Any]:
 
 
 def answer_id(name: str, options: Options) -> str:
-    """The id of an answer: `name`, or its beginning and what the client asks for."""
+    """Return the id of an answer: `name`, or its prefix and the request's `request_id`."""
     return name if options.request_id is None else f"{name.partition('-')[0]}-{options.request_id}"
 
 
 def logprob(one: Logprob, *, by_id: bool = False) -> dict[str, Any]:
-    """Return what a chat's answer has of a token; `by_id`: tokens are named by their ids."""
+    """Return a token's log probabilities as in a chat completion; `by_id` names tokens by their ids."""
 
     def named(token: int) -> dict[str, Any]:
         name = _id_name(token) if by_id else one.texts[token]
@@ -368,7 +376,7 @@ def logprob(one: Logprob, *, by_id: bool = False) -> dict[str, Any]:
 
 
 def _names(one: Logprob, *, by_id: bool) -> dict[int, str]:
-    """Names of a token and of the most likely ones: their texts, or for those of a text that is taken their ids."""
+    """Return names of a token and of the most likely ones: the text, or the id if another token has the same text."""
     names: dict[str, int] = {}
     for token in one:
         text = one.texts[token]
@@ -377,25 +385,26 @@ def _names(one: Logprob, *, by_id: bool) -> dict[int, str]:
 
 
 def _id_name(token: int) -> str:
-    """A token by its id, as vLLM writes it."""
+    """Return the name of a token by its id, in vLLM's format."""
     return f"token_id:{token}"
 
 
 def _vllm_logprobs(one: Logprob) -> Mapping[str, Any]:
     return {
-        str(token): {"logprob": told.logprob, "rank": told.rank, "decoded_token": told.decoded_token}
-        for token, told in one.items()
+        str(token): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token, entry in one.items()
     }
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Reads requests for chats with a model, and begins their answers.
+    """Parser of chat requests for a model, and factory of the writers of their answers.
 
     Attributes:
-      renderer: makes the model's prompts.
-      chat_template: Jinja, in place of the checkpoint's own.
-      calls, thoughts: whether these are told apart from what is said.
+      renderer: renderer of the model's prompts.
+      chat_template: Jinja text; None for that of the checkpoint.
+      calls: True to parse tool calls.
+      thoughts: True to parse reasoning.
     """
 
     renderer: PromptRenderer
@@ -404,7 +413,13 @@ class ChatFormat:
     thoughts: bool = True
 
     def request(self, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
-        """See `ChatRequest.parse`. If thinking is not told apart, the first token is held, too."""
+        """Return the request of a body; see `ChatRequest.parse`.
+
+        Without reasoning parsing, structured outputs also constrain the thinking, from the first token on.
+
+        Raises:
+          ApiError: a field is wrong, unknown or not supported.
+        """
         request = ChatRequest.parse(body, defaults, self._template({}))
         held = request.params.structured_outputs
         if held is None or self.thoughts:
@@ -412,10 +427,12 @@ class ChatFormat:
         held = dataclasses.replace(held, enable_in_reasoning=True)
         return dataclasses.replace(request, params=dataclasses.replace(request.params, structured_outputs=held))
 
-    def answer(self, request: ChatRequest, name: str, model: str, *, tells_thinking_tokens: bool = True) -> ChatAnswer:
-        """What writes the answer to a request; see `ChatAnswer`."""
-        asked = request.parts
-        parts = dataclasses.replace(asked, calls=asked.calls and self.calls, thoughts=asked.thoughts and self.thoughts)
+    def answer(
+        self, request: ChatRequest, name: str, model: str, *, returns_thinking_tokens: bool = True
+    ) -> ChatAnswer:
+        """Return the writer of the answer with the id `name`; see `ChatAnswer`."""
+        own = request.parts
+        parts = dataclasses.replace(own, calls=own.calls and self.calls, thoughts=own.thoughts and self.thoughts)
         return ChatAnswer(
             answer_id(name, request.options),
             model,
@@ -424,9 +441,9 @@ class ChatFormat:
             parts=parts,
             chat_template=self._template(request.template),
             tokenizer=self.renderer.tokenizer,
-            tells_thinking_tokens=tells_thinking_tokens,
+            returns_thinking_tokens=returns_thinking_tokens,
         )
 
     def _template(self, given: Mapping[str, Any]) -> Any:
-        """That which holds where this is given."""
+        """Return the chat template: that of the request, of this format, or of the checkpoint."""
         return given.get("chat_template") or self.chat_template or self.renderer.chat_template

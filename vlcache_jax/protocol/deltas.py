@@ -1,4 +1,4 @@
-"""What is new of a streamed answer, told apart: what is thought, what is said, what is called."""
+"""Parsed deltas of a streamed answer: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A piece of a tool call.
+    """Delta of a tool call.
 
     Attributes:
-      index: of the call in its answer.
-      arguments: what follows of their JSON.
-      id, name: in the first piece of a call alone.
+      index: index of the call in its answer.
+      arguments: next characters of the arguments' JSON.
+      id, name: id and function name, only in the first delta of a call.
     """
 
     index: int
@@ -23,7 +23,7 @@ class CallDelta:
     name: str | None = None
 
     def as_openai(self) -> dict[str, Any]:
-        """An element of `delta.tool_calls`."""
+        """Return an element of OpenAI's `delta.tool_calls`."""
         if self.id is None:
             return {"index": self.index, "function": {"arguments": self.arguments}}
         function = {"name": self.name, "arguments": self.arguments}
@@ -32,12 +32,12 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of an answer: one of the three.
+    """Delta of an answer. Exactly one attribute is set.
 
     Attributes:
       content: text for the user.
-      reasoning: text that the model thinks.
-      call: a piece of a tool call.
+      reasoning: text of the thinking.
+      call: delta of a tool call.
     """
 
     content: str = ""
@@ -47,7 +47,7 @@ class Delta:
 
 @dataclass
 class Joined:
-    """An answer whose deltas are put together.
+    """Complete answer, joined from its deltas.
 
     Attributes:
       content, reasoning: see `Delta`.
@@ -81,7 +81,7 @@ class Joined:
 
 
 def joined_pieces(pieces: Iterable[CallDelta]) -> list[CallDelta]:
-    """Those of one event, each call once: not every client puts two pieces of one list together."""
+    """Join the deltas of each call in one event. Some clients do not support two deltas of a call in one list."""
     found: dict[int, CallDelta] = {}
     for piece in pieces:
         before = found.get(piece.index)
@@ -90,7 +90,7 @@ def joined_pieces(pieces: Iterable[CallDelta]) -> list[CallDelta]:
 
 
 def unfinished(text: str, tag: str) -> int:
-    """How many characters at the end of a text may be the beginning of a tag, and are not yet all of it."""
+    """Return the number of characters at the end of `text` that may begin `tag` and are not yet all of it."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:length]):
             return length

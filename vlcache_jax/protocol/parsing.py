@@ -1,4 +1,4 @@
-"""An output's text as deltas: thinking (`<think>...</think>`) first, then text and tool calls."""
+"""Parser of an output's text into deltas of reasoning (`<think>...</think>`), content and tool calls."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from vlcache_jax.protocol.tools import ToolParser
 
 
 class ReasoningParser:
-    """Tells thinking from the answer, whatever the pieces in which the text comes.
+    """Incremental parser of reasoning. The result does not depend on the pieces in which the text arrives.
 
-    An answer thinks if it `is_opened`, or if it begins with `<think>`. All until `</think>` is reasoning, and
-    without it everything is. Line ends beside the tags are left out.
+    An output has reasoning if `is_opened` is set or if it begins with `<think>`. The reasoning ends at `</think>`, or
+    with the text if there is no closing tag. Line ends next to the tags are removed.
 
     Args:
-      is_opened: the prompt ended within thinking, see `is_opened`. An answer that begins with `<think>` all the same
-        loses it.
+      is_opened: True if the prompt ends within reasoning, see `is_opened`. A `<think>` at the beginning of the output
+        is then removed.
 
     Attributes:
-      thinks: whether it is known that the answer does.
+      thinks: True once the output is known to have reasoning.
     """
 
     def __init__(self, *, is_opened: bool = False):
         self.thinks = is_opened
         self._step = self._begin
-        self._held = ""  # what came and is not told yet
+        self._held = ""  # received text that is not returned yet
 
     @property
     def is_over(self) -> bool:
-        """Whether all that follows is the answer."""
+        """True if all further text is content."""
         return self._step in (self._after, self._say)
 
     def push(self, text: str) -> list[Delta]:
-        """What is new, now that there is more text."""
+        """Return the deltas of the next piece of text."""
         self._held += text
-        told: list[Delta] = []
-        while self._step(told):
+        deltas: list[Delta] = []
+        while self._step(deltas):
             pass
-        return told
+        return deltas
 
     def finish(self) -> list[Delta]:
-        """What is left at the end of the text."""
+        """Return the deltas that were held back, at the end of the text."""
         text, self._held = self._held, ""
         if self._step == self._think or (self._step == self._begin and self.thinks):
             text = text.rstrip("\n")
             return [Delta(reasoning=text)] if text else []
         return [Delta(content=text)] if text else []
 
-    # The steps of an answer. Each returns whether another one follows.
+    # The states of the parser. Each appends deltas and returns whether the next state can run now.
 
-    def _begin(self, told: list[Delta]) -> bool:
-        """Is it thinking that begins?"""
+    def _begin(self, deltas: list[Delta]) -> bool:
+        """Detect the opening tag."""
         begun = self._held.lstrip()
         if OPEN.startswith(begun) and begun != OPEN:
             return False
@@ -65,15 +65,15 @@ class ReasoningParser:
         self._step = self._open if self.thinks else self._say
         return True
 
-    def _open(self, told: list[Delta]) -> bool:
-        """Line ends before the first thought."""
+    def _open(self, deltas: list[Delta]) -> bool:
+        """Skip line ends before the reasoning."""
         self._held = self._held.lstrip("\n")
         if self._held:
             self._step = self._think
         return bool(self._held)
 
-    def _think(self, told: list[Delta]) -> bool:
-        """Thoughts until the closing tag; line ends are held back, as they may be the last."""
+    def _think(self, deltas: list[Delta]) -> bool:
+        """Return reasoning up to the closing tag. Line ends are held back, as the last ones are removed."""
         thought, tag, rest = self._held.partition(CLOSE)
         if tag:
             thought = thought.rstrip("\n")
@@ -82,39 +82,42 @@ class ReasoningParser:
             thought = thought[: len(thought) - unfinished(thought, CLOSE)].rstrip("\n")
             rest = self._held[len(thought) :]
         if thought:
-            told.append(Delta(reasoning=thought))
+            deltas.append(Delta(reasoning=thought))
         self._held = rest
         return bool(tag)
 
-    def _after(self, told: list[Delta]) -> bool:
-        """Line ends before the answer."""
+    def _after(self, deltas: list[Delta]) -> bool:
+        """Skip line ends before the content."""
         self._held = self._held.lstrip("\n")
         if self._held:
             self._step = self._say
         return bool(self._held)
 
-    def _say(self, told: list[Delta]) -> bool:
-        """The answer."""
+    def _say(self, deltas: list[Delta]) -> bool:
+        """Return all text as content."""
         if self._held:
-            told.append(Delta(content=self._held))
+            deltas.append(Delta(content=self._held))
         self._held = ""
         return False
 
 
 class ThinkingTokens:
-    """Tells which tokens of an answer are thinking: from the one with which the opening tag is whole, if the answer has
-    one, to that with which the closing tag is.
+    """Classifier of thinking tokens.
+
+    They begin with the token that completes the opening tag, if the output has one, and end with the token that
+    completes the closing tag.
 
     Args:
+      tokenizer: tokenizer of the model.
       is_opened: see `ReasoningParser`.
     """
 
     def __init__(self, tokenizer: Any, *, is_opened: bool = False):
-        self._text = Detokenizer(tokenizer, skip_special_tokens=False)  # a tag may be one
+        self._text = Detokenizer(tokenizer, skip_special_tokens=False)  # a tag may be a special token
         self._parser = ReasoningParser(is_opened=is_opened)
 
     def push(self, token_ids: Sequence[int]) -> list[bool]:
-        """Of each of the tokens that follow whether it is."""
+        """Return for each of the next tokens whether it is a thinking token."""
         return [not self._parser.is_over and self._take(token) for token in token_ids]
 
     def _take(self, token: int) -> bool:
@@ -124,16 +127,17 @@ class ThinkingTokens:
 
 
 class AnswerParser:
-    """Tells the parts of an answer apart, whatever the pieces in which its text comes; put together, they are the same.
+    """Incremental parser of an answer. The joined deltas do not depend on the pieces in which the text arrives.
 
     Args:
-      answer_id: of the answer, of which ids of calls are made.
-      chat_template: that made the prompt, a Jinja text; it tells whether the model thinks. None: nothing is thinking.
-      prompt: its text; it tells whether the thinking has begun there.
-      has_tools: whether tool calls are looked for.
-      is_single: of several calls the first alone is told.
-      is_held: the answer is held to a form, so that it thinks only if the prompt opens that.
-      tokenizer: of the model; None: its tokens are not looked at.
+      answer_id: id of the answer, from which the ids of tool calls are made.
+      chat_template: Jinja text of the prompt's template, which shows whether the model thinks. None: no reasoning is
+        parsed.
+      prompt: text of the prompt, which shows whether it ends within reasoning.
+      has_tools: True to parse tool calls.
+      is_single: True to return only the first of several calls.
+      is_held: True if structured outputs constrain the answer. It then has reasoning only if the prompt opens it.
+      tokenizer: tokenizer of the model. None: thinking tokens are not counted.
     """
 
     def __init__(
@@ -154,36 +158,36 @@ class AnswerParser:
             self._reasoning = ReasoningParser(is_opened=opened)
             self._tokens = None if tokenizer is None else ThinkingTokens(tokenizer, is_opened=opened)
         self._tools = ToolParser(answer_id) if has_tools else None
-        self._most = 1 if is_single else math.inf  # calls that are told
+        self._max_calls = 1 if is_single else math.inf
 
     def push(self, text: str) -> list[Delta]:
-        """What is new, now that there is more text."""
+        """Return the deltas of the next piece of text."""
         if self._reasoning is None:
             return self._calls(text)
-        return self._told(self._reasoning.push(text))
+        return self._with_calls(self._reasoning.push(text))
 
     def thinking(self, token_ids: Sequence[int]) -> list[bool]:
-        """Of each of the tokens that follow whether it is thinking."""
+        """Return for each of the next tokens whether it is a thinking token."""
         return [False] * len(token_ids) if self._tokens is None else self._tokens.push(token_ids)
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """What is left at the end of the text, which is cut off by a limit or is not."""
-        told = [] if self._reasoning is None else self._told(self._reasoning.finish())
-        return told if self._tools is None else told + self._kept(self._tools.finish(is_cut=is_cut))
+        """Return the deltas that were held back, at the end of the text; `is_cut` if a length limit has cut it."""
+        deltas = [] if self._reasoning is None else self._with_calls(self._reasoning.finish())
+        return deltas if self._tools is None else deltas + self._limited(self._tools.finish(is_cut=is_cut))
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As OpenAI has it: what stops with calls has stopped for them."""
+        """Return OpenAI's finish reason: "tool_calls" instead of "stop" for an answer with complete calls."""
         if reason != "stop" or self._tools is None or self._tools.has_broken:
             return reason
         return "tool_calls" if self._tools.calls else reason
 
-    def _told(self, deltas: list[Delta]) -> list[Delta]:
+    def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
         return [one for delta in deltas for one in (self._calls(delta.content) if delta.content else [delta])]
 
     def _calls(self, content: str) -> list[Delta]:
         if self._tools is not None:
-            return self._kept(self._tools.push(content))
+            return self._limited(self._tools.push(content))
         return [Delta(content=content)] if content else []
 
-    def _kept(self, deltas: list[Delta]) -> list[Delta]:
-        return [delta for delta in deltas if delta.call is None or delta.call.index < self._most]
+    def _limited(self, deltas: list[Delta]) -> list[Delta]:
+        return [delta for delta in deltas if delta.call is None or delta.call.index < self._max_calls]

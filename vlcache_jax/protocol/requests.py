@@ -1,4 +1,4 @@
-"""What a client asks: bodies of requests, read."""
+"""Requests for chat completions, completions and tokens, parsed from their bodies."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 
 TEMPLATE = tuple(TemplateOptions.__annotations__)
-_LEGACY_TOKENS = 16  # of a completion that names none, as OpenAI has it
+_LEGACY_TOKENS = 16  # OpenAI's default `max_tokens` of a completion
 _MAX_PROMPTS = 128
 _FORM = re.compile(r"^structured_outputs(\.\w+)?")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of the server beside what the engine is asked.
+    """Options of a request that concern its answer object, not the engine.
 
     Attributes:
-      model: as the client calls it; None: it does not.
-      stream: whether the answer comes in pieces.
-      include_usage: a stream ends with its usage.
-      continuous_usage: each piece has the usage so far.
-      returns_token_ids, returns_cache: what is told beside the answers.
-      names_ids: log-probabilities name tokens by their ids.
-      request_id: what the answer's id ends with; None: it is drawn.
-      form: field of the body that says what the answer must be, if one does.
+      model: name of the model in the request; None if it has none.
+      stream: True to send the answer as events.
+      include_usage: True to end a stream with its usage.
+      continuous_usage: True to add the usage so far to each chunk.
+      returns_token_ids: True to return the token ids of the prompt and the answers.
+      returns_cache: True to return the cache report.
+      names_ids: True to name tokens by their ids in log probabilities.
+      request_id: end of the answer's id; None for a random one.
+      form: field of the body that constrains the answer, for errors.
     """
 
     model: str | None = None
@@ -58,25 +59,25 @@ class Options:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Of checked fields.
+        """Return the options of checked fields.
 
         Raises:
-          ApiError: two of them do not go together.
+          ApiError: two fields cannot be combined, or a stream option is not supported.
         """
-        streams, told = bool(body.get("stream")), body.get("stream_options")
-        if told is not None and not streams:
-            raise ApiError("stream_options must be left out where stream is not true", "stream_options")
+        streams, stream_options = bool(body.get("stream")), body.get("stream_options")
+        if stream_options is not None and not streams:
+            raise ApiError("stream_options requires stream to be true", "stream_options")
         if streams and body.get("prompt_logprobs") is not None:
-            raise ApiError("prompt_logprobs must be left out where stream is true", "prompt_logprobs")
-        for key in told or {}:
+            raise ApiError("prompt_logprobs is not supported if stream is true", "prompt_logprobs")
+        for key in stream_options or {}:
             if key not in CHAT["stream_options"]["properties"]:
                 raise ApiError(f"stream_options.{key} is not supported", f"stream_options.{key}")
         forms = [name for name in ("structured_outputs", "response_format", "tools") if body.get(name) is not None]
         return cls(
             model=body.get("model"),
             stream=streams,
-            include_usage=bool((told or {}).get("include_usage")),
-            continuous_usage=bool((told or {}).get("continuous_usage_stats")),
+            include_usage=bool((stream_options or {}).get("include_usage")),
+            continuous_usage=bool((stream_options or {}).get("continuous_usage_stats")),
             returns_token_ids=bool(body.get("return_token_ids")),
             returns_cache=bool(body.get("return_cache_report")),
             names_ids=bool(body.get("return_tokens_as_token_ids")),
@@ -87,57 +88,58 @@ class Options:
 
 @dataclass(frozen=True)
 class OutputParts:
-    """What the text of an answer is told apart into.
+    """Parts that the text of an answer is parsed into.
 
     Attributes:
-      calls: calls of tools, and the rest.
-      thoughts: what was thought, and what is said.
-      tells_thoughts: what was thought is told, beside what is said.
-      is_held: what is said has a form of its own, and is content from its beginning.
-      is_single: at most one call is told.
+      calls: True to parse tool calls.
+      thoughts: True to parse reasoning.
+      returns_thoughts: True to return the reasoning.
+      is_held: True if structured outputs constrain the answer. Its text is then content from the beginning.
+      is_single: True to return at most one call.
     """
 
     calls: bool = False
     thoughts: bool = False
-    tells_thoughts: bool = True
+    returns_thoughts: bool = True
     is_held: bool = False
     is_single: bool = False
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """The next message of a conversation is asked for.
+    """Request for the next message of a conversation.
 
     Attributes:
-      messages: of the conversation; what is wrong with them, the renderer tells.
-      params: how to answer.
-      template: how messages become text, see `Template`.
-      asked: of the engine, beside these.
-      options: what else is asked.
-      parts: what the answer is told apart into.
+      messages: messages of the conversation, which the renderer checks.
+      params: sampling parameters.
+      template: options of the chat template.
+      request_options: other options for the engine, such as `reuse`.
+      options: options of the answer object.
+      parts: parts that the answer is parsed into.
     """
 
     messages: list[Any]
     params: SamplingParams
     template: TemplateOptions = field(default_factory=TemplateOptions)
-    asked: RequestOptions = field(default_factory=RequestOptions)
+    request_options: RequestOptions = field(default_factory=RequestOptions)
     options: Options = field(default_factory=Options)
     parts: OutputParts = field(default_factory=OutputParts)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], defaults: Mapping[str, Any], chat_template: str | None = None) -> Self:
-        """Reads the body of a request for a chat completion.
+        """Parse the body of a request for a chat completion.
 
         Args:
-          chat_template: Jinja that holds where the body has none; it says whether thinking can be turned off.
-          defaults: sampling parameters where it names none; a `seed` of -1 names none.
+          body: the JSON object.
+          defaults: sampling parameters that the body does not set. A `seed` of -1 counts as not set.
+          chat_template: Jinja text, used if the body has none. It shows whether thinking can be turned off.
 
         Raises:
           ApiError: a field is wrong, unknown or not supported.
         """
         given = check_fields(body, CHAT, ABSENT_IN_CHAT, ("chat_template",))
         if "messages" not in given:
-            raise ApiError("messages must be a list, got none", "messages")
+            raise ApiError("messages is required", "messages")
         sampling = {name: given[name] for name in SAMPLING if name in given}
         if "max_completion_tokens" in given:
             sampling.setdefault("max_tokens", given["max_completion_tokens"])
@@ -148,7 +150,7 @@ class ChatRequest:
         template, choice = template_options(given), given.get("tool_choice")
         if (effort := _read_effort(given, str(given.get("chat_template") or chat_template or ""))) is not None:
             template["chat_template_kwargs"] = effort
-        if choice != "none":  # what forces a call is no matter of the template
+        if choice != "none":  # a grammar forces calls, not the template
             template.pop("tool_choice", None)
         return cls(
             given["messages"],
@@ -159,7 +161,7 @@ class ChatRequest:
             OutputParts(
                 calls=bool(given.get("tools")) and choice != "none" and not is_held,
                 thoughts=True,
-                tells_thoughts=given.get("include_reasoning", True),
+                returns_thoughts=given.get("include_reasoning", True),
                 is_held=is_held,
                 is_single=not given.get("parallel_tool_calls", True),
             ),
@@ -168,23 +170,23 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """Prompts are to be continued.
+    """Request for the continuation of prompts.
 
     Attributes:
       prompts: texts, or lists of token ids.
-      params: how to answer each.
-      asked: of the engine, beside these.
-      options: what else is asked.
+      params: sampling parameters of all prompts.
+      request_options: other options for the engine, such as `reuse`.
+      options: options of the answer object.
     """
 
     prompts: tuple[str | Sequence[int], ...]
     params: SamplingParams
-    asked: RequestOptions = field(default_factory=RequestOptions)
+    request_options: RequestOptions = field(default_factory=RequestOptions)
     options: Options = field(default_factory=Options)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Reads the body of a request for a completion.
+        """Parse the body of a request for a completion.
 
         Raises:
           ApiError: a field is wrong, unknown or not supported.
@@ -198,14 +200,15 @@ class CompletionRequest:
 
 @dataclass(frozen=True)
 class TokenizeRequest:
-    """The tokens of a text or of a conversation are asked for.
+    """Request for the tokens of a text or of a conversation.
 
     Attributes:
       prompt: a text, or messages.
-      model: as the client calls it; None: it does not.
-      template, mm_processor_kwargs: of messages, see `ChatRequest`.
-      returns_texts: tokens are also told as texts.
-      special: whether there are those that the tokenizer adds to a text; None: nothing is asked.
+      model: name of the model in the request; None if it has none.
+      template: options of the chat template.
+      mm_processor_kwargs: limits of images and videos in messages.
+      returns_texts: True to also return the tokens as texts.
+      special: the request's `add_special_tokens`; None if it is not set.
     """
 
     prompt: str | list[Any]
@@ -217,14 +220,14 @@ class TokenizeRequest:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Reads a body.
+        """Parse a body.
 
         Raises:
-          ApiError: a field is wrong or unknown, or it has not either messages or a prompt.
+          ApiError: a field is wrong or unknown, or the body does not have exactly one of `messages` and `prompt`.
         """
         given = check_fields(body, TOKENIZE, {}, ())
         if ("prompt" in given) == ("messages" in given):
-            raise ApiError("prompt or messages must be there, and not both", "prompt")
+            raise ApiError("exactly one of prompt and messages is required", "prompt")
         template = template_options(given)
         prompt, settings = given["prompt" if "prompt" in given else "messages"], given.get("mm_processor_kwargs")
         texts, special = bool(given.get("return_token_strs")), given.get("add_special_tokens")
@@ -232,54 +235,60 @@ class TokenizeRequest:
 
 
 def template_options(given: Mapping[str, Any]) -> TemplateOptions:
-    """What is said of the template, of all that is given."""
+    """Return the options of the chat template among the fields of a body."""
     return cast(TemplateOptions, {name: given[name] for name in TEMPLATE if name in given})
 
 
 def _seeded(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a seed that is to be drawn."""
+    """Return the parameters without a `seed` of -1, which stands for a random one."""
     return {name: value for name, value in sampling.items() if not (name == "seed" and value == -1)}
 
 
 def _read_logprobs(sampling: dict[str, Any], top: int | None) -> None:
-    """From whether and how many, as chats ask, to how many."""
-    told = sampling.pop("logprobs", None)
-    if top is not None and not told:
-        raise ApiError(f"logprobs must be true where there are top_logprobs, got {short(told)}", "logprobs")
-    if told:
+    """Replace a chat's boolean `logprobs` by the number of `top_logprobs`, as in `SamplingParams`."""
+    is_on = sampling.pop("logprobs", None)
+    if top is not None and not is_on:
+        raise ApiError(f"logprobs must be true if top_logprobs is set, got {short(is_on)}", "logprobs")
+    if is_on:
         sampling["logprobs"] = top or 0
 
 
 def _read_format(sampling: dict[str, Any], given: Any) -> None:
-    """From what an answer must be, as OpenAI asks for it."""
+    """Set `structured_outputs` from OpenAI's `response_format`."""
     try:
         held = StructuredOutputs.from_response_format(given)
     except (TypeError, ValueError) as error:
         raise ApiError(_FORM.sub("response_format", str(error)), "response_format") from error
     if held is not None:
         if sampling.get("structured_outputs") is not None:
-            raise ApiError("response_format must be left out beside structured_outputs", "response_format")
+            raise ApiError("response_format and structured_outputs are mutually exclusive, got both", "response_format")
         sampling["structured_outputs"] = held
 
 
 def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """From the calls that an answer must make."""
+    """Set `structured_outputs` from a `tool_choice` that forces calls."""
     parallel = given.get("parallel_tool_calls", True)
     try:
         read_tools(given.get("tools"))
         grammar = forced_call(given.get("tools"), given.get("tool_choice"), parallel=parallel)
         held = None if grammar is None else StructuredOutputs(grammar=grammar)
     except ValueError as error:
-        told = _FORM.sub("tools", str(error))
-        raise ApiError(told, re.split(r"\W", told, maxsplit=1)[0]) from error
+        message = _FORM.sub("tools", str(error))
+        raise ApiError(message, re.split(r"\W", message, maxsplit=1)[0]) from error
     if held is not None:
         if sampling.get("structured_outputs") is not None:
-            raise ApiError("tool_choice must be auto or none where the answer is held to a form", "tool_choice")
+            raise ApiError(
+                "tool_choice must be auto or none if response_format or structured_outputs is set", "tool_choice"
+            )
         sampling["structured_outputs"] = held
 
 
 def _read_effort(given: Mapping[str, Any], chat_template: str) -> dict[str, Any] | None:
-    """The names that a template uses, with what is asked of thinking among them; None: nothing is."""
+    """Return the template's variables with that of `reasoning_effort`; None if the effort needs no variable.
+
+    Raises:
+      ApiError: the chat template does not support the effort, or `chat_template_kwargs` has another value.
+    """
     effort, own = given.get("reasoning_effort"), given.get("chat_template_kwargs") or {}
     if effort is None or not isinstance(own, Mapping):
         return None
@@ -290,15 +299,15 @@ def _read_effort(given: Mapping[str, Any], chat_template: str) -> dict[str, Any]
     elif effort == "none" and "enable_thinking" in chat_template:
         name, value = "enable_thinking", False
     else:
-        remedy = "take a model that does not think" if effort == "none" else "leave it out"
+        remedy = "use a model that does not think" if effort == "none" else "remove it"
         raise ApiError(
-            f"reasoning_effort must be one that the chat template has, got {short(effort)}: {remedy}, "
-            "or set what it has in chat_template_kwargs",
+            f"reasoning_effort must be a value that the chat template supports, got {short(effort)}: {remedy}, "
+            "or set the template's own variables in chat_template_kwargs",
             "reasoning_effort",
         )
     if own.get(name, value) != value:
         raise ApiError(
-            f"reasoning_effort must be left out where chat_template_kwargs has {name}, got {short(effort)}",
+            f"reasoning_effort {short(effort)} contradicts {name} in chat_template_kwargs; set only one of them",
             "reasoning_effort",
         )
     return {**own, name: value}
@@ -310,7 +319,7 @@ def _prompts(given: Any) -> tuple[str | Sequence[int], ...]:
     if given and _are_ids(given):
         return (given,)
     if not given or len(given) > _MAX_PROMPTS:
-        raise ApiError(f"prompt must be one text to {_MAX_PROMPTS} of them, got {short(given)}", "prompt")
+        raise ApiError(f"prompt must be 1 to {_MAX_PROMPTS} texts or lists of token ids, got {short(given)}", "prompt")
     for i, one in enumerate(given):
         if not (isinstance(one, str) or _are_ids(one)):
             raise ApiError(f"prompt[{i}] must be a text or token ids, got {short(one)}", "prompt")

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's Responses, made of those of chats: the objects and the events."""
+"""Answer objects and events of OpenAI's Responses API, made from those of chat completions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", _SEARCH
 
 @dataclass
 class _Item:
-    """A part of the output: what was thought, what is said, a call, or a search.
+    """Item of the output: reasoning, a message, a tool call or a search.
 
     Attributes:
       kind: its `type`.
-      id: of it.
+      id: its id.
       call: `call_id` and `name` of a call.
-      pieces: of its text, or of the arguments.
-      logprobs: of what is said.
-      found: what a search came to; None: nothing yet.
-      tells_results: whether it is told, too.
+      pieces: pieces of the text or of the arguments.
+      logprobs: log probabilities of a message's tokens.
+      found: result of a search; None if it has not finished.
+      returns_results: True to return the images that a search found.
     """
 
     kind: str
@@ -39,20 +39,20 @@ class _Item:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     found: SearchRound | None = None
-    tells_results: bool = False
+    returns_results: bool = False
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
     def part(self) -> dict[str, Any]:
-        """Its content."""
+        """Return the content part."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
-    def told(self, status: str) -> dict[str, Any]:
-        """It as an object, whole or so far."""
+    def to_dict(self, status: str) -> dict[str, Any]:
+        """Return the item as OpenAI's object with the text so far."""
         if self.kind == _SEARCHES:
             return self._search(status)
         head = {"id": self.id, "type": self.kind, "status": status}
@@ -63,24 +63,24 @@ class _Item:
 
     def _search(self, status: str) -> dict[str, Any]:
         if status != "in_progress":
-            told = None if self.found is None else self.found.told
-            status = "incomplete" if told is None else "completed" if told.error is None else "failed"
+            report = None if self.found is None else self.found.report
+            status = "incomplete" if report is None else "completed" if report.error is None else "failed"
         queries = [_query(self.text)] if status != "in_progress" else []
         results = None
-        if self.tells_results and self.found is not None:
+        if self.returns_results and self.found is not None:
             results = list(map(_result, self.found.hits))
         return {"id": self.id, "type": self.kind, "status": status, "queries": queries, "results": results}
 
 
 @dataclass
 class ResponseAnswer:
-    """Writes a response: whole, or as events.
+    """Writer of a response, as one object or as events.
 
     Attributes:
-      chat: writes the same answer as a chat completion; its id is that of the response.
-      request: that is answered.
-      said: the answer as messages of a chat, once it is whole: with what was found meanwhile.
-      response: the response, once it is whole.
+      chat: writer of the same answer as a chat completion, with the response's id.
+      request: the request.
+      said: the complete answer as chat messages, including those of its searches.
+      response: the complete response object.
     """
 
     chat: ChatAnswer
@@ -89,18 +89,18 @@ class ResponseAnswer:
     response: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._number = 0  # of the next event
+        self._number = 0  # `sequence_number` of the next event
         self._items: list[_Item] = []  # the last one is still open
-        self._turn = 0  # of an answer that searches
-        self._since = 0  # items that are of turns before
+        self._turn = 0  # number of searches so far
+        self._since = 0  # number of items of earlier turns
         self._finish_reason: str | None = None
-        self._beside: dict[str, Any] = {}  # what is told beside what OpenAI has
+        self._extras: dict[str, Any] = {}  # fields in addition to OpenAI's
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response at once."""
-        told = self.chat.whole(outputs)
-        self._note(told)
-        [choice] = told["choices"]
+        """Return the complete response; `outputs` has one output."""
+        completion = self.chat.whole(outputs)
+        self._note(completion)
+        [choice] = completion["choices"]
         message = choice["message"]
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
         for _ in self._grow(message | {"tool_calls": calls}, choice.get("logprobs")):
@@ -109,7 +109,7 @@ class ResponseAnswer:
         return self._finish(self.chat.counts())
 
     def pieces(self, delta: RequestDelta | SearchBegun | SearchRound, prompt: int = 0) -> Iterator[dict[str, Any]]:
-        """The events that follow, now that there is more, or something was found."""
+        """Yield the events of a delta or of a search."""
         if isinstance(delta, SearchBegun):
             yield from self._search_begins()
             return
@@ -126,7 +126,7 @@ class ResponseAnswer:
                 self._finish_reason = choice["finish_reason"] or self._finish_reason
 
     def last(self) -> Iterator[dict[str, Any]]:
-        """The end of a stream."""
+        """Yield the last events of a stream."""
         for chunk in self.chat.last():
             self._note(chunk)
         yield from self._close()
@@ -134,19 +134,19 @@ class ResponseAnswer:
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: Mapping[str, Any]) -> dict[str, Any]:
-        """The end of a stream that broke; `error` is OpenAI's error object."""
-        told = error["error"]
-        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+        """Return the event of an error that ends the stream; `error` is OpenAI's error object."""
+        inner = error["error"]
+        return self._event("error", code=inner["code"], message=inner["message"], param=inner["param"])
 
     def counts_of(self, prompt: int) -> Counts:
-        """Of the prompt, or of the last turn's."""
+        """Return the token counts of the prompt of the current turn."""
         return self.chat.counts_of(self._turn)
 
-    def _note(self, told: Mapping[str, Any]) -> None:
-        self._beside |= {key: told[key] for key in ("cache", "prompt_token_ids") if key in told}
+    def _note(self, completion: Mapping[str, Any]) -> None:
+        self._extras |= {key: completion[key] for key in ("cache", "prompt_token_ids") if key in completion}
 
     def _grow(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """The events of what a chat's delta, or its whole message, adds."""
+        """Yield the events of a chat's delta or of its complete message."""
         if text := delta.get("reasoning"):
             yield from self._open("reasoning")
             yield from self._add("response.reasoning_text.delta", text, content_index=0)
@@ -168,15 +168,15 @@ class ResponseAnswer:
                 yield from self._add("response.function_call_arguments.delta", function["arguments"])
 
     def _open(self, kind: str, **call: str) -> Iterator[dict[str, Any]]:
-        """Sees that an item of a kind is the last one; each call is one of its own."""
+        """Open an item of a kind, unless the last one is of this kind. Each call is a new item."""
         if self._items and self._items[-1].kind == kind and not call:
             return
         yield from self._close()
         name = f"{_PREFIXES[kind]}_{self.chat.id.partition('_')[2]}{len(self._items)}"
-        item = _Item(kind, name, call, tells_results=self.request.tells_results)
+        item = _Item(kind, name, call, returns_results=self.request.returns_results)
         self._items.append(item)
         index = len(self._items) - 1
-        yield self._event("response.output_item.added", output_index=index, item=item.told("in_progress"))
+        yield self._event("response.output_item.added", output_index=index, item=item.to_dict("in_progress"))
         if kind == _SEARCHES:
             yield self._at_last("response.file_search_call.in_progress")
         elif kind != "function_call":
@@ -184,12 +184,12 @@ class ResponseAnswer:
             yield self._event("response.content_part.added", **where, part=item.part())
 
     def _search_begins(self) -> Iterator[dict[str, Any]]:
-        if not self._items or self._items[-1].kind != _SEARCHES:  # a call that stood in what was thought
+        if not self._items or self._items[-1].kind != _SEARCHES:  # the call was inside of the reasoning
             yield from self._open(_SEARCHES, call_id=f"{self.chat.id}-{self._turn}", name=SEARCH)
         yield self._at_last("response.file_search_call.searching")
 
     def _found(self, found: SearchRound) -> Iterator[dict[str, Any]]:
-        """What the search came to with which the turn has ended: the next one follows."""
+        """Record the result of the search that ended this turn, and begin the next turn."""
         self._items[-1].found = found
         yield self._at_last("response.file_search_call.completed")
         self.said += found.messages
@@ -204,7 +204,7 @@ class ResponseAnswer:
         yield self._event(kind, item_id=item.id, output_index=len(self._items) - 1, delta=text, **more)
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """Ends the last item."""
+        """Yield the events that end the last item."""
         if not self._items:
             return
         item, where = self._items[-1], {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
@@ -217,7 +217,7 @@ class ResponseAnswer:
             yield self._event(f"response.{item.part()['type']}.done", **where, text=item.text, **more)
             yield self._event("response.content_part.done", **where, part=item.part())
         index = len(self._items) - 1
-        yield self._event("response.output_item.done", output_index=index, item=item.told("completed"))
+        yield self._event("response.output_item.done", output_index=index, item=item.to_dict("completed"))
 
     def _finish(self, counts: Counts) -> dict[str, Any]:
         items = self._items[self._since :]
@@ -235,7 +235,7 @@ class ResponseAnswer:
         return self.response
 
     def _object(self, status: str, counts: Counts | None) -> dict[str, Any]:
-        """The response, as far as it is."""
+        """Return the response object with the items so far."""
         usage = None
         if counts is not None:
             usage = {
@@ -255,10 +255,10 @@ class ResponseAnswer:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.chat.model,
-            "output": [] if status == "in_progress" else [item.told(status) for item in self._items],
+            "output": [] if status == "in_progress" else [item.to_dict(status) for item in self._items],
             "usage": usage,
-            **self.request.told,
-            **self._beside,
+            **self.request.repeated,
+            **self._extras,
         }
 
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class ResponseAnswer:
 
 
 def _query(arguments: str) -> str:
-    """What a search asks for."""
+    """Return the query in the arguments of a search, or "" if they have none."""
     try:
         found = json.loads(arguments)
     except ValueError:
@@ -276,7 +276,7 @@ def _query(arguments: str) -> str:
 
 
 def _result(hit: Any) -> dict[str, Any]:
-    """What was found, of its metadata what OpenAI's attributes may be."""
+    """Return a hit as OpenAI's search result. Its attributes are the metadata that are strings, numbers or booleans."""
     attributes = {key: value for key, value in hit.metadata.items() if isinstance(value, str | int | float)}
     name = attributes.get("filename")
     filename = name if isinstance(name, str) else hit.id

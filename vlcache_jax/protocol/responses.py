@@ -1,14 +1,14 @@
-"""Requests of OpenAI's Responses: their bodies become those of chat completions, with `file_search` as a tool."""
+"""Requests of OpenAI's Responses API, converted to chat completions with `file_search` as a tool."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vlcache_jax.common.checks import is_a, short
+from vlcache_jax.common.checks import is_a, short, unknown
 from vlcache_jax.protocol.schema import (
     ABSENT_IN_CHAT,
     CHAT,
@@ -20,105 +20,119 @@ from vlcache_jax.protocol.schema import (
     Schema,
     check_absent,
     check_fields,
+    described,
     is_same,
-    told,
 )
 from vlcache_jax.protocol.tools import SEARCH
 
 TYPE = "file_search"
-_MOST, _USUAL = 50, 3  # pictures of a search
-_DEEPEST = 8  # filters within filters
-_WIDEST = 1024  # filters beside each other, and values of one
+_MAX_RESULTS, _DEFAULT_RESULTS = 50, 3  # images of a search
+_MAX_DEPTH = 8  # nesting of filters
+_MAX_WIDTH = 1024  # filters in one list, and values of one filter
 _FIELDS = ("type", "vector_store_ids", "max_num_results", "filters", "ranking_options")
 _RANKING = ("ranker", "score_threshold", "hybrid_search")
 _ORDER = {"gt": operator.gt, "gte": operator.ge, "lt": operator.lt, "lte": operator.le}
 
-type Passes = Callable[[Mapping[str, Any]], bool]
+type MetadataFilter = Callable[[Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True)
 class FileSearch:
-    """An answer may search a library.
+    """Tool `file_search` of a request, with which an answer can search a library.
 
     Attributes:
-      library: one of the operator's, or "files": what the client has uploaded.
-      k: pictures that a search brings at most.
-      least: score that they have at least; None: any.
-      passes: of an item's metadata; None: all pass.
-      where: it stands in the request.
+      library: name of an operator's library, or "files" for the client's uploaded files.
+      k: maximum number of images per search.
+      min_score: minimum score of the images; None for no minimum.
+      matches: function that returns whether an item's metadata match; None if all items match.
+      where: place of the tool in the request, for errors.
     """
 
     library: str
-    k: int = _USUAL
-    least: float | None = None
-    passes: Passes | None = None
+    k: int = _DEFAULT_RESULTS
+    min_score: float | None = None
+    matches: MetadataFilter | None = None
     where: str = "tools[0]"
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], where: str) -> Self:
-        """Reads an element of `tools`; `where` is what errors call it.
+        """Parse an element of `tools`.
+
+        Args:
+          given: the element.
+          where: its name in errors, such as "tools[0]".
 
         Raises:
           ApiError: a field is wrong or unknown.
         """
-        if unknown := [name for name in given if name not in _FIELDS]:
-            raise _wrong(where, f"must hold only {', '.join(_FIELDS)}", unknown[0])
+        _check_keys(given, _FIELDS, where)
         match given.get("vector_store_ids"):
             case [str(library)] if library:
                 pass
             case other:
                 raise _wrong(f"{where}.vector_store_ids", "must name one library", other)
-        k = _USUAL if given.get("max_num_results") is None else given["max_num_results"]
-        if not is_a(k, int) or not 1 <= k <= _MOST:
-            raise _wrong(f"{where}.max_num_results", f"must be from 1 to {_MOST}", k)
+        k = _DEFAULT_RESULTS if given.get("max_num_results") is None else given["max_num_results"]
+        if not is_a(k, int) or not 1 <= k <= _MAX_RESULTS:
+            raise _wrong(f"{where}.max_num_results", f"must be from 1 to {_MAX_RESULTS}", k)
         ranking = {} if given.get("ranking_options") is None else given["ranking_options"]
-        if not isinstance(ranking, Mapping) or not set(ranking) <= set(_RANKING):
-            raise _wrong(f"{where}.ranking_options", f"must hold only {', '.join(_RANKING)}", ranking)
+        if not isinstance(ranking, Mapping):
+            raise _wrong(f"{where}.ranking_options", "must be an object", ranking)
+        _check_keys(ranking, _RANKING, f"{where}.ranking_options")
         ranker, hybrid = ranking.get("ranker"), ranking.get("hybrid_search")
         if ranker not in (None, "auto") and not str(ranker).startswith("default-"):
-            raise _wrong(
-                f"{where}.ranking_options.ranker", "must be auto, as the library has a ranker of its own", ranker
-            )
+            raise _wrong(f"{where}.ranking_options.ranker", "must be auto: libraries have their own ranker", ranker)
         if hybrid is not None and (not isinstance(hybrid, Mapping) or hybrid.get("text_weight") != 0):
-            wanted = "must be left out or have text_weight 0, as images are found by their embeddings"
+            wanted = "must be absent or have text_weight 0: images are found by embeddings only"
             raise _wrong(f"{where}.ranking_options.hybrid_search", wanted, hybrid)
-        least = ranking.get("score_threshold")
-        if least is not None and not is_a(least, int | float):
-            raise _wrong(f"{where}.ranking_options.score_threshold", "must be a number", least)
+        min_score = ranking.get("score_threshold")
+        if min_score is not None and not is_a(min_score, int | float):
+            raise _wrong(f"{where}.ranking_options.score_threshold", "must be a number", min_score)
         filters = given.get("filters")
-        return cls(library, k, least, None if filters is None else _passes(filters, f"{where}.filters", 0), where)
+        matches = None if filters is None else _metadata_filter(filters, f"{where}.filters", 0)
+        return cls(library, k, min_score, matches, where)
 
 
 def _wrong(where: str, needed: str, got: Any) -> ApiError:
     return ApiError(f"{where} {needed}, got {short(got)}", where)
 
 
-def _passes(given: Any, where: str, depth: int) -> Passes:
-    """A filter of OpenAI's: a comparison, or several of them. An item without the key passes `ne` and `nin` alone."""
+def _check_keys(given: Collection[Any], known: Collection[str], where: str) -> None:
+    for name in given:
+        if name not in known:
+            raise ApiError(unknown(name, known, where=where), where)
+
+
+def _metadata_filter(given: Any, where: str, depth: int) -> MetadataFilter:
+    """Return the function of OpenAI's filter, a comparison or a combination of filters.
+
+    Items without the key match only `ne` and `nin`.
+
+    Raises:
+      ApiError: the filter is wrong, or nested too deep.
+    """
     if not isinstance(given, Mapping):
         raise _wrong(where, "must be an object", given)
     kind, key, value = (given.get(name) for name in ("type", "key", "value"))
     known = ("type", "filters") if kind in ("and", "or") else ("type", "key", "value")
-    if unknown := [name for name in given if name not in known]:
-        raise _wrong(where, f"must hold only {', '.join(known)}", unknown[0])
+    _check_keys(given, known, where)
     if kind in ("and", "or"):
         parts = given.get("filters")
-        if not isinstance(parts, list) or not 0 < len(parts) <= _WIDEST or depth == _DEEPEST:
-            told = f"must be a list of 1 to {_WIDEST} filters, at most {_DEEPEST} deep"
-            raise _wrong(f"{where}.filters", told, parts)
-        inner = [_passes(part, f"{where}.filters[{i}]", depth + 1) for i, part in enumerate(parts)]
+        if not isinstance(parts, list) or not 0 < len(parts) <= _MAX_WIDTH or depth == _MAX_DEPTH:
+            needed = f"must be a list of 1 to {_MAX_WIDTH} filters, at most {_MAX_DEPTH} deep"
+            raise _wrong(f"{where}.filters", needed, parts)
+        inner = [_metadata_filter(part, f"{where}.filters[{i}]", depth + 1) for i, part in enumerate(parts)]
         joined = all if kind == "and" else any
-        return lambda metadata: joined(passes(metadata) for passes in inner)
+        return lambda metadata: joined(matches(metadata) for matches in inner)
     if not isinstance(key, str):
         raise _wrong(f"{where}.key", "must be a string", key)
     if "value" not in given:
-        raise _wrong(where, "must hold value", list(given))
+        raise _wrong(where, "must have value", list(given))
     match kind:
         case "eq" | "ne":
             return lambda metadata: (key in metadata and is_same(metadata[key], value)) == (kind == "eq")
         case "in" | "nin":
-            if not isinstance(value, list) or len(value) > _WIDEST:
-                raise _wrong(f"{where}.value", f"must be a list of at most {_WIDEST} values", value)
+            if not isinstance(value, list) or len(value) > _MAX_WIDTH:
+                raise _wrong(f"{where}.value", f"must be a list of at most {_MAX_WIDTH} values", value)
             return lambda metadata: (
                 (key in metadata and any(is_same(metadata[key], one) for one in value)) == (kind == "in")
             )
@@ -131,9 +145,9 @@ def _passes(given: Any, where: str, depth: int) -> Passes:
 
 
 _RESULTS = "file_search_call.results"
-_ROUNDS, _MOST_ROUNDS = 2, 16  # searches of an answer, where nothing is said, and at most
+_ROUNDS, _MAX_ROUNDS = 2, 16  # searches of an answer, default and maximum
 
-# Fields that mean the same in a chat, some of them under another name there.
+# Fields with the same meaning in a chat, some under another name.
 _RENAMED = {"max_output_tokens": "max_completion_tokens", "top_logprobs": "top_logprobs"}
 _OF_CHATS = tuple(
     name
@@ -152,36 +166,36 @@ RESPONSES: Mapping[str, Schema] = {
         "maxItems": MOST_MESSAGES,
         "description": "A text, or items: messages, calls and what they returned.",
     },
-    "instructions": told(TEXT_OR_NULL, "A system message, of this response alone."),
-    "previous_response_id": told(TEXT_OR_NULL, "The conversation goes on behind that response."),
-    "store": told(FLAG, "Keep the response, so that others go on from it; by default it is."),
+    "instructions": described(TEXT_OR_NULL, "A system message for this response only."),
+    "previous_response_id": described(TEXT_OR_NULL, "Stored response whose conversation is continued."),
+    "store": described(FLAG, "Store the response, so that later requests can continue it; default: true."),
     "include": {
         "type": ["array", "null"],
         "maxItems": 64,
         "items": {"type": "string", "enum": ["message.output_text.logprobs", "reasoning.encrypted_content", _RESULTS]},
-        "description": "The second is without effect: thinking is told in clear, and may be sent back so.",
+        "description": "reasoning.encrypted_content has no effect: reasoning is returned and accepted as plain text.",
     },
-    "text": told(
+    "text": described(
         OBJECT,
-        "`format`: as `response_format` of chats, with the fields of `json_schema` beside `type`; `verbosity`: medium.",
+        "`format`: a chat's `response_format`, with the fields of `json_schema` next to `type`; `verbosity`: medium.",
     ),
-    "reasoning": told(
+    "reasoning": described(
         {**OBJECT, "properties": _REASONING, "additionalProperties": False},
-        "`effort`: as `reasoning_effort` of chats. What is thought is told in clear, without a summary.",
+        "`effort`: as a chat's `reasoning_effort`. Reasoning is returned as plain text, without a summary.",
     ),
     "truncation": {"type": ["string", "null"], "enum": ["disabled", None]},
     **{new: CHAT[name] for new, name in _RENAMED.items()},
     **{name: CHAT[name] for name in _OF_CHATS},
-    "stream_options": told(
+    "stream_options": described(
         {**OBJECT, "properties": _STREAM, "additionalProperties": False},
-        "Events are not padded; the last has the usage.",
+        "Options of the stream. Its last event always has the usage.",
     ),
-    "max_tool_calls": told(
+    "max_tool_calls": described(
         {"type": ["integer", "null"], "minimum": 1},
-        "Searches of `file_search`; by default 2, at most 16.",
+        "Maximum number of searches with `file_search`; default: 2, at most 16.",
     ),
 }
-# What chats call it, at the beginning of errors.
+# Names of a chat's fields at the beginning of errors, and this API's names of them.
 _OWN = {
     "messages": "input",
     "response_format": "text.format",
@@ -202,42 +216,42 @@ ABSENT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ResponseRequest:
-    """A response is asked for.
+    """Request for a response.
 
     Attributes:
-      chat: the body of a chat completion that asks for the same, without its messages.
-      messages: that follow on the response before.
-      places: where each of them begins in the input.
-      told: fields of the body that the response repeats.
-      previous: id of the response before.
-      stores: whether it is to be kept.
-      instructions: of this response alone.
-      search: the library that the answer may search; None: it may search none.
-      rounds: searches at most.
-      tells_results: what was found is told with the search.
+      chat: body of the equivalent chat completion, without its messages.
+      messages: messages of the input, which follow the earlier response.
+      places: place of each message in the body, such as "input[0]".
+      repeated: fields of the body that the response repeats.
+      previous: id of the earlier response; None if there is none.
+      stores: True to store the response.
+      instructions: system message for this response only.
+      search: library that the answer may search; None if there is no `file_search`.
+      rounds: maximum number of searches.
+      returns_results: True to return the images that a search found.
     """
 
     chat: dict[str, Any]
     messages: list[dict[str, Any]]
     places: list[str]
-    told: dict[str, Any]
+    repeated: dict[str, Any]
     previous: str | None = None
     stores: bool = True
     instructions: str | None = None
     search: FileSearch | None = None
     rounds: int = _ROUNDS
-    tells_results: bool = False
+    returns_results: bool = False
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Reads a body.
+        """Parse a body. The chat's parser checks the fields of chats.
 
         Raises:
-          ApiError: a field is wrong, unknown or not supported; what is wrong in those of chats, their parser tells.
+          ApiError: a field is wrong, unknown or not supported.
         """
         given = check_fields(body, RESPONSES, ABSENT_IN_RESPONSES, ())
         if "input" not in given:
-            raise ApiError("input must be a string or a list, got none", "input")
+            raise ApiError("input is required", "input")
         chat = {name: given[name] for name in _OF_CHATS if name in given}
         chat |= {name: given[own] for own, name in _RENAMED.items() if own in given}
         search: FileSearch | None = None
@@ -246,15 +260,14 @@ class ResponseRequest:
             chat |= {"tools": functions} if functions or search is None else {}
         if chat.get("tool_choice") == {"type": TYPE}:
             if search is None:
-                raise ApiError(f"tool_choice must be another one without a tool {TYPE}", "tool_choice")
+                raise ApiError(f"tool_choice {TYPE} requires a tool of this type in tools", "tool_choice")
             chat["tool_choice"] = {"type": "function", "name": SEARCH}
         if chat.get("top_logprobs") is not None or "message.output_text.logprobs" in given.get("include", ()):
             chat["logprobs"] = True
         if form := _form(given.get("text", {})):
             chat["response_format"] = form
         for name, known in (("reasoning", _REASONING), ("stream_options", _STREAM)):
-            if unknown := [key for key in given.get(name, {}) if key not in known]:
-                raise ApiError(f"{name} must hold only {', '.join(known)}, got {short(unknown[0])}", name)
+            _check_keys(given.get(name, {}), known, name)
         if (effort := given.get("reasoning", {}).get("effort")) is not None:
             chat["reasoning_effort"] = effort
         repeated = {name: given.get(name) for name in _REPEATED} | {
@@ -275,20 +288,21 @@ class ResponseRequest:
             given.get("store", True),
             given.get("instructions"),
             search,
-            min(given.get("max_tool_calls", _ROUNDS), _MOST_ROUNDS),
+            min(given.get("max_tool_calls", _ROUNDS), _MAX_ROUNDS),
             _RESULTS in given.get("include", ()),
         )
 
     def body(self, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The body of a chat completion, given the messages of the response before."""
+        """Return the body of the chat completion; `before` has the messages of the earlier response."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return self.chat | {"messages": [*system, *before, *self.messages]}
 
     def error(self, error: ApiError, before: int) -> ApiError:
-        """An error of that chat completion in the names of this request's fields.
+        """Return an error of the chat completion in the names of this request's fields.
 
         Args:
-          before: messages of the response before.
+          error: the error.
+          before: number of messages of the earlier response.
         """
 
         def own(found: re.Match[str]) -> str:
@@ -299,20 +313,20 @@ class ResponseRequest:
                 return "instructions"
             if number < before:
                 return "previous_response_id"
-            return self.places[min(number - before, len(self.places) - 1)]  # behind them stands what was found
+            return self.places[min(number - before, len(self.places) - 1)]  # search results follow the input
 
         message, param = (text and _OF_CHAT.sub(own, text) for text in (error.message, error.param))
         return ApiError(message or "", param, error.status, error.code, error.retry_after)
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], FileSearch | None]:
-    """Functions, whose fields stand beside their type here, and the library that may be searched."""
+    """Return functions in the form of chats, and the `file_search` tool or None."""
     tools = []
     search: FileSearch | None = None
     for i, tool in enumerate(given):
         if tool.get("type") == TYPE:
             if search is not None:
-                raise ApiError(f"tools must have one {TYPE} at most, got another at tools[{i}]", "tools")
+                raise ApiError(f"tools must have at most one {TYPE}, got another at tools[{i}]", "tools")
             search = FileSearch.parse(tool, f"tools[{i}]")
             continue
         if tool.get("type") != "function":
@@ -328,9 +342,8 @@ _REPEATED = (
 
 
 def _form(text: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The format of the answer as chats name it."""
-    if unknown := [name for name in text if name not in ("format", "verbosity")]:
-        raise ApiError(f"text must have format or verbosity, got {short(unknown[0])}", "text")
+    """Return the format of the answer as a chat's `response_format`; None if there is none."""
+    _check_keys(text, ("format", "verbosity"), "text")
     check_absent(text, {"verbosity": ABSENT_IN_CHAT["verbosity"]}, "text.")
     if (given := text.get("format")) is None:
         return None
@@ -342,7 +355,7 @@ def _form(text: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of an input, and where each begins."""
+    """Return the messages of an input, and the place of each in the body."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}], ["input"]
     messages: list[dict[str, Any]] = []
@@ -357,10 +370,10 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
                 message = {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
             case "function_call":
                 if not isinstance(called := item.get("name"), str) or not called:
-                    raise ApiError(f"{where}.name must be that of a function, got {short(called)}", f"{where}.name")
+                    raise ApiError(f"{where}.name must be a function's name, got {short(called)}", f"{where}.name")
                 function = {"name": called, "arguments": item.get("arguments")}
                 call = {"type": "function", "id": item.get("call_id"), "function": function}
-                # Calls that follow each other, or what was said before them, are one message.
+                # Successive calls, and assistant text before them, are one message.
                 if messages and messages[-1]["role"] == "assistant":
                     messages[-1].setdefault("tool_calls", []).append(call)
                     continue
@@ -372,7 +385,7 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
                 parts = item.get("content") or []
                 reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
                 continue
-            case "file_search_call":  # what was found does not stand in it; `previous_response_id` knows
+            case "file_search_call":  # it has no images; they are in the conversation of `previous_response_id`
                 continue
             case other:
                 raise ApiError(f"{where}.type is not supported, got {short(other)}", f"{where}.type")
@@ -385,7 +398,7 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _content(given: Any, where: str) -> Any:
-    """The content of a message."""
+    """Return the content of a message in the form of chats."""
     if not isinstance(given, list):
         return given
     if len(given) > MOST_MESSAGES:
@@ -402,9 +415,9 @@ def _content(given: Any, where: str) -> Any:
                     parts.append({key: value for key, value in part.items() if value is not None})
                     continue
                 image = {"url": part.get("image_url"), "detail": part.get("detail")}
-                told_image = {key: value for key, value in image.items() if value is not None}
+                image = {key: value for key, value in image.items() if value is not None}
                 own = {key: part[key] for key in ("uuid",) if key in part}
-                parts.append({"type": "image_url", "image_url": told_image} | own)
+                parts.append({"type": "image_url", "image_url": image} | own)
             case "input_video":
                 parts.append({"type": "video_url", "video_url": {"url": part.get("video_url")}})
             case "refusal":

@@ -1,4 +1,4 @@
-"""What a client asks to embed, to rank or to score, and the answers, in the shapes of OpenAI, Jina, Cohere and vLLM."""
+"""Embedding, rerank and score requests and their answers, in the formats of OpenAI, Jina, Cohere and vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from vlcache_jax.common.checks import short
+from vlcache_jax.common.checks import unknown
 from vlcache_jax.embedding import EmbeddingOutput, RerankOutput
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.protocol.answers import Counts
@@ -25,7 +25,7 @@ from vlcache_jax.protocol.schema import (
     ApiError,
     Schema,
     check_fields,
-    told,
+    described,
 )
 from vlcache_jax.request_options import RequestOptions
 
@@ -33,7 +33,7 @@ MOST_INPUTS = 2048
 _PART: Schema = {"type": ["string", "object", "array"]}
 _BOTH: Mapping[str, Schema] = {
     "model": CHAT["model"],
-    "instruction": told(TEXT_OR_NULL, "What vectors or scores are for; absent: the model's own words."),
+    "instruction": described(TEXT_OR_NULL, "Task of the vectors or scores; default: the model's instruction."),
     **{
         name: CHAT[name]
         for name in ("mm_processor_kwargs", "priority", "cache_salt", "reuse", "user", "metadata", "request_id")
@@ -48,21 +48,24 @@ _ABSENT_IN_BOTH: Mapping[str, tuple[Any, ...]] = {
 EMBEDDINGS: Mapping[str, Schema] = {
     "input": {
         "type": ["string", "array", "object"],
-        "description": "A text, a part of a message, or a list of these; of the list, each may be a list of parts. "
-        "Token ids, or a list of lists of them, are taken as they are.",
+        "description": "A text, a message part, token ids, or a list of inputs. In a list, an input can also be a list "
+        "of parts.",
         "examples": ["a red shoe"],
     },
-    "messages": told(
-        {"type": ["array", "null"], "minItems": 1, "maxItems": MOST_MESSAGES}, "A conversation, in place of `input`."
+    "messages": described(
+        {"type": ["array", "null"], "minItems": 1, "maxItems": MOST_MESSAGES}, "A conversation, instead of `input`."
     ),
-    "add_generation_prompt": told(
-        FLAG, "Of messages: end where the assistant's turn begins; absent: unless the last message is continued."
+    "add_generation_prompt": described(
+        FLAG,
+        "End `messages` where the assistant's turn begins; default: true unless `continue_final_message` is set.",
     ),
-    "continue_final_message": told(FLAG, "Of messages: end within the last one."),
-    "chat_template_kwargs": told(OBJECT, "Of messages: names that the chat template uses."),
-    "add_special_tokens": told(FLAG, "false: refused if the tokenizer adds tokens of its own."),
+    "continue_final_message": described(FLAG, "End `messages` within the last message."),
+    "chat_template_kwargs": described(OBJECT, "Variables of the chat template for `messages`."),
+    "add_special_tokens": described(FLAG, "false is allowed only if the tokenizer adds no special tokens."),
     "encoding_format": {"enum": ["float", "base64", None]},
-    "dimensions": told({"type": ["integer", "null"], "minimum": 1}, "Of the vectors: the first of these."),
+    "dimensions": described(
+        {"type": ["integer", "null"], "minimum": 1}, "Length to which the vectors are cut; default: full length."
+    ),
     **_BOTH,
 }
 ABSENT_IN_EMBEDDINGS: Mapping[str, tuple[Any, ...]] = {
@@ -74,23 +77,23 @@ ABSENT_IN_EMBEDDINGS: Mapping[str, tuple[Any, ...]] = {
     "media_io_kwargs": (None, {}),
 }
 _OF_PAIRS: Mapping[str, Schema] = {
-    "chat_template_kwargs": told(
+    "chat_template_kwargs": described(
         {"type": ["object", "null"], "properties": {"instruction": TEXT_OR_NULL}, "additionalProperties": False},
-        "`instruction`, in vLLM's other place.",
+        "`instruction` in vLLM's alternative place.",
     ),
     **_BOTH,
 }
 RERANK: Mapping[str, Schema] = {
-    "query": {**_PART, "description": "A text, a part of a message, or a list of parts.", "examples": ["red shoes"]},
+    "query": {**_PART, "description": "A text, a message part, or a list of parts.", "examples": ["red shoes"]},
     "documents": {
         "type": ["array", "object", "string"],
         "minItems": 1,
-        "description": "A list of texts, parts of messages, lists of parts, or objects with `text` or `content`. What "
-        "is no list is one document.",
+        "description": "A list of texts, message parts, lists of parts, or objects with `text` or `content`; or one "
+        "document.",
         "examples": [["a shoe", "a hat"]],
     },
-    "top_n": told({"type": ["integer", "null"], "minimum": 0}, "How many results are returned; absent or 0: all."),
-    "return_documents": told({"type": ["boolean", "null"]}, "true: with the texts of documents."),
+    "top_n": described({"type": ["integer", "null"], "minimum": 0}, "Maximum number of results; default or 0: all."),
+    "return_documents": described({"type": ["boolean", "null"]}, "Also return the documents."),
     **_OF_PAIRS,
 }
 ABSENT_IN_RERANK: Mapping[str, tuple[Any, ...]] = {
@@ -102,12 +105,12 @@ ABSENT_IN_RERANK: Mapping[str, tuple[Any, ...]] = {
     "softmax": (None, True),
 }
 SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
-"""Names of a query, or of several, and of what they are compared with: those of vLLM, the newest first."""
+"""vLLM's names of the queries and of the documents to score, newest first."""
 _SIDE: Schema = {
     "type": ["string", "object", "array", "null"],
     "minItems": 1,
-    "description": "A text, an object with `content`, a list of parts, or a list of these. One query is compared with "
-    "each document, several with as many.",
+    "description": "A text, an object with `content`, a list of parts, or a list of these. One query is scored with "
+    "each document; several queries need as many documents.",
 }
 SCORE: Mapping[str, Schema] = {**{name: _SIDE for names in SIDES for name in names}, **_OF_PAIRS}
 ABSENT_IN_SCORE = {**ABSENT_IN_RERANK, "encoding_format": (None, "float")}
@@ -115,36 +118,36 @@ ABSENT_IN_SCORE = {**ABSENT_IN_RERANK, "encoding_format": (None, "float")}
 
 @dataclass(frozen=True)
 class RetrievalOptions:
-    """What of a request stands beside its inputs.
+    """Options of a request in addition to its inputs.
 
     Attributes:
-      model: as the client calls it; None: it does not.
-      instruction: what vectors or scores are for; None: the model's own words.
-      asked: of the engine, beside these.
+      model: name of the model in the request; None if it has none.
+      instruction: task of the vectors or scores; None for the model's instruction.
+      request_options: other options for the engine, such as `reuse`.
     """
 
     model: str | None
     instruction: str | None
-    asked: RequestOptions
+    request_options: RequestOptions
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Of checked fields."""
+        """Return the options of checked fields."""
         return cls(given.get("model"), given.get("instruction"), RequestOptions.read(given))
 
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """Vectors are asked for.
+    """Request for embeddings.
 
     Attributes:
-      inputs: what `AsyncLLM.embed` takes, each.
-      field: of the body, that holds them.
-      dimensions: of the vectors; None: all.
-      is_base64: how they are told.
-      options: the rest.
-      template: of messages.
-      adds_special_tokens: whether the tokenizer is to add tokens of its own; None: as it does.
+      inputs: inputs of `AsyncLLM.embed`.
+      field: the body's field of the inputs, "input" or "messages".
+      dimensions: length of the vectors; None for full length.
+      is_base64: True to return little-endian float32 as base64 instead of numbers.
+      options: other options.
+      template: options of the chat template for messages.
+      adds_special_tokens: the request's `add_special_tokens`; None if it is not set.
     """
 
     inputs: Sequence[Any]
@@ -157,13 +160,17 @@ class EmbeddingRequest:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Raises an ApiError if a field is wrong, unknown or not supported."""
+        """Parse a body.
+
+        Raises:
+          ApiError: a field is wrong, unknown or not supported.
+        """
         given = check_fields(body, EMBEDDINGS, ABSENT_IN_EMBEDDINGS, ())
         if ("input" in given) == ("messages" in given):
-            raise ApiError("body must hold either input or messages", "input")
+            raise ApiError("exactly one of input and messages is required", "input")
         name, template = "input" if "input" in given else "messages", template_options(given)
-        if name == "input" and (beside := [key for key, value in template.items() if value]):
-            raise ApiError(f"{beside[0]} must be left out beside input: it is of messages", beside[0])
+        if name == "input" and (used := [key for key, value in template.items() if value]):
+            raise ApiError(f"{used[0]} is not supported with input; send messages", used[0])
         inputs = [given["messages"]] if name == "messages" else _inputs(given["input"])
         is_base64 = given.get("encoding_format") == "base64"
         return cls(
@@ -177,7 +184,7 @@ class EmbeddingRequest:
         )
 
     def answer(self, model: str, outputs: Sequence[EmbeddingOutput]) -> dict[str, Any]:
-        """The body of the answer."""
+        """Return the body of the answer; `outputs` are those of the inputs, in order."""
         vectors = [output.outputs.embedding.astype("<f4") for output in outputs]
         data = [
             {"object": "embedding", "index": i, "embedding": _base64(one) if self.is_base64 else one.tolist()}
@@ -188,14 +195,14 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True)
 class RerankRequest:
-    """An order of documents is asked for.
+    """Request for a ranking of documents.
 
     Attributes:
-      query, documents: what `AsyncLLM.rerank` takes.
-      given: the documents as they came.
-      top_n: how many are told of; None: all.
-      returns_documents: with their texts.
-      options: the rest.
+      query, documents: inputs of `AsyncLLM.rerank`.
+      given: the documents as the client sent them.
+      top_n: maximum number of results; None for all.
+      returns_documents: True to return the documents.
+      options: other options.
     """
 
     query: Any
@@ -207,11 +214,15 @@ class RerankRequest:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Raises an ApiError if a field is wrong, unknown or not supported."""
+        """Parse a body.
+
+        Raises:
+          ApiError: a field is wrong, unknown or not supported.
+        """
         given = _instructed(check_fields(body, RERANK, ABSENT_IN_RERANK, ()))
         for name in ("query", "documents"):
             if name not in given:
-                raise ApiError(f"{name} must be there, got none", name)
+                raise ApiError(f"{name} is required", name)
         listed = _listed(given["documents"], "documents")
         documents = [_document(one) for one in listed]
         returns = bool(given.get("return_documents", False))
@@ -225,12 +236,12 @@ class RerankRequest:
         )
 
     def answer(self, name: str, model: str, outputs: Sequence[RerankOutput], *, cohere: bool = False) -> dict[str, Any]:
-        """The body of the answer; with what Cohere's second version has beside it."""
+        """Return the body of the answer with the id `name`; with `cohere`, also the `meta` of Cohere's `/v2/rerank`."""
         results: list[dict[str, Any]] = []
         for one in outputs[: self.top_n]:
             results.append({"index": one.index, "relevance_score": one.score})
             if self.returns_documents:
-                results[-1]["document"] = _told(self.given[one.index])
+                results[-1]["document"] = _returned(self.given[one.index])
         usage = _usage(outputs)
         body = {"id": name, "model": model, "usage": usage, "results": results}
         if cohere:
@@ -241,12 +252,12 @@ class RerankRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """How well pairs go together is asked for.
+    """Request for scores of pairs.
 
     Attributes:
-      pairs: of each score the query and the document, what `AsyncLLM.rerank` takes.
-      places: of each what the client calls them, such as ("queries", "documents[1]").
-      options: the rest.
+      pairs: query and document of each score, inputs of `AsyncLLM.rerank`.
+      places: their names in errors, such as ("queries", "documents[1]").
+      options: other options.
     """
 
     pairs: Sequence[tuple[Any, Any]]
@@ -255,17 +266,22 @@ class ScoreRequest:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Raises an ApiError if a field is wrong, unknown or not supported."""
+        """Parse a body.
+
+        Raises:
+          ApiError: a field is wrong, unknown or not supported.
+        """
         given = _instructed(check_fields(body, SCORE, ABSENT_IN_SCORE, ()))
         present = {name for names in SIDES for name in names if name in given}
         names = next((names for names in SIDES if present == set(names)), None)
         if names is None:
             known = "; ".join(" and ".join(names) for names in SIDES)
-            raise ApiError(f"body must hold one of the pairs {known}, got {', '.join(sorted(present)) or 'none'}")
+            raise ApiError(f"body must have one of the pairs {known}, got {', '.join(sorted(present)) or 'none'}")
         queries, documents = (_listed(given[name], name) for name in names)
         if len(queries) not in (1, len(documents)):
             raise ApiError(
-                f"{names[0]} must be one, or as many as {names[1]}, got {len(queries)} and {len(documents)}", names[0]
+                f"{names[0]} must have one element or as many as {names[1]}, got {len(queries)} and {len(documents)}",
+                names[0],
             )
         numbers = [(0 if len(queries) == 1 else i, i) for i in range(len(documents))]
         places = [_places(given, names, pair) for pair in numbers]
@@ -273,14 +289,14 @@ class ScoreRequest:
         return cls(pairs, places, RetrievalOptions.of(given))
 
     def answer(self, name: str, model: str, outputs: Sequence[RerankOutput]) -> dict[str, Any]:
-        """The body of the answer; outputs are those of the pairs, in their order."""
+        """Return the body of the answer with the id `name`; `outputs` are those of the pairs, in order."""
         data = [{"index": i, "object": "score", "score": one.score} for i, one in enumerate(outputs)]
         head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
         return {**head, "data": data, "usage": _usage(outputs)}
 
 
 def _places(given: Mapping[str, Any], names: tuple[str, str], numbers: tuple[int, int]) -> tuple[str, str]:
-    """What a client calls the members of a pair."""
+    """Return the client's names of the members of a pair."""
     first, second = (
         f"{name}[{number}]" if isinstance(given[name], list) else name
         for name, number in zip(names, numbers, strict=True)
@@ -289,33 +305,31 @@ def _places(given: Mapping[str, Any], names: tuple[str, str], numbers: tuple[int
 
 
 def _instructed(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields with an instruction that stands in `chat_template_kwargs`, vLLM's other place of it."""
+    """Return the fields with the instruction of `chat_template_kwargs`, vLLM's alternative place."""
     own = given.get("chat_template_kwargs") or {}
     for name, value in own.items():
         if name != "instruction":
-            raise ApiError(
-                f"chat_template_kwargs must hold only instruction, got {short(name)}", "chat_template_kwargs"
-            )
+            raise ApiError(unknown(name, ("instruction",), where="chat_template_kwargs"), "chat_template_kwargs")
         given = given if value is None else {**given, name: value}
     return given
 
 
 def _listed(given: Any, name: str) -> list[Any]:
-    """Documents or queries; what is no list is one."""
+    """Return documents or queries as a list."""
     listed = given if isinstance(given, list) else [given]
     if not 1 <= len(listed) <= MOST_INPUTS:
-        raise ApiError(f"{name} must be 1 to {MOST_INPUTS}, got {len(listed)}", name)
+        raise ApiError(f"{name} must have 1 to {MOST_INPUTS} elements, got {len(listed)}", name)
     return listed
 
 
 def _inputs(given: Any) -> list[Any]:
-    """Each input, as the engine takes it."""
+    """Return the inputs in the engine's form."""
     if not isinstance(given, list):
         return [given]
     if _are_ids(given):
         return [{"prompt_token_ids": given}]
     if not 1 <= len(given) <= MOST_INPUTS:
-        raise ApiError(f"input must hold 1 to {MOST_INPUTS} inputs, got {len(given)}", "input")
+        raise ApiError(f"input must have 1 to {MOST_INPUTS} elements, got {len(given)}", "input")
     return [{"prompt_token_ids": one} for one in given] if all(map(_are_ids, given)) else given
 
 
@@ -324,7 +338,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def _document(given: Any) -> Any:
-    """A document or a query, as the engine takes it."""
+    """Return a document or a query in the engine's form."""
     if isinstance(given, Mapping) and "type" not in given and isinstance(given.get("content"), str | list):
         return given["content"]
     if isinstance(given, Mapping) and "type" not in given and isinstance(given.get("text"), str):
@@ -332,13 +346,13 @@ def _document(given: Any) -> Any:
     return given
 
 
-def _told(document: Any) -> Any:
-    """What is told of a document: its text, or what it came as."""
+def _returned(document: Any) -> Any:
+    """Return a document for the answer: a text as an object, others as the client sent them."""
     return {"text": document} if isinstance(document, str) else document
 
 
 def counts_of(output: EmbeddingOutput | RerankOutput) -> Counts:
-    """Tokens of an input, and how many of them were reused."""
+    """Return the token counts of an output's inputs."""
     if isinstance(output, EmbeddingOutput):
         return Counts.of_prompt(output.prompt_token_ids, output.num_cached_tokens, output.cache)
     return Counts(output.num_tokens, output.num_cached_tokens + output.cache.approximate_tokens)

@@ -1,7 +1,7 @@
-"""JSON of clients: the fields of requests and messages as JSON Schema, and the check of a body against it.
+"""JSON Schemas of the fields of requests and messages, and the check of a body against them.
 
-The parsers check by these schemas, and the server publishes them. `inputs.messages` reads messages, and takes a little
-more: forms that examples of Qwen and Hugging Face use for images and videos.
+The parsers use these schemas, and the server publishes them. `inputs.messages` parses messages. It also accepts the
+forms of images and videos in examples of Qwen and Hugging Face, which the schemas leave out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Schema = Mapping[str, Any]
 
 
 class ApiError(ValueError):
-    """A request that is not answered.
+    """Error response to a request.
 
     Attributes:
-      message: why.
-      param: the field of the body that is wrong; None: no single one is.
-      status: of HTTP's.
-      code: OpenAI's word for it, if there is one.
-      retry_after: seconds after which it may be answered; None: nobody knows.
+      message: the reason.
+      param: the wrong field of the body; None if it is no single field.
+      status: HTTP status.
+      code: OpenAI's error code; None if there is none.
+      retry_after: seconds after which the client may retry; None if unknown.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class ApiError(ValueError):
         self.retry_after = retry_after
 
     def to_dict(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        told = {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}
-        return {"error": told}
+        """Return OpenAI's error object."""
+        error = {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 def _kind(status: int) -> str:
@@ -58,10 +58,10 @@ def _kind(status: int) -> str:
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:
-    """The object that a text of JSON is.
+    """Return the object of a JSON text.
 
     Raises:
-      ValueError: it is none, or holds numbers that JSON does not have.
+      ValueError: the text is not a JSON object, or has numbers that JSON does not allow.
     """
     try:
         found = parse_json(text)
@@ -76,10 +76,10 @@ def read_object(text: str | bytes) -> dict[str, Any]:
 
 
 def write(content: Any) -> bytes:
-    """The text of JSON, on one line."""
+    """Return JSON text on one line, in UTF-8."""
     try:
         return json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, as a client wrote it
+    except UnicodeEncodeError:  # half of a surrogate pair from a client
         return json.dumps(content).encode()
 
 
@@ -93,14 +93,16 @@ _WORDS = {
 
 
 def check(value: Any, schema: Schema, name: str) -> None:
-    """Sees that a value is as its schema says; a property that is null is as good as absent.
+    """Check a value against its schema. A property that is null counts as absent.
 
     Args:
-      schema: of JSON Schema `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`, `minItems`, `maxItems`,
-        `items`, `properties` and `required`; whatever else it says is not looked at.
+      value: the value.
+      schema: a JSON Schema. Only `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`, `minItems`,
+        `maxItems`, `items`, `properties` and `required` are checked.
+      name: name of the value in errors.
 
     Raises:
-      ApiError: it is not.
+      ApiError: the value does not match.
     """
     types = schema.get("type", ())
     types = [types] if isinstance(types, str) else list(types)
@@ -121,14 +123,14 @@ def check(value: Any, schema: Schema, name: str) -> None:
     if isinstance(value, dict):
         for key in schema.get("required", ()):
             if value.get(key) is None:
-                raise ApiError(f"{name} must hold {key}, got {short(list(value))}", f"{name}.{key}")
+                raise ApiError(f"{name} must have {key}, got {short(list(value))}", f"{name}.{key}")
         for key, one in schema.get("properties", {}).items():
             if value.get(key) is not None:
                 check(value[key], one, f"{name}.{key}")
 
 
 def _are_whole(values: list[Any], schema: Schema) -> bool:
-    """Whether all are integers as a schema of integers has them, seen without a call for each."""
+    """Return whether all values match a schema of integers. One call for the list is faster than one per value."""
     if schema.get("type") != "integer" or set(map(type, values)) != {int}:
         return False
     return bool(schema.get("minimum", -math.inf) <= min(values) and max(values) <= schema.get("maximum", math.inf))
@@ -138,28 +140,33 @@ def _is_of(value: Any, kind: str) -> bool:
     return isinstance(value, bool) if kind == "boolean" else is_a(value, _TYPES[kind])
 
 
-def _check_bounds(size: float, least: float | None, most: float | None, name: str, value: Any, of: str = "") -> None:
-    """`of`: what the size counts; without it the value is its own size."""
-    is_less = least is not None and size < least
-    if is_less or (most is not None and size > most):
-        word, bound = ("least", least) if is_less else ("most", most)
-        told = f"have at {word} {bound} {of}{'' if bound == 1 else 's'}" if of else f"be at {word} {bound}"
-        raise ApiError(f"{name} must {told}, got {short(value)}", name)
+def _check_bounds(
+    size: float, minimum: float | None, maximum: float | None, name: str, value: Any, unit: str = ""
+) -> None:
+    """Raise an `ApiError` if `size` is out of range. Without a `unit`, the value is its own size."""
+    is_less = minimum is not None and size < minimum
+    if is_less or (maximum is not None and size > maximum):
+        word, bound = ("least", minimum) if is_less else ("most", maximum)
+        needed = f"have at {word} {bound} {unit}{'' if bound == 1 else 's'}" if unit else f"be at {word} {bound}"
+        raise ApiError(f"{name} must {needed}, got {short(value)}", name)
 
 
-_EMPTY: Schema = {"enum": [None, [], {}], "description": "What is empty says nothing."}
+_EMPTY: Schema = {"enum": [None, [], {}], "description": "Ignored if empty; other values are refused."}
 _NOTHING: Schema = {"enum": [None, False, 0, "", [], {}]}
 _NAME: Schema = {"anyOf": [{"type": "string"}, _NOTHING]}
 _SOME = {"type": "string", "minLength": 1}
 _URL = {
     "type": "string",
     "format": "uri",
-    "description": "A data URL; others where the server allows them.",
+    "description": "A data URL. Other URLs only if the server allows them.",
 }
 _UUID = {
-    "type": ["string", "null"], "minLength": 1, "maxLength": MAX_UUID, "description": "The client's own id of it."
-}  # fmt: skip
-_DETAIL = {"enum": [*DETAILS, None], "description": "low: at most 512 x 512 pixels; the others: as large as is usual."}
+    "type": ["string", "null"],
+    "minLength": 1,
+    "maxLength": MAX_UUID,
+    "description": "The client's id of the image or video.",
+}
+_DETAIL = {"enum": [*DETAILS, None], "description": "low: at most 512 x 512 pixels; other values: the default size."}
 
 
 def _object(properties: Schema, *required: str, rest: Any = False) -> dict[str, Any]:
@@ -167,14 +174,14 @@ def _object(properties: Schema, *required: str, rest: Any = False) -> dict[str, 
 
 
 def _part(kind: str, key: str, value: Schema, **more: Schema) -> dict[str, Any]:
-    """One that is named like its key needs no type."""
+    """Return the schema of a message part. `type` is optional if it equals the key."""
     if kind == key:
         return _object({"type": {"enum": [kind, None]}, key: value, **more}, key)
     return _object({"type": {"enum": [kind]}, key: value, **more}, "type", key)
 
 
 def _linked(**more: Schema) -> dict[str, Any]:
-    """A URL, alone or as that of an object."""
+    """Return the schema of a URL, either a string or an object with `url`."""
     return {"anyOf": [_URL, _object({"url": _URL, **more}, "url")]}
 
 
@@ -206,13 +213,13 @@ _CALLS = {
                 "type": "object",
                 "properties": {"name": _SOME},
                 "required": ["name"],
-                "description": "`name`, and `arguments` as text of JSON.",
+                "description": "`name`, and `arguments` as JSON text.",
             }
         },
         "required": ["function"],
     },
 }
-# What a message may have beside a content, or without one; templates use what an assistant has said.
+# Fields of a message in addition to its content or instead of it. Chat templates use those of assistant messages.
 _SAID: dict[str, Any] = {
     "tool_calls": {**_CALLS, "minItems": 1},
     "reasoning": _SOME,
@@ -237,34 +244,36 @@ MESSAGE: Schema = {
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
-MOST_MESSAGES = 1 << 16  # of a conversation; more than any context holds
+MOST_MESSAGES = 1 << 16  # maximum messages of a conversation; no model has room for more
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 FLAG: Schema = {"type": ["boolean", "null"]}
 OBJECT: Schema = {"type": ["object", "null"]}
-_LABEL = "A label for the client's own use: no answer depends on it."
+_LABEL = "A label for the client's own use. It does not affect the answer."
 EFFORTS = (None, "none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def told(schema: Schema, description: str) -> Schema:
+def described(schema: Schema, description: str) -> Schema:
+    """Return the schema with a description."""
     return {**schema, "description": description}
 
 
 def _sampling(name: str) -> Schema:
-    """Of a field of `SamplingParams`, which checks it itself."""
+    """Return the schema of a field of `SamplingParams`, which checks the field itself."""
     if name in NUMBERS:
-        kind, least, most = NUMBERS[name]
+        kind, minimum, maximum = NUMBERS[name]
         return {
             "type": ["integer" if kind is numbers.Integral else "number", "null"],
-            "minimum": least,
-            "maximum": most,
+            "minimum": minimum,
+            "maximum": maximum,
         }
     if name in LISTS:
-        kind, most = LISTS[name]
+        kind, max_items = LISTS[name]
         items = {"type": "string", "minLength": 1} if kind is str else {"type": "integer", "minimum": 0}
-        schema = {"type": ["array", "null", *(["string"] if name == "stop" else [])], "items": items, "maxItems": most}
+        types = ["array", "null", *(["string"] if name == "stop" else [])]
+        schema = {"type": types, "items": items, "maxItems": max_items}
         return schema | ({"minItems": 1} if name == "allowed_token_ids" else {})
     if name == "structured_outputs":
-        return told(OBJECT, "What the answer must be, see `StructuredOutputs`: one of json, regex, choice, ...")
+        return described(OBJECT, "Form of the answer, one of json, regex, choice, ...; see `StructuredOutputs`.")
     if name == "logit_bias":
         return {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
     return FLAG
@@ -275,35 +284,38 @@ _STREAM_OPTIONS = {
     "properties": {
         "include_usage": FLAG,
         "continuous_usage_stats": FLAG,
-        "include_obfuscation": told({**FLAG, "enum": [False, None]}, "Events are not padded."),
+        "include_obfuscation": described({**FLAG, "enum": [False, None]}, "Padding of events is not supported."),
     },
     "additionalProperties": False,
 }
-# Of chats and of completions alike.
+# Fields of chats and of completions.
 _BOTH: dict[str, Schema] = {
-    "model": told(TEXT_OR_NULL, "One of the names of `/v1/models`; absent: the only model there is."),
+    "model": described(TEXT_OR_NULL, "A name from `/v1/models`; default: the server's model."),
     **{name: _sampling(name) for name in SAMPLING},
     "prompt_logprobs": {**_sampling("prompt_logprobs"), "examples": [None]},
-    "stream": told({**FLAG, "examples": [True]}, "Answer in server-sent events."),
-    "stream_options": told(_STREAM_OPTIONS, "With `stream` alone."),
-    "priority": told({"type": ["integer", "null"]}, "Of requests of one tenant, lower ones run first."),
-    "cache_salt": told(
+    "stream": described({**FLAG, "examples": [True]}, "Send the answer as server-sent events."),
+    "stream_options": described(_STREAM_OPTIONS, "Options of the stream; allowed only if `stream` is true."),
+    "priority": described({"type": ["integer", "null"]}, "Lower values run first among the requests of one tenant."),
+    "cache_salt": described(
         {"type": ["string", "null"], "minLength": 1, "maxLength": 1024},
-        "Keeps what is stored of this request's images to requests of the same salt.",
+        "Cached images of this request are reused only by requests with the same salt.",
     ),
-    "reuse": told(
-        {"type": ["string", "number", "null"]}, "What is done with known images, if the server lets requests choose."
+    "reuse": described(
+        {"type": ["string", "number", "null"]}, "Reuse mode of cached images; `/v1/models` lists the allowed values."
     ),
-    "compress": told(
-        TEXT_OR_NULL, "What of the prompt's K, V the answer goes on with, if the server lets requests choose."
+    "compress": described(TEXT_OR_NULL, "KV compression policy after prefill, if the server allows it."),
+    "response_format": described(OBJECT, "Form of the answer: `json_object` or `json_schema`."),
+    "return_token_ids": described(FLAG, "Also return the token ids of the prompt and the answers."),
+    "return_tokens_as_token_ids": described(FLAG, "Name tokens in log probabilities as `token_id:7`, not by text."),
+    "return_cache_report": described(FLAG, "Also return `cache`, a report of each image's reuse."),
+    "request_id": described(
+        {"type": ["string", "null"], "minLength": 1, "maxLength": 256}, "The end of the answer's id; default: random."
     ),
-    "response_format": told(OBJECT, "`json_object`, or `json_schema`: what the answer must be."),
-    "return_token_ids": told(FLAG, "Also answer with the token ids of prompt and answers."),
-    "return_tokens_as_token_ids": told(FLAG, "Log-probabilities name tokens `token_id:7`, not by their texts."),
-    "return_cache_report": told(FLAG, "Also answer with `cache`: what of each image was reused."),
-    "request_id": told({"type": ["string", "null"], "minLength": 1, "maxLength": 256}, "The end of the answer's id."),
-    **{name: told({}, _LABEL) for name in ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")},
-    "prompt_cache_retention": told(TEXT_OR_NULL, "How long a cache may keep a prompt at most: it keeps none by name."),
+    **{
+        name: described({}, _LABEL)
+        for name in ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")
+    },
+    "prompt_cache_retention": described(TEXT_OR_NULL, "Accepted for compatibility, without effect."),
 }
 CHAT: Mapping[str, Schema] = {
     "messages": {
@@ -318,27 +330,29 @@ CHAT: Mapping[str, Schema] = {
     "max_completion_tokens": _sampling("max_tokens"),
     "logprobs": {**FLAG, "examples": [True]},
     "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
-    "tools": told(
+    "tools": described(
         {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": MOST_TOOLS},
         "Functions that the answer may call.",
     ),
-    "tool_choice": told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
-    "parallel_tool_calls": told(FLAG, "false: at most one call."),
-    "reasoning_effort": told(
+    "tool_choice": described({"type": ["string", "object", "null"]}, "auto, none, required, or a function's name."),
+    "parallel_tool_calls": described(FLAG, "false: at most one call."),
+    "reasoning_effort": described(
         {"type": ["string", "null"], "enum": list(EFFORTS)},
-        "none: the chat template's thinking is off. Others are for templates that have them; medium is the default.",
+        "none turns off thinking. Values other than none and medium need a chat template that supports them.",
     ),
-    "include_reasoning": told(FLAG, "false: nothing is told of what was thought, nor of its tokens."),
-    "mm_processor_kwargs": told(OBJECT, "min_pixels and max_pixels of images; fps and the like of videos."),
-    "chat_template_kwargs": told(OBJECT, "Names that the chat template uses."),
+    "include_reasoning": described(FLAG, "false: leave out the reasoning and its tokens."),
+    "mm_processor_kwargs": described(
+        OBJECT, "Image and video limits, such as min_pixels and max_pixels of images or fps of videos."
+    ),
+    "chat_template_kwargs": described(OBJECT, "Variables of the chat template."),
     "add_generation_prompt": FLAG,
-    "continue_final_message": told(FLAG, "The answer goes on with the last message."),
+    "continue_final_message": described(FLAG, "Continue the last message instead of starting a new one."),
 }
 TEXT: Mapping[str, Schema] = {
     "prompt": {
         "type": ["string", "array"],
         "minItems": 1,
-        "description": "A text, a list of texts, token ids, or a list of such.",
+        "description": "A text, a list of texts, token ids, or a list of lists of token ids.",
         "examples": ["A star is"],
     },
     **_BOTH,
@@ -347,16 +361,16 @@ TEXT: Mapping[str, Schema] = {
 TOKENIZE: Mapping[str, Schema] = {
     **{name: CHAT[name] for name in ("model", "messages", "mm_processor_kwargs", "chat_template_kwargs")},
     **{name: CHAT[name] for name in ("add_generation_prompt", "continue_final_message")},
-    "prompt": told(TEXT_OR_NULL, "A text, in place of messages."),
-    "add_special_tokens": told(FLAG, "false: only if the tokenizer adds none."),
-    "return_token_strs": told(FLAG, "Also answer with the tokens as texts."),
+    "prompt": described(TEXT_OR_NULL, "A text, instead of `messages`."),
+    "add_special_tokens": described(FLAG, "false is allowed only if the tokenizer adds no special tokens."),
+    "return_token_strs": described(FLAG, "Also return the tokens as texts."),
 }
 DETOKENIZE: Mapping[str, Schema] = {
     "model": CHAT["model"],
     "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
 }
 
-# What there is not: the values that ask for nothing.
+# Fields that are not supported, and their values without effect, which are accepted.
 _ABSENT_IN_BOTH: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
@@ -397,18 +411,18 @@ ABSENT_IN_TEXT: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, True),
 }
 
-# What to write in place of some of these.
+# Remedies in errors about fields that are not supported.
 _INSTEAD: Mapping[str, str] = {
-    "store": "leave it out, or ask /v1/responses, which keeps responses",
+    "store": "remove it, or use /v1/responses, which stores responses",
     "service_tier": "set priority",
-    "verbosity": "say in a message how long the answer is to be",
-    "prompt_cache_options": "leave it out: what is cached is for the server's options",
+    "verbosity": "state the length of the answer in a message",
+    "prompt_cache_options": "remove it; the server's options control the cache",
     "audio": "answers are text",
     "modalities": "answers are text",
-    "prediction": "leave it out: it would change no answer",
-    "background": "leave it out, and wait for the answer",
+    "prediction": "remove it; it does not affect answers",
+    "background": "remove it, and wait for the answer",
     "conversation": "set previous_response_id",
-    "media_io_kwargs": "write fps and num_frames beside the video, or in mm_processor_kwargs",
+    "media_io_kwargs": "set fps and num_frames in the video's part or in mm_processor_kwargs",
     "chat_template": "start the server with --chat-template",
     "truncate_prompt_tokens": "send a shorter text",
     "max_tokens_per_query": "send a shorter query",
@@ -418,22 +432,23 @@ _INSTEAD: Mapping[str, str] = {
     "use_activation": "vectors have length 1, and scores are probabilities",
 }
 
-# Of what `SamplingParams` checks itself, what means something else in a chat, or may be other than JSON has it.
+# Fields of `SamplingParams` that are also checked here: they differ in a chat, or may have other types in Python.
 _ALSO_CHECKED = ("logprobs", "logit_bias")
 
 
 def check_fields(
     body: Mapping[str, Any], known: Mapping[str, Schema], absent: Mapping[str, tuple[Any, ...]], also: Collection[str]
 ) -> dict[str, Any]:
-    """The fields of a body that say something, checked but for those of `SamplingParams`.
+    """Return the fields of a body that are not null. Those of `SamplingParams` are not checked here.
 
     Args:
-      known: by name, what they may hold.
-      absent: by name, the only values of what there is not.
-      also: names that are known, and left to the caller.
+      body: the JSON object.
+      known: schemas of the fields, by name.
+      absent: fields that are not supported, with the values without effect, which are accepted.
+      also: names of other fields, which the caller checks.
 
     Raises:
-      ApiError: one is unknown, not supported, or of another type.
+      ApiError: a field is unknown, not supported, or does not match its schema.
     """
     check_absent(body, absent)
     for name, value in body.items():
@@ -447,14 +462,15 @@ def check_fields(
 
 
 def check_absent(body: Mapping[str, Any], absent: Mapping[str, tuple[Any, ...]], section: str = "") -> None:
-    """See that fields of what there is not ask for nothing.
+    """Check that fields that are not supported have no effect.
 
     Args:
-      absent: by name, the values that do so.
-      section: where in a body they are, such as "text.".
+      body: the JSON object.
+      absent: the accepted values, by field.
+      section: prefix of the fields' names in errors, such as "text.".
 
     Raises:
-      ApiError: one asks for something.
+      ApiError: a field has another value.
     """
     for name, allowed in absent.items():
         if not any(is_same(body.get(name), one) for one in allowed):
@@ -463,15 +479,19 @@ def check_absent(body: Mapping[str, Any], absent: Mapping[str, tuple[Any, ...]],
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Whether they are equal; true is not 1."""
+    """Return whether two JSON values are equal. Unlike in Python, `true` differs from 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def sampling_params(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters of what is given, and where it says nothing of the defaults.
+    """Return sampling parameters.
+
+    Args:
+      given: fields of the request.
+      defaults: values of fields that the request does not set.
 
     Raises:
-      ApiError: a value of another type, or out of range.
+      ApiError: a value has the wrong type or is out of range.
     """
     try:
         return SamplingParams(**{**defaults, **given})

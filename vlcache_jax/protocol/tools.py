@@ -1,6 +1,6 @@
-"""Tool calls in outputs: the JSON between `<tool_call>` tags, as Qwen's and Hermes' models write it.
+"""Parser of tool calls in outputs, and the grammar that forces them.
 
-`forced_call` is the grammar of calls that an output must make.
+A call is JSON between `<tool_call>` tags, in the format of Qwen's and Hermes' models.
 """
 
 from __future__ import annotations
@@ -16,143 +16,148 @@ from vlcache_jax.protocol.deltas import CallDelta, Delta, unfinished
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SEARCH = "search_library"
-"""What the tool is called that an answer searches a library with."""
-_SPACE = " \t\r\n"  # of JSON
-_JSON = frozenset('{}[]:,"0123456789+-.eEtrufalsn' + _SPACE)  # outside of its strings
-_PIECE = 256  # characters that are read at once, so that what follows a call is not copied for each
+"""Name of the tool with which an answer searches a library."""
+_SPACE = " \t\r\n"  # white space of JSON
+_JSON = frozenset('{}[]:,"0123456789+-.eEtrufalsn' + _SPACE)  # characters outside of strings
+_PIECE = 256  # characters parsed at once, so that the rest of the text is not copied for each call
 
 
 class ToolParser:
-    """Tells tool calls from the text round them, whatever the pieces in which an answer comes.
+    """Incremental parser of tool calls. The joined deltas do not depend on the pieces in which the text arrives.
 
-    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Its first delta has its id and name; arguments
-    follow one by one, as they were written. What is none stays content, tags included. A call that breaks when some of
-    its arguments are told already cannot be taken back: it stays without its closing brace, so that its arguments are
-    no JSON, and the rest is content. At the end of an answer the closing tag may lack; of a call that is cut off within
-    its arguments, these are told as far as they came.
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Its first delta has the id and name. The
+    arguments follow one by one, as the model wrote them. Text that is not a valid call stays content, with its tags.
 
-    White space before a call is left out, and that at the end of an answer with calls.
+    A call that turns out to be invalid after some arguments were returned cannot be withdrawn. It stays without its
+    closing brace, so that its arguments are not valid JSON. The rest of the text is content.
+
+    At the end of an answer the closing tag may be missing. If a length limit has cut the arguments, the received part
+    is returned.
+
+    White space before a call and at the end of an answer with calls is removed.
 
     Args:
-      answer_id: of the answer, of which ids of calls are made.
+      answer_id: id of the answer, from which the ids of calls are made.
+
+    Attributes:
+      calls: number of calls that have begun.
+      has_broken: True if a call became invalid after a part of it was returned.
     """
 
     def __init__(self, answer_id: str):
         self._answer_id = answer_id
-        self._held = ""  # outside of calls: what came and is not told yet
+        self._held = ""  # received text outside of calls that is not returned yet
         self._call: _ToolCall | None = None
         self.calls = 0
-        """How many have begun; where there are some, and all are whole, the `finish_reason` "stop" is "tool_calls"."""
         self.has_broken = False
-        """Whether one of them was told in part and is no call."""
 
     def push(self, text: str) -> list[Delta]:
-        """What is new, now that there is more text."""
-        told: list[Delta] = []
-        self._take(text, told)
-        return told
+        """Return the deltas of the next piece of text."""
+        deltas: list[Delta] = []
+        self._take(text, deltas)
+        return deltas
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """What is left at the end of the text.
+        """Return the deltas that were held back, at the end of the text.
 
         Args:
-          is_cut: more would have come, but for a limit.
+          is_cut: True if a length limit has cut the text.
         """
-        told: list[Delta] = []
+        deltas: list[Delta] = []
         while (call := self._call) is not None:
             if call.is_whole or (is_cut and call.has_arguments):
-                self._tell(call, call.rest(), told)
+                self._append(call, call.rest(), deltas)
                 self._call = None
             else:
-                self._break(call, told)
+                self._break(call, deltas)
         if self._held.strip(_SPACE) or not self.calls:
-            _say(self._held, told)
+            _append_content(self._held, deltas)
         self._held = ""
-        return told
+        return deltas
 
-    def _take(self, text: str, told: list[Delta]) -> None:
+    def _take(self, text: str, deltas: list[Delta]) -> None:
         for begin in range(0, len(text), _PIECE):
             piece = text[begin : begin + _PIECE]
             while piece:
-                piece = self._outside(piece, told) if self._call is None else self._inside(self._call, piece, told)
+                piece = self._outside(piece, deltas) if self._call is None else self._inside(self._call, piece, deltas)
 
-    def _outside(self, text: str, told: list[Delta]) -> str:
-        """Takes text up to where a call begins; returns what follows."""
+    def _outside(self, text: str, deltas: list[Delta]) -> str:
+        """Parse text up to the beginning of a call, and return the rest."""
         self._held += text
         content, tag, rest = self._held.partition(OPEN)
         if not tag:
             content = content[: len(content) - unfinished(content, OPEN)]
-        content = content.rstrip(_SPACE)  # what stands before a call; is it none, it is told later
-        _say(content, told)
+        content = content.rstrip(_SPACE)  # white space before a call; if no call follows, it is returned later
+        _append_content(content, deltas)
         held = self._held[len(content) : len(self._held) - len(rest)]
         self._held = "" if tag else held
         if tag:
             self._call = _ToolCall(held)
         return rest
 
-    def _inside(self, call: _ToolCall, text: str, told: list[Delta]) -> str:
-        """Takes text of a call; returns what follows."""
+    def _inside(self, call: _ToolCall, text: str, deltas: list[Delta]) -> str:
+        """Parse text of a call, and return the rest."""
         rest = text[call.take(text) :]
         if call.is_closed:
-            self._tell(call, call.rest(), told)
+            self._append(call, call.rest(), deltas)
             self._call = None
-        elif arguments := call.sure():
-            self._tell(call, arguments, told)
+        elif arguments := call.complete():
+            self._append(call, arguments, deltas)
         if call.is_broken:
-            self._break(call, told)
+            self._break(call, deltas)
         return rest
 
-    def _break(self, call: _ToolCall, told: list[Delta]) -> None:
-        """Takes what was taken for a call once more, as text in which another one may begin.
+    def _break(self, call: _ToolCall, deltas: list[Delta]) -> None:
+        """Parse the text of an invalid call again, as content in which another call may begin.
 
-        All text is taken a few times at most: where one call sees a string, one that begins in that string sees none,
-        and what both take for JSON ends at the next tag.
+        Each character is parsed only a few times. A call that begins inside of a string of another one sees no string
+        there. The JSON common to both ends at the next tag.
         """
         self._call = None
-        self.has_broken |= call.is_told
-        if not call.is_told:
-            _say(call.before, told)
-        self._take(call.untold(), told)
+        self.has_broken |= call.is_returned
+        if not call.is_returned:
+            _append_content(call.before, deltas)
+        self._take(call.unreturned(), deltas)
 
-    def _tell(self, call: _ToolCall, arguments: str, told: list[Delta]) -> None:
-        """Tells a piece of arguments, and with the first one what is called."""
-        if call.is_told:
-            told.append(Delta(call=CallDelta(self.calls - 1, arguments)))
+    def _append(self, call: _ToolCall, arguments: str, deltas: list[Delta]) -> None:
+        """Append the delta of a piece of arguments; before the first one, that of the id and name."""
+        if call.is_returned:
+            deltas.append(Delta(call=CallDelta(self.calls - 1, arguments)))
             return
-        call.is_told = True
+        call.is_returned = True
         digest = hashlib.sha256(f"{self._answer_id}:{self.calls}".encode()).hexdigest()
-        told.append(Delta(call=CallDelta(self.calls, "", f"call_{digest[:24]}", call.name)))
-        told.append(Delta(call=CallDelta(self.calls, arguments)))
+        deltas.append(Delta(call=CallDelta(self.calls, "", f"call_{digest[:24]}", call.name)))
+        deltas.append(Delta(call=CallDelta(self.calls, arguments)))
         self.calls += 1
 
 
 class _ToolCall:
-    """Reads a call character by character, and each member of its objects once, when it is whole.
+    """Parser of one call, character by character. Each member of its objects is decoded once, when it is complete.
 
     Attributes:
       before: the opening tag and the white space before it.
-      name: of the function, once it is known.
-      is_told: deltas of it are out.
-      is_whole: its JSON is.
-      is_closed: so is its closing tag.
-      is_broken: it is no call.
+      name: name of the function; None until it is known.
+      is_returned: True once a delta of the call was returned.
+      is_whole: True once its JSON is complete.
+      is_closed: True once its closing tag is complete.
+      is_broken: True if it is not a valid call.
     """
 
     def __init__(self, before: str):
         self.before = before
         self.name: str | None = None
-        self.is_told = self.is_whole = self.is_closed = self.is_broken = False
-        self._chars: list[str] = []  # all after the opening tag
-        self._told = 0  # of these
+        self.is_returned = self.is_whole = self.is_closed = self.is_broken = False
+        self._chars: list[str] = []  # all characters after the opening tag
+        self._returned = 0  # number of characters that were returned
         self._depth = 0  # of braces and brackets
         self._in_string = self._is_escaped = False
-        self._member = 0  # where the member of the call's object begins, or that of its arguments
-        self._arguments: list[int] = []  # where they begin, and where they end
-        self._sure = 0  # where the last whole argument ends
-        self._closing = ""  # of the closing tag
+        self._member = 0  # begin of the current member of the call's object or of its arguments
+        self._arguments: list[int] = []  # begin and end of the arguments, once they are known
+        self._complete = 0  # end of the last complete argument
+        self._closing = ""  # received part of the closing tag
 
     def take(self, text: str) -> int:
-        """Reads until the call ends or breaks; returns how many characters it took."""
+        """Parse until the call ends or becomes invalid, and return the number of parsed characters."""
         for taken, char in enumerate(text, 1):
             self._chars.append(char)
             self._read(char)
@@ -160,30 +165,30 @@ class _ToolCall:
                 return taken
         return len(text)
 
-    def sure(self) -> str:
-        """Whole arguments that are not told yet, if it is known whose they are."""
-        return self._until(self._sure) if self.has_arguments else ""
+    def complete(self) -> str:
+        """Return the complete arguments that were not returned yet, or "" while the function is unknown."""
+        return self._until(self._complete) if self.has_arguments else ""
 
     @property
     def has_arguments(self) -> bool:
-        """Whether they have begun, of a function whose name is known."""
+        """True if the function's name is known and its arguments have begun."""
         return self.name is not None and bool(self._arguments)
 
     def rest(self) -> str:
-        """What is not told yet of the arguments of a call that is whole, or cut off within them."""
+        """Return the rest of the arguments of a call that is complete, or cut within its arguments."""
         if not self._arguments:
             return "{}"
         return self._until(len(self._chars) if self._in_arguments else self._arguments[1])
 
-    def untold(self) -> str:
-        """All that is not told yet."""
-        return "".join(self._chars[self._told :])
+    def unreturned(self) -> str:
+        """Return all characters that were not returned yet."""
+        return "".join(self._chars[self._returned :])
 
     def _until(self, end: int) -> str:
-        begin = max(self._told, self._arguments[0])
+        begin = max(self._returned, self._arguments[0])
         if end <= begin:
             return ""
-        self._told = end
+        self._returned = end
         return "".join(self._chars[begin:end])
 
     def _read(self, char: str) -> None:
@@ -232,30 +237,30 @@ class _ToolCall:
         self.is_broken = not CLOSE.startswith(self._closing)
 
     def _key(self) -> Any:
-        """Of the member whose value begins."""
+        """Return the key of the member whose value begins."""
         read = _object("".join(self._chars[self._member : -1]) + "0")
         return next(iter(read)) if read else None
 
     def _ends(self, *, is_last: bool) -> bool:
-        """Takes a member, of the call or of its arguments, that ends here. Returns whether it is as it must be."""
+        """Decode the member of the call or of its arguments that ends here, and return whether it is valid."""
         end = len(self._chars) - 1
         begin, self._member = self._member, len(self._chars)
         text = "".join(self._chars[begin:end])
         if self._in_arguments:
             has_one = len(_object(text)) == 1
             if has_one:
-                self._sure = end
+                self._complete = end
             if is_last:
                 self._arguments.append(end + 1)
             return has_one or (is_last and begin == self._arguments[0] + 1 and not text.strip(_SPACE))
-        # Of the member that the arguments are nothing may be left.
+        # Nothing but white space may follow the arguments in their member.
         is_right = not text.strip(_SPACE) if begin in self._arguments else self._is_member(_object(text))
         if is_last:
             self.is_whole = is_right = is_right and self.name is not None
         return is_right
 
     def _is_member(self, read: dict[str, Any]) -> bool:
-        """Takes a member of the call's object that is not its arguments."""
+        """Read a member of the call's object other than the arguments, and return whether it is valid."""
         if len(read) != 1 or "arguments" in read:
             return False
         if "name" not in read:
@@ -268,47 +273,47 @@ class _ToolCall:
 
 
 def _object(members: str) -> dict[str, Any]:
-    """A JSON object of these members; without any where they are none. Numbers are left out: only names matter."""
+    """Return the JSON object with these members, or {} if they are invalid. Numbers become None."""
     try:
-        read = json.loads(f"{{{members}}}", parse_int=_unread, parse_float=_unread)
+        read = json.loads(f"{{{members}}}", parse_int=_ignored, parse_float=_ignored)
     except (ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}
 
 
-def _unread(number: str) -> None:
-    """Digits may be thousands."""
+def _ignored(number: str) -> None:
+    """Ignore a number: conversion of thousands of digits is slow, and the value is not needed."""
 
 
-def _say(content: str, told: list[Delta]) -> None:
+def _append_content(content: str, deltas: list[Delta]) -> None:
     if content:
-        told.append(Delta(content=content))
+        deltas.append(Delta(content=content))
 
 
-_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Of JSON, as models have seen it."""
+_JSON_FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Format of JSON in the models' training data."""
 
 
 def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True) -> str | None:
-    """What an answer must be if it is to call tools, as a grammar of Lark in llguidance's syntax.
+    """Return the grammar of an answer that must call tools, in llguidance's Lark syntax.
 
     Args:
       tools: see `inputs.messages.read_tools`.
-      tool_choice: OpenAI's: "required", any of the tools; or `{"type": "function", "function": {"name": ...}}`, that
-        one. Also, as in requests to `/v1/responses`, `{"type": "function", "name": ...}`.
-      parallel: there may be several calls, where no tool is named.
+      tool_choice: OpenAI's choice. "required" forces any tool, `{"type": "function", "function": {"name": ...}}` the
+        named one. The form of `/v1/responses`, `{"type": "function", "name": ...}`, is also accepted.
+      parallel: True to allow several calls, if no tool is named.
 
     Returns:
-      The grammar; None where nothing is forced (None, "auto", "none").
+      The grammar; None if no call is forced (None, "auto", "none").
 
     Raises:
-      ValueError: it is no choice, or one of tools that there are not.
+      ValueError: the choice is wrong, or names an unknown tool.
     """
     if tool_choice in (None, "auto", "none"):
         return None
     offered = read_tools(tools)
     if not offered:
-        raise ValueError(f"tool_choice must be left out without tools, got {short(tool_choice)}")
+        raise ValueError(f"tool_choice requires tools, got {short(tool_choice)} without any")
     if (is_any := tool_choice == "required") is False:
         name = _named(tool_choice)
         if name not in tool_names(offered):
@@ -333,6 +338,6 @@ def _named(tool_choice: Any) -> str:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a function's arguments."""
+    """Return the JSON schema of a function's arguments."""
     parameters = function.get("parameters") or {"properties": {}, "additionalProperties": False}
-    return {**parameters, "type": "object", "x-guidance": _AS_WRITTEN}
+    return {**parameters, "type": "object", "x-guidance": _JSON_FORMAT}

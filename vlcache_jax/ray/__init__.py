@@ -1,16 +1,16 @@
-"""Many engines, by Ray (`pip install "vlcache-jax[ray]"`).
+"""Several engines on Ray (`pip install "vlcache-jax[ray]"`).
 
-Batches: `generate` answers the rows of a `ray.data.Dataset`, `vlcache run IN OUT --ray` those of a file. A service:
-`vlcache_jax.ray.serve.app`. Each image meets one engine, by a hash of its bytes (`vlcache_jax.router.affinity`), and
-nothing of it is decoded on the way. No other package imports ray.
+Batches: `generate` answers the rows of a `ray.data.Dataset`, and `vlcache run IN OUT --ray` those of a file. Service:
+`vlcache_jax.ray.serve.app`. A hash of an image's bytes selects its engine (`vlcache_jax.router.affinity`), and images
+are not decoded before. No other package imports ray.
 """
 
 import os
 from typing import TYPE_CHECKING, Any
 
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or what `uv run` runs in is copied to all nodes
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else `uv run` copies its environment to all nodes
 try:
-    import ray as _ray  # noqa: F401  (it reads that now)
+    import ray as _ray  # noqa: F401  (it reads the variable at import)
 except ImportError as error:
     raise ImportError(
         f'vlcache_jax.ray needs {error.name}, which is not installed: pip install "vlcache-jax[ray]"', name=error.name
@@ -24,7 +24,7 @@ __all__ = ["generate", "shard_by_image"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported at first use: actors that hold no model need not wait for JAX.
+    # Imported at first use: actors without a model do not need JAX.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vlcache_jax.ray import batch

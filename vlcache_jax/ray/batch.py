@@ -1,4 +1,4 @@
-"""Batches: the rows of a `ray.data.Dataset`, answered by many engines."""
+"""Batch inference over a `ray.data.Dataset` with several engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import ray.data
 
 from vlcache_jax.cache.lookups import CacheStats
-from vlcache_jax.common.checks import check_text, check_whole, short
+from vlcache_jax.common.checks import check_text, check_whole, unknown
 from vlcache_jax.config import EngineConfig, EngineOptions
 from vlcache_jax.llm import LLM
 from vlcache_jax.ray.engines import WINDOW, EngineOrder, Packed, placed, warn_of_room
@@ -18,7 +18,7 @@ from vlcache_jax.ray.feeding import COLUMNS, Feeder, Sharder
 from vlcache_jax.request_options import Compress, RequestOptions
 from vlcache_jax.sampling import SamplingParams
 
-_TASKS = 16  # blocks that are under way, so that small ones keep engines busy
+_TASKS = 16  # blocks in flight, so that small blocks keep the engines busy
 
 
 def generate(
@@ -34,49 +34,49 @@ def generate(
     window: int = WINDOW,
     **options: Unpack[EngineOptions],
 ) -> ray.data.Dataset:
-    """Answers the rows of a dataset, each once::
+    """Answer each row of a dataset once::
 
         rows = ray.data.read_parquet("s3://bucket/questions")  # with columns image (bytes) and question
         vlcache_jax.ray.generate(rows, "Qwen/Qwen3-VL-8B-Instruct", num_engines=8).write_parquet("s3://bucket/answers")
 
-    A picture meets one engine, by a hash of its bytes; one that more than a quarter too many rows show is given to
-    others, too. Of several pictures in a row the largest counts. Ray holds reading and writing back where engines are
-    slower. An engine that ends is opened again, and what it had is answered again.
+    A hash of an image's bytes selects its engine. If that engine has more than 1.25 times the mean number of rows, the
+    row goes to another engine. The largest image of a row counts. Ray slows reading and writing to the speed of the
+    engines. An engine that ends is restarted, and its rows are answered again.
 
     Args:
-      dataset: each row holds `messages`, a list as `LLM.chat` takes it or its JSON; or `question` with `image`,
-        `images` or `video`, and `system`. An image is bytes, a path, a URL or an array [H, W, 3].
+      dataset: rows with `messages`, a list as in `LLM.chat` or its JSON; or with `question` and optionally `image`,
+        `images`, `video` and `system`. An image is bytes, a path, a URL or an array `[H, W, 3]`.
       model: see `LLM`. Each engine opens it.
-      sampling_params: of all rows; None is the checkpoint's own.
-      num_engines: actors, each with a model of its own.
-      columns: the dataset's names for these where they are others: `{"question": "prompt"}`.
+      sampling_params: sampling parameters of all rows; default: those of the checkpoint. `n` must be 1.
+      num_engines: number of engines. Each is an actor with its own copy of the model.
+      columns: the dataset's column names, if they differ: `{"question": "prompt"}`.
       compress: see `LLM.chat`.
-      num_gpus: of each engine; by default `tensor_parallel_size`. 0 is for CPUs.
-      num_cpus: of each engine.
-      window: rows that an engine has at a time.
-      options: see `LLM`; among them `reuse`.
+      num_gpus: GPUs per engine; default: `tensor_parallel_size`. 0 for CPUs.
+      num_cpus: CPUs per engine.
+      window: maximum number of rows per engine at a time.
+      options: options of `LLM`, such as `reuse`.
 
     Returns:
-      The rows with `answer`, `finish_reason`, `prompt_tokens`, `cached_tokens`, `completion_tokens` and `error` beside
-      them. A row that cannot be answered has an error, and nothing else of these. They may come in another order.
+      The rows with the additional columns `answer`, `finish_reason`, `prompt_tokens`, `cached_tokens`,
+      `completion_tokens` and `error`. A failed row has only an `error`. The order of the rows may change.
 
     Raises:
-      ValueError, TypeError: an argument is wrong. What the model's files tell to be wrong, who reads the dataset hears.
+      ValueError, TypeError: an argument is wrong. Errors of the model's files are raised when the dataset is read.
     """
     options.setdefault("use_tqdm", False)
     config = placed(EngineConfig.of(model, **options))
     if not isinstance(sampling_params, SamplingParams | None):
         raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
     if sampling_params is not None and sampling_params.n != 1:
-        raise ValueError(f"sampling_params must have n=1, as a row has one answer, got {sampling_params.n}")
+        raise ValueError(f"sampling_params must have n=1, as a row has one answer, got n={sampling_params.n}")
     gpus = config.tensor_parallel_size if num_gpus is None else num_gpus
     check_whole("num_engines", num_engines, 1)
-    order = EngineOrder(engines=num_engines, num_gpus=gpus, num_cpus=num_cpus, window=window)
+    resources = EngineOrder(engines=num_engines, num_gpus=gpus, num_cpus=num_cpus, window=window)
     warn_of_room(num_engines, gpus)
     make = Packed(functools.partial(DatasetWorker, config, sampling_params, RequestOptions(compress=compress)))
     return dataset.map_batches(
         Feeder,
-        fn_constructor_kwargs={"make": make, "order": order, "names": _names(columns)},
+        fn_constructor_kwargs={"make": make, "resources": resources, "names": _names(columns)},
         batch_format="pyarrow",
         batch_size=window,
         num_cpus=0,
@@ -89,13 +89,16 @@ def generate(
 def shard_by_image(
     dataset: ray.data.Dataset, num_shards: int, *, column: str = "image", output: str = "shard"
 ) -> ray.data.Dataset:
-    """Adds to each row the number of the engine that its picture belongs to, for pipelines of your own.
+    """Add to each row the number of the engine that its image belongs to, for custom pipelines.
 
     Args:
-      dataset: rows with bytes, paths, URLs or arrays of a picture, or lists of them, of which the largest counts.
-      num_shards: engines. No shard is given more than 1.25 of the mean, beyond its first 64 rows.
-      column: where the picture is.
+      dataset: rows with an image (bytes, a path, a URL or an array) or a list of images, of which the largest counts.
+      num_shards: number of engines. After its first 64 rows, a shard gets at most 1.25 times the mean number of rows.
+      column: name of the column with the image.
       output: name of the new column.
+
+    Returns:
+      The rows with the shard number, from 0 to `num_shards` - 1.
 
     Raises:
       ValueError: an argument is wrong.
@@ -113,20 +116,21 @@ def shard_by_image(
 
 
 class DatasetWorker:
-    """An open model that answers conversations (a `Worker`).
+    """Open model that answers conversations (a `Worker`).
 
     Args:
-      config: of the engine.
-      params, options: of all conversations.
+      config: options of the engine.
+      params: sampling parameters of all conversations; None for those of the checkpoint.
+      options: request options of all conversations.
     """
 
     def __init__(self, config: EngineConfig, params: SamplingParams | None, options: RequestOptions):
         self._llm = LLM(config)
-        self._llm.service.compressor_of(options.compress)  # what is wrong for all rows is no row's error
+        self._llm.service.compressor_of(options.compress)  # a wrong option is an error of the call, not of each row
         self._params, self._options = params, options
 
     def __call__(self, conversation: Any) -> dict[str, Any]:
-        """What `feeding.ANSWERS` names; what is missing is none."""
+        """Return the values of `feeding.ANSWERS`. Missing ones are null."""
         [output] = self._llm.chat(
             [conversation], self._params, use_tqdm=False, options=self._options, on_error="return"
         )
@@ -140,14 +144,14 @@ class DatasetWorker:
         }  # fmt: skip
 
     def stats(self) -> CacheStats:
-        """What became of pictures."""
+        """Return the statistics of the image cache."""
         return self._llm.cache.stats()
 
 
 def _names(columns: Mapping[str, str] | None) -> dict[str, str]:
-    """The dataset's names for what a row may hold."""
+    """Return the dataset's column names, by the names in `COLUMNS`."""
     for meaning, name in (columns or {}).items():
         if meaning not in COLUMNS:
-            raise ValueError(f"columns must hold only {', '.join(COLUMNS)}, got {short(meaning)}")
+            raise ValueError(unknown(meaning, COLUMNS, where="columns"))
         check_text(name or None, f"columns[{meaning!r}]", "the name of a column")
     return {meaning: meaning for meaning in COLUMNS} | dict(columns or {})

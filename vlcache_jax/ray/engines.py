@@ -1,4 +1,4 @@
-"""Engines as actors, and which of them is given what."""
+"""Engines as Ray actors, and the assignment of rows to them."""
 
 from __future__ import annotations
 
@@ -23,51 +23,59 @@ if TYPE_CHECKING:
     from vlcache_jax.config import EngineConfig
 
 WINDOW = 32
-"""Rows that an engine has at a time: what it needs to fill its steps, and to read pictures ahead."""
-_CONNECT = 5.0  # seconds in which a cluster must be reached
-_DEATHS = 2  # of an engine that a row may see before it is answered alone
+"""Default number of rows per engine at a time. It fills the batches and allows to read images ahead."""
+_CONNECT = 5.0  # timeout in seconds to connect to a cluster
+_DEATHS = 2  # number of engine deaths after which a row runs alone
 
 
 def connect(address: str | None = None) -> None:
-    """Joins a cluster, unless the process has done so; without an address the one that RAY_ADDRESS names or that runs
-    on this machine, and a new one of this machine alone if there is none.
+    """Connect to a Ray cluster, unless the process is connected.
+
+    Args:
+      address: address of the cluster. None: the cluster of `RAY_ADDRESS` or of this machine; if there is none, a new
+        one is started on this machine.
 
     Raises:
-      ConnectionError: there is no cluster at the address, or none begins here.
+      ConnectionError: no cluster is reachable at the address, or none can be started.
     """
     if ray.is_initialized():
         return
     own: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
     try:
         host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
-        if colon and port.isdecimal():  # Ray itself tries for minutes
+        if colon and port.isdecimal():  # Ray itself retries for minutes
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT).close()
         ray.init(logging_level="ERROR", log_to_driver=False, **own)
-    except Exception as error:  # Ray raises its base where a node does not begin within half a minute
+    except Exception as error:  # Ray raises a bare Exception if a node does not start within half a minute
         ray.shutdown()
-        raise ConnectionError(f"no Ray cluster at {address or 'this machine'}: {error}") from error
+        raise ConnectionError(f"cannot connect to a Ray cluster at {address or 'this machine'}: {error}") from error
 
 
 def gpus_of() -> int:
-    """GPUs of the cluster."""
+    """Return the number of GPUs of the cluster."""
     return int(ray.cluster_resources().get("GPU", 0))
 
 
 type Worker = Callable[[Any], Any]
-"""What lives in an actor, an open model: it answers an item, and is called from several threads."""
+"""Open model in an actor: a function from an item to its answer. It is called from several threads."""
 
 
 def warn_of_room(engines: int, num_gpus: float) -> None:
-    """Says on stderr where engines ask for more GPUs than there are, as they wait for them without a word."""
+    """Print a warning if the engines need more GPUs than the cluster has. Ray waits for GPUs without a message.
+
+    Args:
+      engines: number of engines.
+      num_gpus: GPUs per engine.
+    """
     if ray.is_initialized() and engines * num_gpus > gpus_of():
         say(
-            f"warning: {engines} engines of {num_gpus:g} GPUs each were asked for, and the cluster has {gpus_of()}: "
-            "those that find none wait"
+            f"warning: {engines} engines need {num_gpus:g} GPUs each, and the cluster has {gpus_of()}: engines without "
+            "a GPU wait; lower the number of engines"
         )
 
 
 def placed(config: EngineConfig) -> EngineConfig:
-    """The same with paths that do not depend on the folder in which a process runs."""
+    """Return the options with absolute paths, which do not depend on the working directory of a process."""
     model, disk, media = os.fspath(config.model), config.cache.disk, config.allowed_local_media_path
     cache = config.cache if disk is None else dataclasses.replace(config.cache, disk=_absolute(disk))
     return dataclasses.replace(
@@ -81,7 +89,11 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 
 class Packed:
-    """A function that opens a model, unpacked where it is called: who hands it on need not import what it needs."""
+    """Pickled function that opens a model. It is unpickled when called, so that other processes do not import JAX.
+
+    Args:
+      make: the function.
+    """
 
     def __init__(self, make: Callable[[], Worker]):
         self._content: bytes = ray.cloudpickle.dumps(make)
@@ -93,16 +105,16 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOrder:
-    """How many engines there are, and what each takes of a cluster.
+    """Number of engines, and the resources of each.
 
     Attributes:
-      engines: that are opened.
-      num_gpus: of each; 0 on CPUs.
-      num_cpus: of each, which nobody else is given then.
-      window: rows that an engine has at a time.
+      engines: number of engines.
+      num_gpus: GPUs per engine; 0 on CPUs.
+      num_cpus: CPUs that Ray reserves per engine.
+      window: maximum number of rows per engine at a time.
 
     Raises:
-      ValueError: one is out of range.
+      ValueError: a value is out of range.
     """
 
     engines: int = 1
@@ -116,42 +128,42 @@ class EngineOrder:
         for name in ("num_gpus", "num_cpus"):
             given: Any = getattr(self, name)
             if not (is_a(given, int | float) and given >= 0):
-                raise ValueError(f"{name} must be a number from 0, got {short(given)}")
+                raise ValueError(f"{name} must be a non-negative number, got {short(given)}")
 
 
 class EngineDiedError(Exception):
-    """An engine ended each time it answered a row, the last time nothing but this row."""
+    """Engines repeatedly ended while they answered a row, the last time with no other row."""
 
 
 class Engines:
-    """Gives rows to engines, so that each picture meets one of them.
+    """Engines with the assignment of rows to them: each image goes to one engine.
 
-    An engine that has many more rows than the others passes what comes on to the next one; of rows that wait for it,
-    an idle engine takes some if there are more than it has at a time. One that ends is opened again, and what it had is
-    answered again: each row comes back once. A row that has seen an engine end twice goes alone, so that one that ends
-    engines takes no other row along. Only one event loop may use it.
+    If an engine has many more rows than the others, further rows go to the next engine. If more rows wait for an engine
+    than its window, an idle engine takes some. An engine that ends is restarted, and its rows are answered again. Each
+    row returns one answer. A row whose engine has ended twice runs alone, so that it cannot end the engine of other
+    rows. Only one event loop may use an instance.
 
     Args:
-      make: opens a model, in the actor.
-      order: how many.
+      make: function that opens a model, called in the actor.
+      resources: number of engines and their resources.
 
     Attributes:
-      given: rows that each engine was given so far.
+      given: number of rows so far, by engine.
     """
 
-    def __init__(self, make: Callable[[], Worker], order: EngineOrder):
-        self._window = order.window
+    def __init__(self, make: Callable[[], Worker], resources: EngineOrder):
+        self._window = resources.window
         self._actors = {
             f"engine-{i}": _Actor.options(  # type: ignore[attr-defined]
-                num_cpus=order.num_cpus, num_gpus=order.num_gpus, max_concurrency=order.window + 1,
+                num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, max_concurrency=resources.window + 1,
                 max_restarts=-1, max_task_retries=_DEATHS,
             ).remote(make)
-            for i in range(order.engines)
+            for i in range(resources.engines)
         }  # fmt: skip
-        self._shards = Shards(list(self._actors), slack=2 * order.window)
+        self._shards = Shards(list(self._actors), slack=2 * resources.window)
         self._waiting: dict[str, deque[_ShardRow]] = {name: deque() for name in self._actors}
         self._suspects: dict[str, deque[_ShardRow]] = {name: deque() for name in self._actors}
-        self._taken = dict.fromkeys(self._actors, 0)  # of an engine's window; by a suspect all of it
+        self._taken = dict.fromkeys(self._actors, 0)  # used part of each window; a suspect row uses all of it
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -159,19 +171,23 @@ class Engines:
         return self._shards.counts
 
     async def ready(self) -> None:
-        """Until all models are open.
+        """Wait until all models are open.
 
         Raises:
-          Exception: what opening one raised.
+          Exception: the error of opening a model.
         """
-        await asyncio.gather(*(_told(actor.ready.remote()) for actor in self._actors.values()))
+        await asyncio.gather(*(_result(actor.ready.remote()) for actor in self._actors.values()))
 
     async def answer(self, seen: SeenImages, item: Any) -> Any:
-        """What the engine that holds the pictures makes of an item.
+        """Return the answer of the engine that holds the images.
+
+        Args:
+          seen: routing information of the item.
+          item: the input of the worker.
 
         Raises:
-          EngineDiedError: the engine ended each time it had it, or could not be opened again.
-          Exception: what the worker raised.
+          EngineDiedError: the engine ended each time it answered the item, or could not be restarted.
+          Exception: the error of the worker.
         """
         row = _ShardRow(item, asyncio.get_running_loop().create_future())
         self._waiting[self._shards.of(seen)].append(row)
@@ -179,22 +195,22 @@ class Engines:
         return await row.answer
 
     async def call(self, method: str) -> list[Any]:
-        """What a method of each worker returns."""
-        return list(await asyncio.gather(*(_told(actor.call.remote(method)) for actor in self._actors.values())))
+        """Return the results of a method of all workers."""
+        return list(await asyncio.gather(*(_result(actor.call.remote(method)) for actor in self._actors.values())))
 
     def kill(self, engine: str) -> None:
-        """Ends an engine's process; Ray starts another one."""
+        """Kill the process of an engine. Ray starts another one."""
         ray.kill(self._actors[engine], no_restart=False)
 
     def close(self) -> None:
-        """Ends the engines."""
+        """Cancel all rows and kill the engines."""
         for task in self._tasks:
             task.cancel()
         for actor in self._actors.values():
             ray.kill(actor)
 
     def _start(self) -> None:
-        """Gives rows to engines that have room."""
+        """Send waiting rows to engines with room in their window."""
         for name in self._actors:
             while self._taken[name] < self._window and (row := self._next(name)):
                 takes = self._window if row.is_suspect else 1
@@ -209,7 +225,7 @@ class Engines:
         if waiting := self._waiting[name]:
             return waiting.popleft()
         longest = max(self._waiting.values(), key=len)
-        # For fewer it would compute pictures that the other engine holds.
+        # With fewer waiting rows, recomputing their images would cost more than waiting for the engine that holds them.
         return longest.pop() if not self._taken[name] and len(longest) > self._window else None
 
     async def _run(self, name: str, row: _ShardRow, takes: int) -> None:
@@ -224,17 +240,19 @@ class Engines:
         self._start()
 
     async def _answer_of(self, name: str, row: _ShardRow) -> tuple[Any, Exception | None] | None:
-        """A row's answer, or what was raised; None: its engine has ended and was opened again, and the row waits."""
+        """Return the answer of a row or its error; None if the engine was restarted and the row waits again."""
         try:
-            return await _told(self._actors[name].answer.remote(row.item)), None
+            return await _result(self._actors[name].answer.remote(row.item)), None
         except EngineDiedError as error:
             if row.is_suspect:
-                return None, EngineDiedError(f"the engine ended {row.deaths + 1} times: {error}")
+                return None, EngineDiedError(
+                    f"the engine ended {row.deaths + 1} times while it answered this request: {error}"
+                )
         except Exception as error:
             return None, error
         row.deaths += 1
         try:
-            await _told(self._actors[name].ready.remote())
+            await _result(self._actors[name].ready.remote())
         except Exception as error:
             return None, error
         (self._suspects if row.is_suspect else self._waiting)[name].append(row)
@@ -245,14 +263,14 @@ class Engines:
 class _ShardRow:
     item: Any
     answer: asyncio.Future[Any]
-    deaths: int = 0  # of engines that had it
+    deaths: int = 0  # number of times that its engine ended
 
     @property
     def is_suspect(self) -> bool:
         return self.deaths >= _DEATHS
 
     def end(self, found: Any, error: Exception | None) -> None:
-        if self.answer.done():  # nobody waits for it any more
+        if self.answer.done():  # the caller has cancelled it
             return
         if error is None:
             self.answer.set_result(found)
@@ -261,16 +279,15 @@ class _ShardRow:
 
 
 class Shards:
-    """Tells rows of many requests which engine they are for: the one of their largest picture, unless that one would
-    have more than its share by then.
+    """Assignment of rows to engines by their largest image, with a bounded number of rows per engine.
 
     Args:
-      names: of the engines.
-      factor: of the mean, the rows that an engine may be given.
-      slack: rows that it may be given in any case.
+      names: names of the engines.
+      factor: maximum rows of an engine as a factor of the mean.
+      slack: rows that an engine may always have.
 
     Attributes:
-      counts: rows of each engine so far.
+      counts: number of rows so far, by engine.
     """
 
     def __init__(self, names: list[str], *, factor: float = 1.25, slack: int = 2 * WINDOW):
@@ -278,7 +295,7 @@ class Shards:
         self.counts = dict.fromkeys(names, 0)
 
     def of(self, seen: SeenImages) -> str:
-        """The engine of the next row."""
+        """Choose the engine for the next request by its largest image, count the request, and return the engine."""
         largest = seen.largest
         alone = SeenImages({} if largest is None else {largest: seen.images[largest]})
         name = self._rule.order(alone, self.counts)[0]
@@ -288,19 +305,19 @@ class Shards:
 
 @ray.remote
 class _Actor:
-    """An engine's process. The model is opened by the first call, whose caller hears what is wrong with it."""
+    """Process of an engine. The first call opens the model and raises its errors."""
 
     def __init__(self, make: Callable[[], Worker]):
         self._make, self._lock = make, threading.Lock()
         self._made: Worker | None = None
 
     def ready(self) -> None:
-        """Opens the model."""
+        """Open the model, if it is not open."""
         with self._lock:
             if self._made is None:
                 self._made = self._make()
 
-    @ray.method(max_task_retries=0)  # whoever gives rows must know when an engine has ended
+    @ray.method(max_task_retries=0)  # `Engines` must know when an engine has ended
     def answer(self, item: Any) -> Any:
         self.ready()
         assert self._made is not None
@@ -311,12 +328,12 @@ class _Actor:
         return getattr(self._made, method)()
 
 
-async def _told(reference: Any) -> Any:
-    """What an actor returns.
+async def _result(reference: Any) -> Any:
+    """Return the result of an actor's call.
 
     Raises:
-      EngineDiedError: it ended.
-      Exception: what it raised.
+      EngineDiedError: the actor ended.
+      Exception: the error of the call.
     """
     try:
         return await reference

@@ -1,6 +1,6 @@
-"""What stands between a dataset and engines: actors that see rows, and hold no model.
+"""Actors between a dataset and the engines, which route rows and have no model.
 
-It imports nothing that imports jax: such an actor begins in a fraction of the time.
+The module does not import JAX, directly or indirectly, so that the actors start in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -17,25 +17,31 @@ from vlcache_jax.ray.engines import EngineDiedError, EngineOrder, Engines, Shard
 from vlcache_jax.router.affinity import SeenImages, look, look_at
 
 COLUMNS = ("messages", "system", "question", "image", "images", "video")
-"""What a row may hold."""
+"""Columns of a row that are read."""
 ANSWERS = {
     "answer": pa.string(), "finish_reason": pa.string(), "prompt_tokens": pa.int64(), "cached_tokens": pa.int64(),
     "completion_tokens": pa.int64(), "error": pa.string(),
 }  # fmt: skip
-"""What is told of each row, in columns behind its own."""
+"""Columns that are added to each row."""
 
 
 class Feeder:
-    """Gives rows to engines, and their answers back (an actor of a dataset, which owns the engines)."""
+    """Dataset actor that owns the engines, sends rows to them and adds the answers.
 
-    def __init__(self, make: Callable[[], Worker], order: EngineOrder, names: Mapping[str, str]):
-        self._engines, self._names, self._is_open = Engines(make, order), names, False
+    Args:
+      make: function that opens a model.
+      resources: number of engines and their resources.
+      names: the dataset's column names, by the names in `COLUMNS`.
+    """
+
+    def __init__(self, make: Callable[[], Worker], resources: EngineOrder, names: Mapping[str, str]):
+        self._engines, self._names, self._is_open = Engines(make, resources), names, False
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         given = {meaning: name for meaning, name in self._names.items() if name in table.column_names}
         if taken := [name for name in ANSWERS if name in table.column_names]:
-            raise ValueError(f"dataset must not have a column {taken[0]}, which is for answers")
-        if not self._is_open:  # what is wrong with the model is no row's error
+            raise ValueError(f"dataset must not have a column {taken[0]}, which the answers use: rename it")
+        if not self._is_open:  # an error of the model is not an error of a row
             await self._engines.ready()
             self._is_open = True
         rows = table.select(list(dict.fromkeys(given.values()))).to_pylist()
@@ -54,7 +60,13 @@ class Feeder:
 
 
 class Sharder:
-    """Tells rows their shards (an actor of a dataset)."""
+    """Dataset actor that adds the shard number of each row.
+
+    Args:
+      count: number of shards.
+      column: name of the column with the images.
+      output: name of the new column.
+    """
 
     def __init__(self, count: int, column: str, output: str):
         self._column, self._output = column, output
@@ -74,10 +86,10 @@ class Sharder:
 
 
 def _messages(row: Mapping[str, Any]) -> list[Any]:
-    """A row as a conversation.
+    """Return a row as the messages of a conversation.
 
     Raises:
-      ValueError: it holds none.
+      ValueError: the row has neither `messages` nor a `question`, or they have another type.
     """
     if (messages := row.get("messages")) is not None:
         if isinstance(messages, str):
@@ -94,12 +106,12 @@ def _messages(row: Mapping[str, Any]) -> list[Any]:
     parts.append({"type": "video", "video": row.get("video")})
     shown = [part for part in parts if part[part["type"]] is not None]
     system = row.get("system")
-    told = [] if system is None else [{"role": "system", "content": system}]
-    return [*told, {"role": "user", "content": [*shown, {"type": "text", "text": row["question"]}]}]
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": [*shown, {"type": "text", "text": row["question"]}]}]
 
 
 def _without_none(value: Any) -> Any:
-    """Columns of one type give each part all keys that any part has."""
+    """Remove null values. A column has one type, so that each part has the keys of all parts."""
     if isinstance(value, Mapping):
         return {key: _without_none(one) for key, one in value.items() if one is not None}
     return [_without_none(one) for one in value] if isinstance(value, list) else value

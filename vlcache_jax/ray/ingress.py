@@ -1,7 +1,7 @@
-"""The entrance of a service: reads bodies within their limits, sees what they show, and hands them to a replica.
+"""Ingress of a service: it reads bodies within their limits, hashes their images, and forwards them to a replica.
 
-It holds no model, decodes no picture and counts no token. What a client is told comes from the replicas, refusals
-included, but for bodies that do not come and engines that end.
+It has no model, decodes no image and counts no tokens. The replicas make all answers, including errors. Exceptions are
+errors of reading bodies and of replicas that end.
 """
 
 from __future__ import annotations
@@ -26,44 +26,45 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlcache_jax.protocol.schema import ApiError, read_object, write
 from vlcache_jax.router.affinity import SeenImages, look
-from vlcache_jax.server.admission import FIELD_BYTES, OPEN, ClientGoneError, Entrance, Keys, read_whole
+from vlcache_jax.server.admission import FIELD_BYTES, OPEN, AdmissionControl, ClientGoneError, Keys, read_whole
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_layer import refuse, tag_in, until_gone
 from vlcache_jax.server.tenants import Register
 
 _log = logging.getLogger(__name__)
 
-# Of a scope, what a replica is told.
-_KEPT = (
+# Fields of the ASGI scope that are sent to a replica.
+_SCOPE_KEYS = (
     "type", "http_version", "method", "path", "raw_path", "query_string", "headers", "root_path", "scheme", "server",
     "client",
 )  # fmt: skip
-_PATIENCE = 5.0  # seconds in which a replica must say that it is ready
+_PATIENCE = 5.0  # seconds within which a replica must answer /health and the like
 _BY_NAME = re.compile(r"/v1/(?:responses|files)/([^/]+)(?:/.*)?")
 _FOR_ALL = re.compile(r"/cache(/(?!precompute).*)?|/reset_mm_cache|/reset_prefix_cache|/metrics|/load")
 _EVENT = re.compile(rb"^event: ", re.MULTILINE)
-_BRING = ("POST", "PUT", "PATCH")  # methods whose requests have bodies
-_TRIES = 3  # replicas that are asked before the client is told
+_WITH_BODY = ("POST", "PUT", "PATCH")  # methods whose requests have bodies
+_TRIES = 3  # attempts with different replicas before the client gets an error
 _DEAD = (ray.exceptions.RayActorError, ray.serve.exceptions.DeploymentUnavailableError)
 
 
 class Ingress:
-    """What a service listens with, as Ray Serve takes it.
+    """Ingress deployment of a service, in the form that Ray Serve needs.
 
     Args:
-      engines: handle of the replicas.
+      engines: handle of the engine replicas.
+      server: options of the server.
       secret: see `EngineReplica`.
     """
 
     def __init__(self, engines: DeploymentHandle[Any], server: ServerConfig, secret: bytes):
-        self._front = IngressApp(engines, server, secret)
+        self._app = IngressApp(engines, server, secret)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._front
+        return self._app
 
 
 class IngressApp:
-    """The entrance of a service (an ASGI application).
+    """Ingress of a service (an ASGI application).
 
     Args:
       engines, server, secret: see `Ingress`.
@@ -75,7 +76,7 @@ class IngressApp:
             register = Register(server.api_keys, server.admin_key, secret, lambda *_: None)
         self._engines, self._config = engines, server
         self._keys = Keys(_nothing, server, register)
-        self._entrance = Entrance(server, register)
+        self._admission = AdmissionControl(server, register)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -91,14 +92,17 @@ class IngressApp:
                 await reply.fail(error)
 
     async def _take(self, path: str, scope: Scope, receive: Receive, reply: _Reply) -> None:
-        """Reads what a request brings, and answers it. Of one that is refused nothing is read: a replica says why."""
-        brings = scope["method"] in _BRING and path not in OPEN and self._keys.error(dict(scope)) is None
-        if brings:
-            with self._entrance.enter(scope) as place:
+        """Read the body of a request, and answer it.
+
+        The body of a request with a wrong key is not read. A replica answers it with the error.
+        """
+        has_body = scope["method"] in _WITH_BODY and path not in OPEN and self._keys.error(dict(scope)) is None
+        if has_body:
+            with self._admission.enter(scope) as place:
                 config = self._config
                 is_form = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/")
-                most = int(config.max_file_bytes) + FIELD_BYTES if is_form else int(config.max_body_bytes)
-                body = await read_whole(scope, receive, config, most, place)
+                max_bytes = int(config.max_file_bytes) + FIELD_BYTES if is_form else int(config.max_body_bytes)
+                body = await read_whole(scope, receive, config, max_bytes, place)
                 await until_gone(receive, self._answer(path, scope, body, reply))
             return
         answering = self._answer(path, scope, b"", reply)
@@ -109,17 +113,17 @@ class IngressApp:
             async with asyncio.timeout(_PATIENCE):
                 await answering
         except TimeoutError:
-            raise ApiError("no engine is ready", status=503, retry_after=1) from None
+            raise ApiError("no engine is ready; retry later", status=503, retry_after=1) from None
 
     async def _answer(self, path: str, scope: Scope, body: bytes, reply: _Reply) -> None:
-        told = {key: scope[key] for key in _KEPT if key in scope}
+        sent_scope = {key: scope[key] for key in _SCOPE_KEYS if key in scope}
         if _FOR_ALL.fullmatch(path):
-            await reply.send(await self._of_all(path, told, body))
+            await reply.send(await self._of_all(path, sent_scope, body))
             return
         seen = await asyncio.to_thread(see, path, body)
         for attempt in range(_TRIES):
             try:
-                async with contextlib.aclosing(self._messages(seen, told, body)) as messages:
+                async with contextlib.aclosing(self._messages(seen, sent_scope, body)) as messages:
                     async for message in messages:
                         await reply.send([message])
                 return
@@ -135,12 +139,12 @@ class IngressApp:
                 for message in some:
                     yield message
         finally:
-            response.cancel()  # one that has ended does not mind
+            response.cancel()  # without effect after its end
 
     async def _of_all(self, path: str, scope: Scope, body: bytes) -> list[Message]:
-        """The answer to a request that all replicas have."""
+        """Return the answer to a request that is sent to all replicas, joined from theirs."""
         try:
-            answers = await self._engines.broadcast("told", scope, body).results_async()
+            answers = await self._engines.broadcast("answer", scope, body).results_async()
         except _DEAD:
             raise _gone() from None
         if not answers:
@@ -157,7 +161,12 @@ class IngressApp:
 
 
 def see(path: str, body: bytes) -> SeenImages:
-    """What speaks for a replica in a request. What is wrong with it, the replica tells."""
+    """Return the routing information of a request. The replica reports its errors.
+
+    Args:
+      path: path of the request without the root path.
+      body: the body of the request.
+    """
     if found := _BY_NAME.fullmatch(path):
         return SeenImages(engine=tag_in(found[1]))
     try:
@@ -171,7 +180,11 @@ def see(path: str, body: bytes) -> SeenImages:
 
 
 class _Reply:
-    """Sends an answer, and notes how far it came."""
+    """Sender of an answer, which records its progress.
+
+    Attributes:
+      has_begun: True once the response's head has been sent.
+    """
 
     def __init__(self, send: Send, scope: Scope):
         self._send, self._is_responses = send, scope["path"].endswith("/v1/responses")
@@ -188,7 +201,11 @@ class _Reply:
             await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Says what went wrong; of an answer that has begun, as its last event."""
+        """Send an error as the response, or as the last event of a stream that has begun.
+
+        Raises:
+          ApiError: a response with a fixed length has begun. The server then closes the connection.
+        """
         if not self.has_begun:
             response = refuse(error)
             await self.send([
@@ -196,21 +213,25 @@ class _Reply:
                 {"type": "http.response.body", "body": response.body},
             ])  # fmt: skip
             return
-        if not self._is_stream:  # its length was told: the connection is cut
+        if not self._is_stream:
             raise error
-        told = error.to_dict()
+        event = error.to_dict()
         if self._is_responses:
-            inside = told["error"]
-            told = {"type": "error", "sequence_number": self._events} | {
-                key: inside[key] for key in ("code", "message", "param")
+            inner = event["error"]
+            event = {"type": "error", "sequence_number": self._events} | {
+                key: inner[key] for key in ("code", "message", "param")
             }
         name = b"event: error\n" if self._is_responses else b""
-        body = name + b"data: " + write(told) + b"\n\ndata: [DONE]\n\n"
+        body = name + b"data: " + write(event) + b"\n\ndata: [DONE]\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class _Pages:
-    """Metrics of all replicas, each with its tag."""
+    """Metrics of all replicas with the label `engine`, the replica's tag.
+
+    Args:
+      pages: Prometheus text, by tag.
+    """
 
     def __init__(self, pages: Mapping[str, bytes]):
         self._pages = pages
@@ -232,7 +253,7 @@ def _metrics(pages: Mapping[str, bytes]) -> bytes:
 
 
 def _together(pages: Mapping[str, bytes]) -> bytes:
-    """What several have changed: numbers are added up, lists joined, and what is true of one is told."""
+    """Return the joined JSON answers: sums of numbers, unions of lists, and true if one replica returned true."""
     joined: dict[str, Any] = {}
     for page in filter(None, pages.values()):
         for key, value in json.loads(page).items():
@@ -257,7 +278,7 @@ _JOINED: Mapping[str, Callable[[Mapping[str, bytes]], bytes]] = {"/metrics": _me
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    """The beginning and the end, of which there is nothing to do."""
+    """Answer ASGI's lifespan messages; there is nothing to do."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -266,9 +287,9 @@ async def _live(receive: Receive, send: Send) -> None:
 
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    raise AssertionError("keys are only asked here")
+    raise AssertionError("only the keys are checked here")
 
 
 def _gone() -> ApiError:
-    """Made anew each time: one that is raised keeps the request that met it."""
-    return ApiError("the engine that answered has ended: ask again", status=503, retry_after=1)
+    """Return a new error. A raised one keeps its request in memory by the traceback."""
+    return ApiError("the engine that answered has ended; send the request again", status=503, retry_after=1)

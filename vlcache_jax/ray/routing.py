@@ -1,6 +1,6 @@
-"""Which replica of a service gets a request: Ray Serve's side of `vlcache_jax.router.affinity`.
+"""Request router of a service on Ray Serve, based on `vlcache_jax.router.affinity`.
 
-Ray calls this interface alpha; it is used as of Ray 2.60.
+The interface is alpha in Ray. This module uses it as of Ray 2.60.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from vlcache_jax.router.affinity import FACTOR, SLACK, Affinity, SeenImages
 from vlcache_jax.server.http_layer import TAG_DIGITS
 
 PEER = "peer"
-"""Among the facts that a replica tells routers: where others may ask for its records."""
+"""Key of a replica's routing statistics: the URL at which it serves cache entries to other replicas."""
 
 
 def tag_of(replica: str) -> str:
-    """What ids call a replica, by the id that Ray gave it."""
+    """Return the tag of a replica in ids, made from the id that Ray gave it."""
     return hashlib.sha256(replica.encode()).hexdigest()[:TAG_DIGITS]
 
 
 class ImageRouter(RequestRouter):
-    """Sends a request to the replica that holds its images. Of a request it sees the digests alone, which are the first
-    argument; who else may hold the images it writes into the argument `holders`."""
+    """Router that sends a request to the replica that holds its images.
+
+    It uses the request's first argument, a `SeenImages` with digests. It sets the argument `holders` to the addresses
+    of other replicas that may hold the images.
+    """
 
     def initialize_state(self, factor: float = FACTOR, slack: int = SLACK) -> None:
-        """See `Affinity`."""
+        """Set the parameters of `Affinity`."""
         self._rule = Affinity(factor, slack)
 
     async def choose_replicas(
@@ -38,10 +41,10 @@ class ImageRouter(RequestRouter):
         if seen is None:
             return [candidate_replicas]
         assert pending_request is not None
-        pending_request.routing_context.should_backoff = True  # where all are full
+        pending_request.routing_context.should_backoff = True  # if all replicas are full
         replicas = {tag_of(replica.replica_id.unique_id): replica for replica in candidate_replicas}
         lengths = self.replica_queue_len_cache
-        # Of whom nothing has been heard for seconds counts as idle; Ray asks it before it gives it anything.
+        # A replica without a recent queue length counts as idle. Ray probes it before it sends a request.
         loads = {tag: lengths.get(replica.replica_id) or 0 for tag, replica in replicas.items()}
         order = self._rule.order(seen, loads)
         facts: Mapping[str, Mapping[str, Any]] = {tag: replica.routing_stats for tag, replica in replicas.items()}
@@ -55,6 +58,6 @@ class ImageRouter(RequestRouter):
 
 
 def _seen(request: PendingRequest | None) -> SeenImages | None:
-    """What a request shows; None: it is none of the service's."""
+    """Return the routing information of a request; None if it is not one of the service's requests."""
     first = request.args[0] if request is not None and request.args else None
     return first if isinstance(first, SeenImages) else None

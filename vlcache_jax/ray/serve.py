@@ -1,6 +1,6 @@
-"""A service of many engines, by Ray Serve.
+"""Service of several engines on Ray Serve.
 
-A replica is an engine behind the server's own routes, which are called without HTTP.
+A replica is an engine with the server's ASGI application, which is called without HTTP.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ from vlcache_jax.server.tenants import server_secret
 
 _log = logging.getLogger(__name__)
 
-_LOOK = 0.2  # seconds from one look at the engine to the next
-_AHEAD = 16  # messages that are read before whoever waits for them takes them
+_POLL = 0.2  # seconds between two checks of the engine
+_AHEAD = 16  # maximum messages of an answer in the queue
 
 
 class EngineReplica:
-    """An engine of a service.
+    """Engine replica of a service.
 
     Args:
-      secret: of tenants' salts, the same for all replicas.
-      token: that replicas tell each other.
+      config: options of the engine.
+      server: options of the server.
+      secret: secret of the tenants' salts, the same for all replicas.
+      token: token with which replicas read each other's cache entries.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, config: EngineConfig, server: ServerConfig, secret: bytes, token: str
     ):
         self._holders = RecentPeers()
-        if config.cache.disk is not None:  # else there is nothing that others could read
-            cache = dataclasses.replace(config.cache, neighbours=self._holders, peer_token=token)
+        if config.cache.disk is not None:  # without a disk tier, replicas have no cache entries for each other
+            cache = dataclasses.replace(config.cache, discovered_peers=self._holders, peer_token=token)
             config = dataclasses.replace(config, cache=cache)
         tag = tag_of(serve.get_replica_context().replica_id.unique_id)
         self._engine = await asyncio.to_thread(AsyncLLM, config, max_waiting=server.max_waiting)
@@ -71,47 +73,50 @@ class EngineReplica:
         self._watching = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
-        """Ends the process when its engine has failed: what refuses at once would be given all that comes."""
-        while self._server.entrance.failure is None:
-            await asyncio.sleep(_LOOK)
+        """End the process once its engine has failed. Routers would prefer it, as it refuses requests at once."""
+        while self._server.admission.failure is None:
+            await asyncio.sleep(_POLL)
             await self._server.check_health()
-        _log.error("the engine failed: %s", self._server.entrance.failure)
-        os._exit(FAILED)  # its threads may never end
+        _log.error("the engine failed: %s", self._server.admission.failure)
+        os._exit(FAILED)  # threads of a failed engine may never end
 
     async def http(
         self, seen: SeenImages, scope: Scope, body: bytes, *, holders: Collection[str] = ()
     ) -> AsyncGenerator[Sequence[Message]]:
-        """Answers a request; yields the messages that ASGI sends, as many as there are.
+        """Answer a request.
 
         Args:
-          seen: for the router.
-          scope: of the request.
-          body: of it, whole.
-          holders: addresses of replicas that may have records of its images.
+          seen: routing information, used by the router only.
+          scope: the ASGI scope.
+          body: the complete body.
+          holders: addresses of replicas that may have cache entries of its images.
+
+        Yields:
+          The ASGI messages that are available, one or more at a time.
         """
         self._holders.note(holders)
         async with contextlib.aclosing(respond(self._server.app, scope, body)) as messages:
             async for some in messages:
                 yield some
 
-    async def told(self, scope: Scope, body: bytes) -> tuple[str, list[Message]]:
-        """What this replica answers to a request that all have; its tag stands before."""
+    async def answer(self, scope: Scope, body: bytes) -> tuple[str, list[Message]]:
+        """Return the tag of this replica and its ASGI messages, for requests that are sent to all replicas."""
         return self._tag, [one async for some in respond(self._server.app, scope, body) for one in some]
 
     async def check_health(self) -> None:
-        """Raises a RuntimeError where the engine will not answer any more; Ray then starts another replica."""
+        """Raise a `RuntimeError` if the engine has failed. Ray then starts another replica."""
         await self._server.check_health()
-        if self._server.entrance.failure is not None:
-            raise RuntimeError(self._server.entrance.failure)
+        if self._server.admission.failure is not None:
+            raise RuntimeError(self._server.admission.failure)
 
     def record_routing_stats(self) -> Mapping[str, Any]:
-        """What routers know of this replica."""
+        """Return the facts for the routers: the address of the cache entries, or {} without a disk tier."""
         if self._peers is None:
             return {}
         return {PEER: f"http://{ray.util.get_node_ip_address()}:{self._peers.address[1]}"}
 
     async def __del__(self) -> None:
-        """Requests have ended by now."""
+        """Flush the cache and close the engine, after the last request."""
         self._watching.cancel()
         if self._peers is not None:
             self._peers.close()
@@ -122,9 +127,15 @@ class EngineReplica:
 
 
 async def respond(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[Sequence[Message]]:
-    """Calls an ASGI application with a request that is there as a whole; yields what it sends, as much as there is.
+    """Call an ASGI application with a complete request. Closing the generator counts as a disconnect of the client.
 
-    Who stops asking has gone away.
+    Args:
+      app: the application.
+      scope: the ASGI scope.
+      body: the complete body.
+
+    Yields:
+      The messages that are available, one or more at a time.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue(_AHEAD)
     is_read, gone = False, asyncio.Event()
@@ -140,7 +151,7 @@ async def respond(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[Seq
     async def work() -> None:
         try:
             await app(scope, receive, sent.put)
-        except Exception:  # what it answered says so
+        except Exception:  # the answer has the error
             _log.exception("a request failed")
         await sent.put(None)
 
@@ -161,7 +172,7 @@ async def respond(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[Seq
 
 
 def _serve_records(engine: AsyncLLM, token: str) -> PeerServer | None:
-    """Gives the records on this machine's disk to other replicas; None: there is no disk."""
+    """Start to serve the cache entries on this machine's disk to other replicas; None without a disk tier."""
     config: CacheConfig = engine.service.config.cache
     if config.disk is None:
         return None
@@ -171,9 +182,9 @@ def _serve_records(engine: AsyncLLM, token: str) -> PeerServer | None:
     return peers
 
 
-_RAYS = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile")  # options of which Ray Serve has its own
-_FACTS = 1.0  # seconds from one look at what replicas tell routers to the next
-_LAST = 10.0  # seconds that a replica may take to end behind its requests
+_LISTENING = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile")  # Ray Serve has its own options for these
+_STATS_PERIOD = 1.0  # seconds between two updates of the replicas' routing statistics
+_LAST = 10.0  # seconds that a replica may take to end after its last request
 
 
 def app(
@@ -188,26 +199,27 @@ def app(
     factor: float = FACTOR,
     slack: int = SLACK,
 ) -> Application:
-    """A service, for `ray.serve.run`::
+    """Return a service for `ray.serve.run`::
 
         config = EngineConfig("Qwen/Qwen3-VL-8B-Instruct", cache=CacheConfig(disk="/data/records"))
         ray.serve.run(vlcache_jax.ray.serve.app(config, engines=8))
 
-    It has the routes of `vlcache serve`, in two parts: an entrance, which reads bodies and sees their images' digests,
-    and engines. A request goes to the engine that holds its images, a conversation to the one that answered before, a
-    text to the one that has least to do. With `disk`, an engine takes records of images from the one that holds them
-    where that is quicker than computing; replicas tell each other a token that is made of a secret on that disk.
-    Run again with other arguments, Ray replaces engines one after the other; `autoscaling` leaves those that run.
+    The service has the routes of `vlcache serve`, in two parts: an ingress, which reads bodies and hashes their images,
+    and engine replicas. A request goes to the engine that holds its images, a conversation to the one that answered
+    before, and a text to the one with the lowest load. With `disk`, an engine reads cache entries from the engine that
+    holds them if that is faster than computing. Replicas authenticate with a token made from a secret on that disk.
+    If you run the service again with other arguments, Ray replaces the engines one after the other. A change of
+    `autoscaling` only keeps the running engines.
 
     Args:
-      config: of each engine, or its model.
-      server: of the routes. Where it listens and TLS are Ray Serve's (`ray.serve.start`).
-      engines: replicas; by default 1.
-      autoscaling: in place of that number, Ray Serve's `autoscaling_config`: {"min_replicas": 1, "max_replicas": 8,
+      config: options of each engine, or the model.
+      server: options of the server. Address and TLS are options of Ray Serve (`ray.serve.start`).
+      engines: number of engine replicas; default: 1.
+      autoscaling: Ray Serve's `autoscaling_config` instead of a fixed number: {"min_replicas": 1, "max_replicas": 8,
         "target_ongoing_requests": 16}.
-      ingresses: replicas of the entrance.
-      num_gpus: of each engine; by default `tensor_parallel_size`. 0 is for CPUs.
-      num_cpus: of each engine.
+      ingresses: number of ingress replicas.
+      num_gpus: GPUs per engine; default: `tensor_parallel_size`. 0 for CPUs.
+      num_cpus: CPUs per engine.
       factor, slack: see `Affinity`.
 
     Raises:
@@ -216,43 +228,43 @@ def app(
     own = config if isinstance(config, EngineConfig) else EngineConfig(config)
     own = dataclasses.replace(placed(own), use_tqdm=False)
     served = server or ServerConfig()
-    for name in _RAYS:
+    for name in _LISTENING:
         if getattr(served, name) != getattr(ServerConfig, name):
-            raise ValueError(f"{name} must be left out: Ray Serve listens, see ray.serve.start")
+            raise ValueError(f"{name} is not supported on Ray Serve: set the options of ray.serve.start instead")
     if engines is not None and autoscaling is not None:
-        raise ValueError(f"engines must be left out beside autoscaling, got {engines}")
+        raise ValueError(f"engines and autoscaling are mutually exclusive, got both: engines={engines}")
     Affinity(factor, slack)
     check_whole("ingresses", ingresses, 1)
-    order = EngineOrder(
+    resources = EngineOrder(
         engines=1 if engines is None else engines,
         num_gpus=own.tensor_parallel_size if num_gpus is None else num_gpus,
         num_cpus=num_cpus,
     )
-    warn_of_room(order.engines, order.num_gpus)
+    warn_of_room(resources.engines, resources.num_gpus)
     shares = own.cache.disk is not None or served.api_keys is not None
-    secret = server_secret(own.cache.disk) if shares else b""  # another one would end all replicas when it is run again
+    secret = server_secret(own.cache.disk) if shares else b""  # a new secret would replace all replicas on a rerun
     token = hashlib.sha256(b"records " + secret).hexdigest()
     router = RequestRouterConfig(
         request_router_class=ImageRouter,
         request_router_kwargs={"factor": factor, "slack": slack},
-        request_routing_stats_period_s=_FACTS,
+        request_routing_stats_period_s=_STATS_PERIOD,
     )
-    scaled: dict[str, Any] = {"num_replicas": order.engines}
+    scaled: dict[str, Any] = {"num_replicas": resources.engines}
     if autoscaling is not None:
         scaled = {"autoscaling_config": dict(autoscaling)}
     replicas = serve.deployment(EngineReplica).options(
         name="engines",
-        ray_actor_options={"num_cpus": order.num_cpus, "num_gpus": order.num_gpus},
+        ray_actor_options={"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus},
         max_ongoing_requests=served.max_waiting,
         graceful_shutdown_timeout_s=served.shutdown_timeout + _LAST,
         request_router_config=router,
         **scaled,
     )
-    entrance = serve.deployment(serve.ingress()(Ingress)).options(
+    admission = serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=ingresses,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=2 * served.max_waiting,  # refusals, too, are answers
+        max_ongoing_requests=2 * served.max_waiting,  # leaves room to answer refused requests
         graceful_shutdown_timeout_s=served.shutdown_timeout + _LAST,
     )
-    return entrance.bind(replicas.bind(own, served, secret, token), served, secret)
+    return admission.bind(replicas.bind(own, served, secret, token), served, secret)

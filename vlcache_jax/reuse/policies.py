@@ -1,10 +1,9 @@
 """Reuse policies: which tokens of reused images are recomputed, and in how many layers (host, per request).
 
-A policy sees the layout of one request, in which every image is marked: "miss" (nothing to link, so computed), "exact"
-(its KV was computed in this very context) or "approximate" (computed in another one). Text and misses are always
-computed, exact images never, whatever the policy; it decides about approximate ones alone. Its result is a `Plan`, the
-number of layers in which each token is computed; in full prefill every token stays to the last layer. `Scheduled`
-follows a `Schedule`.
+A policy receives the layout of one request, in which every image has a state. A "miss" has no cached KV and is
+computed. The KV of an "exact" image was computed in the same context, that of an "approximate" image in another one.
+Text and misses are always computed, and exact images never. A policy decides about approximate images only. It returns
+a `Plan`, the number of layers in which each token is computed.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from vlcache_jax.reuse.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What is computed of a request of n tokens, and where it is put.
+    """Tokens of a request that are computed, and their KV slots. n is the number of tokens.
 
     Attributes:
-      depth: int16 [n]: in how many layers a token's K, V are fresh; num_layers + 1 = its logits are wanted too.
-      slot: int32 [n], where a token's K, V stand among the request's slots; None is in the order of the prompt. A
-        computed row sees the slots before its own.
-      shift: whether tokens of approximate images that are not computed are moved by what those that are computed
-        differ from what was linked (`vlcache_jax.reuse.shift`).
+      depth: int16 [n], the number of layers that compute a token's KV. num_layers + 1 also computes its logits.
+      slot: int32 [n], the index of a token's KV among the request's KV slots. None (default): the order of the prompt.
+        A computed token attends to the slots up to its own.
+      shift: True if the other tokens of approximate images get the mean change of the computed tokens' KV
+        (`vlcache_jax.reuse.shift`).
     """
 
     depth: npt.NDArray[np.int16]
@@ -43,47 +42,47 @@ class Plan:
 
     @property
     def slots(self) -> npt.NDArray[np.int32]:
-        """`slot`, never None."""
+        """KV slot of each token, int32 [n]; the order of the prompt if `slot` is None."""
         return np.arange(len(self.depth), dtype=np.int32) if self.slot is None else self.slot
 
     def wanting(self, tokens: Sequence[int], num_layers: int) -> Plan:
-        """The same plan, but with the logits of `tokens`, and of no others."""
+        """Return the plan with the logits of `tokens` only."""
         depth = np.minimum(self.depth, num_layers).astype(np.int16)
         depth[list(tokens)] = num_layers + 1
         return dataclasses.replace(self, depth=depth)
 
     def extended(self, count: int, num_layers: int) -> Plan:
-        """The same plan for a prompt with `count` more tokens, which are computed in every layer."""
+        """Return the plan of a prompt with `count` more tokens at its end, which every layer computes."""
         size = len(self.depth)
         more = np.arange(size, size + count, dtype=np.int32)
         slot = None if self.slot is None else np.concatenate([self.slot, more])
         return Plan(np.concatenate([self.depth, np.full(count, num_layers, np.int16)]), slot, self.shift)
 
     def computing(self, tokens: slice, num_layers: int) -> Plan:
-        """The plan if `tokens` have to be computed in every layer, and so in the order of the prompt."""
+        """Return the plan in which every layer computes `tokens`, with KV slots in the order of the prompt."""
         depth = self.depth.copy()
         depth[tokens] = np.maximum(depth[tokens], num_layers)
         return Plan(depth, shift=self.shift)
 
-    def behind(self, count: int) -> Plan:
-        """The same plan if the first `count` tokens need not be computed."""
+    def after(self, count: int) -> Plan:
+        """Return the plan in which no layer computes the first `count` tokens."""
         depth = self.depth.copy()
         depth[:count] = 0
         return dataclasses.replace(self, depth=depth)
 
     def rows(self, num_layers: int) -> tuple[int, ...]:
-        """Active rows in each layer."""
+        """Return the number of computed tokens in each layer."""
         return active_rows(self.depth, num_layers)
 
 
 def active_rows(depth: npt.NDArray[np.int16], num_layers: int) -> tuple[int, ...]:
-    """How many of some tokens are active in each layer, by their depths; counted in one pass."""
+    """Return the number of tokens that each layer computes, [num_layers], from the depth of each token."""
     done = np.cumsum(np.bincount(depth, minlength=num_layers))[:num_layers]
     return tuple((len(depth) - done).tolist())
 
 
 def full_prefill(layout: Layout, num_layers: int, wanted: Sequence[int] | None = None) -> Plan:
-    """Every token in every layer, and logits of the tokens `wanted` (by default of the last one)."""
+    """Return the plan that computes every token in every layer, and the logits of `wanted` (default: the last)."""
     depth = np.full(len(layout), num_layers, np.int16)
     depth[[-1] if wanted is None else list(wanted)] = num_layers + 1
     return Plan(depth)
@@ -95,12 +94,14 @@ _PLASTIC = 1.324717957244746  # the root of x^3 = x + 1
 
 @runtime_checkable
 class Policy(Protocol):
-    """How images are reused.
+    """Rule that selects the tokens of reused images to recompute.
+
+    `plan(layout, num_layers)` returns the plan of a request.
 
     Attributes:
-      name: in reports; as `parse.parse_policy` takes it, where there is such a word.
-      links: whether records are used and made at all.
-      approximates: whether K, V may be linked that were computed behind something else.
+      name: name in reports. `selection.parse_policy` reads it if the policy has a name there.
+      links: True if cache entries are used and stored.
+      approximates: True if KV that was computed in another context may be linked.
     """
 
     @property
@@ -117,7 +118,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Off:
-    """Every image is computed, and nothing is stored."""
+    """Policy without reuse: every image is computed, and nothing is stored."""
 
     name: str = "off"
     links: bool = False
@@ -129,7 +130,7 @@ class Off:
 
 @dataclass(frozen=True)
 class Exact:
-    """Images are linked where their context is the same. Answers are those of a cold run."""
+    """Policy that links images in the same context only. Outputs are those of a run without reuse."""
 
     name: str = "exact"
     links: bool = True
@@ -141,7 +142,10 @@ class Exact:
 
 @dataclass(frozen=True)
 class StaticRatio:
-    """The first floor(ratio x T) of T image tokens are computed in every layer (VLCache, static r; 0 is full reuse)."""
+    """Policy that computes the first floor(ratio x T) of T image tokens in every layer (VLCache, static r).
+
+    Ratio 0 is full reuse.
+    """
 
     ratio: Fraction
     links: bool = True
@@ -160,11 +164,11 @@ class StaticRatio:
 
 @dataclass(frozen=True)
 class TwoPass:
-    """Full reuse as Prompt Cache and the baselines of MPIC and CacheBlend do it: text does not look at images.
+    """Full reuse of Prompt Cache and of the baselines of MPIC and CacheBlend: text does not attend to images.
 
-    Text tokens see earlier text alone, at their places in the prompt; only the last one sees everything. (What the
-    papers run in two passes is one here, with the images' slots between the text's and the last token's.) Beside an
-    image that has to be computed, and where every image is in its own context, this is "full".
+    Text tokens attend to earlier text only, at their positions in the prompt. The last token attends to everything.
+    The papers run two passes. Here it is one, with the images' KV slots between those of the text and of the last
+    token. If an image is a miss, or every image is exact, the plan is that of "full".
     """
 
     name: str = "full-two-pass"
@@ -187,7 +191,7 @@ class TwoPass:
 
 @dataclass(frozen=True)
 class MPIC:
-    """The first k tokens of an image are computed in every layer (MPIC-k)."""
+    """Policy that computes the first `k` tokens of an image in every layer (MPIC-k)."""
 
     k: int = 32
     links: bool = True
@@ -206,14 +210,14 @@ class MPIC:
 
 @dataclass(frozen=True)
 class EPIC:
-    """k tokens of every image behind another context are computed in every layer (EPIC, LegoLink-k).
+    """Policy that computes `k` tokens of every image in a new context in every layer (EPIC, LegoLink-k).
 
-    EPIC's records are compiled alone, each image behind nothing: fill the cache by `llm.generate` with prompts that are
-    an image's tokens and nothing else.
+    EPIC caches each image by itself, with nothing before it. Fill the cache by `llm.generate` with prompts that contain
+    only the tokens of one image.
 
     Attributes:
-      k: tokens.
-      ends: the "first" k, the "last" k, or k at "both" ends.
+      k: number of tokens.
+      ends: "first" (default): the first k tokens; "last": the last k; "both": k at each end.
     """
 
     k: int = 16
@@ -237,9 +241,9 @@ class EPIC:
 
 @dataclass(frozen=True)
 class Ends:
-    """floor(ratio x T) of T image tokens are computed in every layer, half of them first ones, half last ones: our own.
+    """Policy that computes floor(ratio x T) of T image tokens in every layer: half at each end. Not from a paper.
 
-    Of an odd number the first ones are one more.
+    If the number is odd, the beginning has one token more.
     """
 
     ratio: Fraction
@@ -263,16 +267,16 @@ class Ends:
 
 @dataclass(frozen=True)
 class Spread:
-    """Tokens all over an image are computed in every layer, and may move the others: our own.
+    """Policy that computes tokens spread over an image in every layer, and can correct the others. Not from a paper.
 
-    floor(ratio x T) of T tokens, evenly over rows and columns. What they differ from what was linked, in
-    the mean, is how the new context moves the image; with `shift` it is added to the tokens that are not computed
-    (`vlcache_jax.reuse.shift`), and at least one token is computed where any is asked for.
+    It computes floor(ratio x T) of T tokens, spread evenly over rows and columns. `shift` adds the mean change of their
+    KV to the tokens that are not computed (`vlcache_jax.reuse.shift`). With `shift` and a ratio above 0, at least one
+    token is computed.
 
     Attributes:
-      ratio: of an image's tokens that are computed; not used with a schedule.
-      shift: whether the others are moved.
-      schedule: numbers of tokens, layer by layer.
+      ratio: ratio of an image's tokens that are computed; not used with a schedule.
+      shift: True if the other tokens are corrected.
+      schedule: ratios of the layers, in place of `ratio`.
     """
 
     ratio: Fraction = Fraction(0)
@@ -293,10 +297,10 @@ class Spread:
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
         def counts(tokens: int) -> list[int]:
-            least = int(self.shift)  # one token tells how the others move
+            min_count = int(self.shift)  # the correction needs one computed token
             if self.schedule is None:
-                return [max(int(self.ratio * tokens), least * (self.ratio > 0))] * num_layers
-            return _scheduled_counts(self.schedule, tokens, num_layers, least)
+                return [max(int(self.ratio * tokens), min_count * (self.ratio > 0))] * num_layers
+            return _scheduled_counts(self.schedule, tokens, num_layers, min_count)
 
         plan = first_tokens(layout, num_layers, counts, spread_ranks)
         return dataclasses.replace(plan, shift=self.shift and (self.ratio > 0 or self.schedule is not None))
@@ -304,10 +308,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Each layer computes the first tokens that its level in a schedule says (VLCache, dynamic).
+    """Policy that computes the first tokens of an image, as many as a schedule has for the layer (VLCache, dynamic).
 
-    K, V of the first layer do not depend on context, so what is linked there is right already: the first layer computes
-    only what the second one needs (algorithm property P7).
+    KV of the first layer does not depend on the context, so linked KV is exact there. The first layer computes only the
+    tokens that the second layer needs (algorithm property P7).
     """
 
     schedule: Schedule
@@ -322,33 +326,36 @@ class Scheduled:
         return first_tokens(layout, num_layers, lambda tokens: _scheduled_counts(self.schedule, tokens, num_layers))
 
 
-def _scheduled_counts(schedule: Schedule, tokens: int, num_layers: int, least: int = 0) -> list[int]:
-    """Tokens that each layer computes, `least` where its level is above 0; the first one, what the second one needs."""
-    count = [max(schedule.count(tokens, i), least * (schedule.levels[i] > 0)) for i in range(num_layers)]
+def _scheduled_counts(schedule: Schedule, tokens: int, num_layers: int, min_count: int = 0) -> list[int]:
+    """Return the number of tokens that each layer computes, [num_layers]; the first layer has that of the second.
+
+    Layers with a level above 0 compute at least `min_count`.
+    """
+    count = [max(schedule.count(tokens, i), min_count * (schedule.levels[i] > 0)) for i in range(num_layers)]
     return count[1:2] + count[1:] if num_layers > 1 else count
 
 
 def make_plan(policy: Policy, layout: Layout, num_layers: int) -> Plan:
-    """The policy's plan, checked: a policy that leaves out what nothing else provides would answer wrongly.
+    """Return the plan of a policy after a check that every token is either computed or cached.
 
     Raises:
-      ValueError: the plan has another length, depths out of range, or misses rows that have to be computed.
+      ValueError: the plan has a wrong shape, depths out of range, or omits tokens that no cache entry has.
     """
     plan = policy.plan(layout, num_layers)
-    depth, name, most = plan.depth, policy.name, num_layers + 1
+    depth, name, max_depth = plan.depth, policy.name, num_layers + 1
     if depth.shape != (len(layout),) or not np.issubdtype(depth.dtype, np.integer):
         raise ValueError(f"plan of {name} must be integers of shape {(len(layout),)}, got {depth.dtype} {depth.shape}")
-    if depth.min() < 0 or depth.max() > most or depth[-1] != most:
+    if depth.min() < 0 or depth.max() > max_depth or depth[-1] != max_depth:
         raise ValueError(
-            f"plan of {name} must have depths from 0 to {most}, and {most} at the last token, "
+            f"plan of {name} must have depths from 0 to {max_depth}, and {max_depth} at the last token, "
             f"got {depth.min()} to {depth.max()}, and {depth[-1]}"
         )
-    leasts = np.minimum.reduceat(depth, [span.start for span in layout.spans]).tolist()
-    for span, least in zip(layout.spans, leasts, strict=True):
-        if span.state in ("text", "miss") and least < num_layers:
+    min_depths = np.minimum.reduceat(depth, [span.start for span in layout.spans]).tolist()
+    for span, min_depth in zip(layout.spans, min_depths, strict=True):
+        if span.state in ("text", "miss") and min_depth < num_layers:
             raise ValueError(
                 f"plan of {name} must compute tokens {span.start} to {span.stop - 1} in every layer, "
-                f"as no record has them, got a depth of {least}"
+                f"because no cache entry has them, got a depth of {min_depth}"
             )
     return plan
 
@@ -359,12 +366,13 @@ def first_tokens(
     counts: Callable[[int], Sequence[int]],
     ranks: Callable[[int, int], npt.NDArray[np.integer]] | None = None,
 ) -> Plan:
-    """The plan that computes the first tokens of each approximate image.
+    """Return the plan that computes the first tokens of each approximate image.
 
     Args:
-      counts: image tokens -> how many of them are computed in each layer, non-increasing, [num_layers].
-      ranks: rows and columns of an image -> the place of each token in the order in which they come first; None is the
-        order of the prompt.
+      counts: returns the number of computed tokens in each layer, non-increasing [num_layers], for a number of image
+        tokens.
+      ranks: returns the rank of each token for the rows and columns of an image; tokens of low rank are computed first.
+        None (default): the order of the prompt.
     """
     depth = full_prefill(layout, num_layers).depth
     for span in layout.spans:
@@ -376,17 +384,17 @@ def first_tokens(
                 columns = int(np.ptp(layout.positions[2, span.tokens])) + 1
                 rank = ranks(span.length // columns, columns)
             depth[span.tokens] = (rank[:, None] < np.asarray(counts(span.length))).sum(1)
-    depth[-1] = num_layers + 1  # the answer begins with its logits
+    depth[-1] = num_layers + 1  # the first output token is sampled from its logits
     return Plan(depth)
 
 
 @functools.lru_cache(maxsize=256)
 def spread_ranks(rows: int, columns: int) -> npt.NDArray[np.integer]:
-    """Each token's place in an order whose every beginning lies evenly over the image [rows x columns].
+    """Return the rank of each token, [rows x columns], in an order whose prefixes are spread evenly over the image.
 
-    The cells that the points of the R2 sequence (Roberts, 2018: steps of 1/g and 1/g^2 for the plastic number g) meet,
-    in their order; on a line, of the R1 sequence, whose g is the golden ratio. So the tokens of a layer that computes
-    fewer are among those of the layer before.
+    The order is that in which the points of the R2 sequence reach the cells (Roberts, 2018: steps of 1/g and 1/g^2 for
+    the plastic number g). A single row or column uses the R1 sequence, whose g is the golden ratio. The tokens of a
+    layer that computes fewer are therefore a subset of those of the layer before.
     """
     tokens = rows * columns
     ratio = _GOLDEN if 1 in (rows, columns) else _PLASTIC
@@ -394,7 +402,7 @@ def spread_ranks(rows: int, columns: int) -> npt.NDArray[np.integer]:
     row = ((0.5 + point / ratio) % 1 * rows).astype(np.int64)
     column = ((0.5 + point / ratio**2) % 1 * columns).astype(np.int64)
     met, first = np.unique(row * columns + column, return_index=True)
-    when = np.full(tokens, len(point))  # what no point meets comes last
+    when = np.full(tokens, len(point))  # cells that no point reaches come last
     when[met] = first
     ranks = np.empty(tokens, np.int64)
     ranks[np.argsort(when, kind="stable")] = np.arange(tokens)
@@ -403,10 +411,10 @@ def spread_ranks(rows: int, columns: int) -> npt.NDArray[np.integer]:
 
 
 def edge_tokens(layout: Layout, num_layers: int, counts: Callable[[int], tuple[int, int]]) -> Plan:
-    """The plan that computes the first and the last tokens of each approximate image in every layer.
+    """Return the plan that computes the first and the last tokens of each approximate image in every layer.
 
     Args:
-      counts: image tokens -> how many first ones, and how many last ones.
+      counts: returns the numbers of first and of last tokens for a number of image tokens.
     """
     plan = first_tokens(layout, num_layers, lambda tokens: [min(counts(tokens)[0], tokens)] * num_layers)
     for span in layout.images:
@@ -417,6 +425,10 @@ def edge_tokens(layout: Layout, num_layers: int, counts: Callable[[int], tuple[i
 
 
 def check_ratio(ratio: Fraction) -> None:
-    """Raises a ValueError if it is none."""
+    """Check that `ratio` is a rational number from 0 to 1.
+
+    Raises:
+      ValueError: it is not.
+    """
     if not isinstance(ratio, numbers.Rational) or not 0 <= ratio <= 1:
         raise ValueError(f"reuse must be a ratio from 0 to 1, as a Fraction, got {short(ratio)}")

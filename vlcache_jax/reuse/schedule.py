@@ -1,4 +1,4 @@
-"""Schedules: how much of each reused image every layer recomputes, and the files that hold them."""
+"""Schedules: the ratio of image tokens that each layer recomputes, and their files."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from vlcache_jax.common.files import write_whole
 FORMAT = "vlcache-schedule/1"
 UNIT = "1/500"
 UNITS = 500  # levels count in steps of 0.002 (VLCache eq. 9)
-MAX_BYTES = 2**20  # of a file; a thousand layers take 10 kB
+MAX_BYTES = 2**20  # maximum size of a file; a thousand layers take 10 kB
 
-_PATH = 1000  # characters of a path in messages
+_PATH = 1000  # maximum characters of a path in error messages
 _METHODS = ("dp", "greedy", "static")
 _MODEL = {"model_type": str, "num_layers": int, "fingerprint": str}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ratios of recomputed image tokens, layer by layer (VLCache, eq. 6-9).
+    """Ratio of recomputed image tokens in each layer (VLCache, eq. 6-9).
 
     Attributes:
-      levels: of each layer, in 1/500, non-increasing: the hidden state of a token exists in a layer only if it was
-        carried through all before.
-      model_type, fingerprint: of the model it was made for; the fingerprint is that of the source's weights.
-      rounding: how many of T tokens a level n means: "floor" of n T / 500 (the paper), or "ceil".
-      made_by: how it was found.
-      allow_other_model: use it for other weights too; the number of layers must agree in any case.
+      levels: ratio of each layer in units of 1/500, from 0 to 500. Levels must not increase with the layer, because a
+        layer has the hidden state of a token only if all layers before computed it.
+      model_type: model type of the model that it was made for.
+      fingerprint: digest of the source weights of that model.
+      rounding: rounding of n T / 500, the number of tokens at level n of T tokens: "floor" (default, the paper) or
+        "ceil".
+      made_by: the "method" ("dp", "greedy" or "static") and, if known, "scores_sha256", "predicted_mse" and "samples".
+      allow_other_model: True if it may be used with other weights. The number of layers must agree in any case.
 
     Raises:
-      ValueError: levels that are not such, or an unknown rounding.
+      ValueError: an argument is invalid.
     """
 
     levels: tuple[int, ...]
@@ -54,32 +56,32 @@ class Schedule:
         except TypeError as error:
             raise ValueError(f"levels must be integers from 0 to {UNITS}, got {short(self.levels)}") from error
         if not self.levels or not all(type(n) is int and 0 <= n <= UNITS for n in self.levels):
-            raise ValueError(f"levels must be integers from 0 to {UNITS}, one a layer, got {short(self.levels)}")
+            raise ValueError(f"levels must be integers from 0 to {UNITS}, one per layer, got {short(self.levels)}")
         if any(a < b for a, b in zip(self.levels, self.levels[1:], strict=False)):
             raise ValueError(f"levels must not increase from layer to layer, got {short(self.levels)}")
         if self.rounding not in ("floor", "ceil"):
             raise ValueError(f"rounding must be 'floor' or 'ceil', got {short(self.rounding)}")
         if not isinstance(self.made_by, Mapping) or self.made_by.get("method") not in _METHODS:
-            raise ValueError(f"made_by must name a method of {', '.join(_METHODS)}, got {short(self.made_by)}")
+            raise ValueError(f"made_by must have a method, one of {', '.join(_METHODS)}, got {short(self.made_by)}")
         _check_keys(self.made_by, {"method"}, "made_by", optional={"scores_sha256", "predicted_mse", "samples"})
 
     @property
     def mean(self) -> Fraction:
-        """Mean ratio over the layers."""
+        """Mean ratio over the layers, exact."""
         return Fraction(sum(self.levels), UNITS * len(self.levels))
 
     def count(self, tokens: int, layer: int) -> int:
-        """How many of an image's tokens a layer recomputes; exact integer arithmetic."""
+        """Return the number of tokens that `layer` recomputes of an image of `tokens` tokens, in integer arithmetic."""
         whole, rest = divmod(self.levels[layer] * tokens, UNITS)
         return whole + (self.rounding == "ceil" and rest > 0)
 
     @classmethod
     def load(cls, path: str | PathLike[str], *, allow_other_model: bool = False) -> Schedule:
-        """Reads a schedule file.
+        """Read a schedule file.
 
         Raises:
-          ValueError: not a schedule file of at most `MAX_BYTES`, unknown or missing keys, or values that contradict
-            each other.
+          ValueError: the file is not a schedule file of at most `MAX_BYTES` bytes, has unknown or missing keys, or has
+            values that contradict each other.
         """
         content = _read(path)
         name = f"schedule {short(os.fspath(path), _PATH)}"
@@ -109,12 +111,13 @@ class Schedule:
             raise ValueError(f"{name}: {error}") from error
         if content["mean"] != schedule.mean_text:
             raise ValueError(
-                f"mean of {name} must be that of its levels, {schedule.mean_text!r}, got {short(content['mean'])}"
+                f"mean of {name} must equal the mean of its levels, {schedule.mean_text!r}, "
+                f"got {short(content['mean'])}"
             )
         return schedule
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes a schedule file; it appears only when it is complete."""
+        """Write a schedule file. The file appears when it is complete."""
         model = {"model_type": self.model_type, "num_layers": len(self.levels), "fingerprint": self.fingerprint}
         content = {
             "format": FORMAT,
@@ -129,30 +132,34 @@ class Schedule:
 
     @property
     def mean_text(self) -> str:
-        """The mean with four digits, as files hold it."""
+        """Mean ratio with four decimals, as in schedule files."""
         return f"{float(self.mean):.4f}"
 
     def check_model(self, model_type: str, num_layers: int, fingerprint: str) -> None:
-        """Raises ValueError if the schedule was made for another model."""
+        """Check that the schedule was made for a model.
+
+        Raises:
+          ValueError: the number of layers differs, or the weights differ and `allow_other_model` is False.
+        """
         if len(self.levels) != num_layers:
             raise ValueError(f"reuse must be a schedule of {num_layers} layers for this model, got {len(self.levels)}")
         if not self.allow_other_model and (self.model_type, self.fingerprint) != (model_type, fingerprint):
             raise ValueError(
                 f"reuse must be a schedule made for this model ({model_type}, weights {fingerprint[:12]}), got one for "
                 f"{self.model_type}, weights {self.fingerprint[:12]}; Schedule.load(path, allow_other_model=True) "
-                "takes it all the same"
+                "accepts it"
             )
 
 
 def _read(path: str | PathLike[str]) -> Any:
-    """What a JSON file holds. A pipe, which may never end, is not opened."""
+    """Return the content of a JSON file. Pipes are refused because they may never end."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError("it is a folder, a pipe or a device")
+            raise ValueError("it must be a regular file, got a folder, a pipe or a device")
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+            raise ValueError(f"it must have at most {MAX_BYTES} bytes")
         return json.loads(data.decode())
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -164,7 +171,9 @@ def _check_keys(content: Any, required: Set[str], name: str, optional: Set[str] 
     if not isinstance(content, Mapping):
         raise ValueError(f"{name} must be an object, got {short(content)}")
     if missing := sorted(required - content.keys()):
-        raise ValueError(f"{name} must hold {', '.join(missing)}, got only {shorten(', '.join(content)) or 'nothing'}")
+        raise ValueError(
+            f"{name} must have the keys {', '.join(missing)}, got only {shorten(', '.join(content)) or 'none'}"
+        )
     if unknown := sorted(content.keys() - required - optional):
         known = ", ".join(sorted(required | optional))
-        raise ValueError(f"{name} must hold only {known}, got {shorten(', '.join(unknown))}")
+        raise ValueError(f"{name} has unknown keys: {shorten(', '.join(unknown))}. Known keys: {known}")

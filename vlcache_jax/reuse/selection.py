@@ -1,8 +1,8 @@
-"""Policies that choose tokens on the device, and how `reuse` is read.
+"""Selecting policies, which choose tokens on the device, and the parser of `reuse`.
 
-Such a policy computes the first layers whole and continues with the tokens that deviate most. How many continue is
-known before the run, so that shapes are static. Which ones is decided inside the compiled programs, from the difference
-between the KV that was linked and the KV just computed.
+A selecting policy computes all tokens in the first layers, and only those that deviate most in later layers. The number
+of tokens is known before the run, so that shapes are static. The compiled programs choose the tokens by the difference
+between the linked and the computed KV.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from vlcache_jax.reuse.policies import (
 )
 from vlcache_jax.reuse.schedule import Schedule
 
-_BLOCK = 128  # rows whose attention is held at once
+_BLOCK = 128  # tokens whose attention is in memory at once
 
 
 @dataclass(frozen=True, eq=False)
 class Projected:
-    """What a layer's rows become before attention, and what was linked for them.
+    """Queries, keys and values of a layer's N tokens before attention, and their linked KV.
 
     Attributes:
       q: rotated queries, [N, H, D].
-      k, v: rotated keys and values of the rows, [N, K, D].
-      linked_k, linked_v: those of the pool at the rows' slots, before the layer runs, [N, K, D].
-      window: all keys of the request with the rows' own keys written, and with those of image rows as they were linked,
-        each [W, K, D].
-      place: of each row in the window, beyond it for padding, [N].
-      end: a row sees the places before it, [N].
-      asks: rows of the prompt behind its last image, [N].
+      k, v: rotated keys and values of the tokens, [N, K, D].
+      linked_k, linked_v: KV at the tokens' KV slots before the layer runs, [N, K, D].
+      window: keys of the whole request, with the computed keys of all N tokens, and with the linked keys of image
+        tokens, each [W, K, D].
+      place: index of each token in the window, outside of it for padding, [N].
+      end: number of window entries that a token attends to, [N].
+      asks: True for tokens of the prompt after its last image, [N].
     """
 
     q: jax.Array
@@ -78,15 +78,15 @@ class Projected:
 
 @runtime_checkable
 class SelectingPolicy(Policy, Protocol):
-    """A policy that chooses among the tokens of approximate images on the device.
+    """Policy that chooses among the tokens of approximate images on the device.
 
-    All rows are computed up to layer `check_layer`, which computes K, V of all of them. Only those with the highest
-    scores attend there and go on: the next layer computes the first of the numbers that `keep` returns, the layer after
-    it the second, and so on; they must not increase.
+    Layers up to `check_layer` compute the KV of all tokens. Only the tokens of the highest scores attend in that layer
+    and continue. `keep` returns the number of tokens in each later layer, which must not increase. `score` returns the
+    score of each token in a layer, [N].
 
     Attributes:
-      check_layer: the last layer that computes all rows.
-      scored_layers: whose scores are added up, none behind the check layer.
+      check_layer: index of the last layer that computes all tokens.
+      scored_layers: layers whose scores are added, none after the check layer.
     """
 
     @property
@@ -101,7 +101,7 @@ class SelectingPolicy(Policy, Protocol):
 
 
 class _Selecting:
-    """What the selecting policies share."""
+    """Base class of the selecting policies."""
 
     links = True
     approximates = True
@@ -109,13 +109,16 @@ class _Selecting:
     check_layer: int
 
     def keep(self, layout: Layout, num_layers: int) -> tuple[int, ...]:
-        """floor(ratio x E) of the E tokens of approximate images, in every layer behind the check layer."""
+        """Return floor(ratio x E), E tokens of approximate images, for every layer after the check layer."""
         return (int(self.ratio * _reused(layout)),) * (num_layers - 1 - self.check_layer)
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
-        """The rows that are not chosen leave behind the check layer."""
+        """Return the plan in which tokens of approximate images end at the check layer, as if none were chosen."""
         if num_layers < self.check_layer + 2:
-            raise ValueError(f"reuse must leave layers behind layer {self.check_layer}, got a model of {num_layers}")
+            raise ValueError(
+                f"reuse must have a check_layer of at most {num_layers - 2} for a model with {num_layers} layers, "
+                f"got {self.check_layer}"
+            )
         depth = full_prefill(layout, num_layers).depth
         for span in layout.images:
             if span.state == "exact":
@@ -127,18 +130,18 @@ class _Selecting:
 
 
 def _reused(layout: Layout) -> int:
-    """Tokens of approximate images."""
+    """Return the number of tokens of approximate images."""
     return sum(span.length for span in layout.images if span.state == "approximate")
 
 
 @dataclass(frozen=True)
 class CacheBlend(_Selecting):
-    """The tokens whose K, V deviate most (CacheBlend).
+    """Policy that recomputes the tokens whose KV deviates most (CacheBlend). Deviations are squared L2 distances.
 
     Attributes:
-      ratio: of the reused tokens that go on behind the check layer.
-      variant: "vlcache_baseline": K and V of layers 0 to 2 (the baseline of the VLCache paper, Table 5); "lmcache":
-        keys of layer 1; "proto": values of layer 1 (the reference prototype). Squared L2 distances.
+      ratio: ratio of the reused tokens that are computed after the check layer.
+      variant: "vlcache_baseline" (default): keys and values of layers 0 to 2 (the baseline of the VLCache paper,
+        Table 5); "lmcache": keys of layer 1; "proto": values of layer 1 (the reference prototype).
     """
 
     ratio: Fraction
@@ -169,12 +172,12 @@ class CacheBlend(_Selecting):
 
 @dataclass(frozen=True)
 class KVShare(_Selecting):
-    """The tokens whose deviation is looked at most (KVShare).
+    """Policy that recomputes the tokens whose deviation receives most attention (KVShare).
 
     Attributes:
-      ratio: of the reused tokens that go on behind layer 1.
-      selector: "dhd": attention received, times the L1 distance of values (the paper's own); "attn_dist": how far the
-        attention that a token receives changes with the keys (as the VLCache paper words its baseline).
+      ratio: ratio of the reused tokens that are computed after layer 1.
+      selector: "dhd" (default, the paper's): attention received, times the L1 distance of values; "attn_dist": change
+        of the attention that a token receives due to the keys (the VLCache paper's description of its baseline).
     """
 
     ratio: Fraction
@@ -208,15 +211,15 @@ class KVShare(_Selecting):
 
 @dataclass(frozen=True)
 class QuestionScores(_Selecting):
-    """The tokens that the question looks at and whose K, V deviate: our own.
+    """Policy that recomputes the tokens that the question attends to and whose KV deviates. Not from a paper.
 
-    Attention from the rows behind the last image, which are about to answer, times the L2 distance of K and V, in one
-    layer. How many rows go on is a ratio, or a schedule's levels: its sizes, with members chosen from the data.
+    The score is the attention from the tokens after the last image, times the L2 distance of keys and values, in one
+    layer. The number of tokens is a ratio, or follows the levels of a schedule.
 
     Attributes:
-      ratio: of the reused tokens that go on behind the check layer; not used with a schedule.
-      check_layer: the layer that is looked at.
-      schedule: numbers of rows, layer by layer.
+      ratio: ratio of the reused tokens that are computed after the check layer; not used with a schedule.
+      check_layer: index of the layer that is scored, at least 1.
+      schedule: ratios of the layers, in place of `ratio`.
     """
 
     ratio: Fraction = Fraction(0)
@@ -227,7 +230,8 @@ class QuestionScores(_Selecting):
         check_ratio(self.ratio)
         if not is_a(self.check_layer, int) or self.check_layer < 1:
             raise ValueError(
-                f"check_layer must be an integer of at least 1 (nothing deviates in layer 0), got {self.check_layer!r}"
+                f"check_layer must be an integer of at least 1 (reused KV does not deviate in layer 0), "
+                f"got {self.check_layer!r}"
             )
 
     @property
@@ -250,7 +254,7 @@ class QuestionScores(_Selecting):
         return received * jnp.sqrt(_squared_distance(rows.k, rows.linked_k) + _squared_distance(rows.v, rows.linked_v))
 
 
-# What `reuse` may name, before a dash and the ratio.
+# Names of selecting policies in `reuse`, before a dash and the ratio.
 NAMED: dict[str, Callable[[Fraction], SelectingPolicy]] = {
     "cacheblend": CacheBlend,
     "cacheblend-lmcache": functools.partial(CacheBlend, variant="lmcache"),
@@ -262,12 +266,12 @@ NAMED: dict[str, Callable[[Fraction], SelectingPolicy]] = {
 
 
 def _squared_distance(new: jax.Array, old: jax.Array) -> jax.Array:
-    """[N, K, D] twice -> [N] float32."""
+    """Return the squared L2 distance of each token, float32 [N], of two arrays [N, K, D]."""
     return jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2))
 
 
 def _attention(q: jax.Array, k: jax.Array, see: jax.Array) -> jax.Array:
-    """Softmax over the places a row sees: q [B, H, D], k [W, K, D], see [B, W] -> [B, H, W] float32."""
+    """Return softmax attention weights, float32 [B, H, W], of q [B, H, D] and k [W, K, D] under the mask see [B, W]."""
     rows, heads, width = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, width)
@@ -280,7 +284,7 @@ def _attention(q: jax.Array, k: jax.Array, see: jax.Array) -> jax.Array:
 
 
 def _column_sums(rows: Projected, weights: Any) -> jax.Array:
-    """What each row's key receives from all rows behind it and its own: [N, H]. Rows go in blocks."""
+    """Return the weights that each token's key receives from its own and all later tokens, [N, H], block by block."""
     count, heads, _ = rows.q.shape
     size = rows.window[0].shape[0]
     place = jnp.arange(size)
@@ -298,26 +302,26 @@ def _column_sums(rows: Projected, weights: Any) -> jax.Array:
 
 
 def make_choice(policy: Policy, layout: Layout, num_layers: int) -> RowChoice | None:
-    """How a request with this layout chooses; None if the policy does not, or there is nothing to choose from.
+    """Return how a request chooses tokens, or None if the policy does not choose or no image is approximate.
 
     Raises:
-      ValueError: the numbers of rows are not such.
+      ValueError: `policy.keep` returns numbers that increase, or of the wrong count.
     """
-    if not isinstance(policy, SelectingPolicy) or not (most := _reused(layout)):
+    if not isinstance(policy, SelectingPolicy) or not (reused := _reused(layout)):
         return None
     keep = policy.keep(layout, num_layers)
-    falling = all(a >= b for a, b in itertools.pairwise((most, *keep, 0)))
+    falling = all(a >= b for a, b in itertools.pairwise((reused, *keep, 0)))
     if len(keep) != num_layers - 1 - policy.check_layer or not falling:
         raise ValueError(
-            f"{policy.name} must keep numbers of rows from {most} to 0 that do not increase, one a layer behind layer "
-            f"{policy.check_layer}, got {keep}"
+            f"keep of {policy.name} must be non-increasing numbers of tokens from {reused} to 0, one for each layer "
+            f"after layer {policy.check_layer}, got {keep}"
         )
     last = layout.images[-1]
     return RowChoice(policy, keep, len(layout), last.stop)
 
 
 def decide(policy: Policy, layout: Layout, num_layers: int) -> tuple[Plan, RowChoice | None]:
-    """What of a request is computed: what is known now, and what the device will choose.
+    """Return the plan of a request, and how the device chooses more tokens, if it does.
 
     Raises:
       ValueError: see `make_plan` and `make_choice`.
@@ -328,7 +332,7 @@ def decide(policy: Policy, layout: Layout, num_layers: int) -> tuple[Plan, RowCh
 def computing(
     spans: Collection[ImageSpan], layout: Layout, plan: Plan, choice: RowChoice | None, num_layers: int
 ) -> tuple[Layout, Plan, RowChoice | None]:
-    """What was decided if some images have to be computed after all: of the others the plan says what it said."""
+    """Return layout, plan and choice with the images `spans` as misses. The other images keep their plan."""
     if not spans:
         return layout, plan, choice
     layout = layout.marked(spans, "miss")
@@ -347,22 +351,22 @@ def project(
     request: jax.Array,
     table: jax.Array,
 ) -> Projected:
-    """What the rows of a layer step become, and what the pool holds for them.
+    """Return queries, keys and values of a layer's tokens, and their linked KV.
 
     Args:
       layer: the decoder layer.
       x: hidden states that enter it, [N, M].
-      k, v: its pool before it runs, [S, K, D].
-      rows: of the step.
-      is_image: rows among which is chosen, [N].
-      request: the length of its prompt, and the prompt's first token behind its last image, [2].
-      table: the pool's page of each of the pages that hold the prompt, [W / 128].
+      k, v: its KV pool before it runs, [S, K, D].
+      rows: the tokens of the prefill chunk.
+      is_image: True for tokens that can be chosen, [N].
+      request: length of the prompt, and index of the first token after its last image, [2].
+      table: block table of the request, [W / 128].
     """
     q, new_k, _, new_v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
     slots, size = len(k), len(table) * PAGE
     length, question = request
     is_row = rows.k_end > 0
-    place = jnp.where(is_row, rows.k_end - 1, size + jnp.arange(len(x)))  # a row sees the slots up to its own
+    place = jnp.where(is_row, rows.k_end - 1, size + jnp.arange(len(x)))  # a token attends to the slots up to its own
     window = k.reshape(-1, PAGE, *k.shape[1:])[table].reshape(size, *k.shape[1:])
     write = functools.partial(window.at[place].set, mode="drop", unique_indices=True)
     at = jnp.minimum(rows.slot, slots - 1)
@@ -382,15 +386,18 @@ def project(
 
 
 def choose(score: jax.Array, must: jax.Array, among: jax.Array) -> jax.Array:
-    """The order in which rows go on: the first `must`, then the next `among` by their scores, highest first.
+    """Return the order of the tokens after the choice, so that later layers compute a slice.
 
-    So what later layers keep of them is a slice. Of equal scores the earlier row comes first; all others stay behind.
+    The first `must` tokens stay first. The next `among` tokens are sorted by descending score; the earlier token comes
+    first if scores are equal. All others come last.
 
     Args:
-      score: of the rows [N].
+      score: score of each token [N].
+      must: number of tokens that later layers compute in any case.
+      among: number of tokens to choose from.
 
     Returns:
-      Which row each of them was [N].
+      Previous index of each token [N].
     """
     index = jnp.arange(len(score))
     is_candidate = (index >= must) & (index < must + among)
@@ -400,7 +407,7 @@ def choose(score: jax.Array, must: jax.Array, among: jax.Array) -> jax.Array:
 
 
 def narrow(rows: Rows, active: jax.Array, *, size: int, slots: int) -> Rows:
-    """The first `active` rows, padded to `size`."""
+    """Return the first `active` tokens, padded to `size`; padding has KV slots from `slots` on."""
     real = jnp.arange(size) < active
     first = Rows(*(jnp.where(real, field[..., :size], 0) for field in rows))
     return first._replace(slot=jnp.where(real, first.slot, slots + jnp.arange(size, dtype=jnp.int32)))
@@ -408,11 +415,13 @@ def narrow(rows: Rows, active: jax.Array, *, size: int, slots: int) -> Rows:
 
 @dataclass(frozen=True)
 class RowChoice:
-    """How a request chooses rows: by which policy, how many, and how long the prompt is that decides.
+    """Choice of tokens of a request.
 
     Attributes:
-      keep: chosen rows in each layer behind the check layer.
-      question: the prompt's first token behind its last image.
+      policy: policy that scores the tokens.
+      keep: number of chosen tokens in each layer after the check layer.
+      length: number of prompt tokens; only these count for the scores.
+      question: index of the first prompt token after the last image.
     """
 
     policy: SelectingPolicy
@@ -423,15 +432,16 @@ class RowChoice:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What a prefill step chooses.
+    """Choice of tokens in a prefill chunk.
 
     Attributes:
-      policy: chooses.
-      must, among, keep: see `choose`; `keep` in each layer behind the check layer.
-      table: the pool's pages of the request.
-      length: of its prompt; rows behind it, of a continuation, have no say.
-      question: the prompt's first token behind its last image.
-      tokens: which token of the prompt each row is, [m + e].
+      policy: policy that scores the tokens.
+      must, among: see `choose`.
+      keep: number of chosen tokens in each layer after the check layer.
+      table: block table of the request.
+      length: number of prompt tokens; tokens after the prompt, of a continuation, do not count for the scores.
+      question: index of the first prompt token after the last image.
+      tokens: index in the prompt of each token of the chunk, [must + among].
     """
 
     policy: SelectingPolicy
@@ -449,7 +459,7 @@ _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.I
 _WITH_COUNT: dict[str, Callable[[int], Policy]] = {"mpic": MPIC, "epic": EPIC}
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
 _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}
-# What "approximate" stands for: of all policies that compute at most 3 % of rows x layers the one with the best answers
+# Policy of "approximate": the most accurate one that computes at most 3 % of tokens x layers
 # (docs/research/reuse_study.md).
 APPROXIMATE = "shift-0.03"
 _NAMED: dict[str, Policy] = {
@@ -461,33 +471,33 @@ _NAMED: dict[str, Policy] = {
 
 
 def parse_policy(reuse: Any) -> Policy:
-    """The policy that a user's `reuse` stands for.
+    """Return the policy of a value of `reuse`.
 
     Args:
       reuse: "off", "exact", "approximate" (the recommended policy), "full" (ratio 0), "full-two-pass", a ratio from 0
         to 1 as a number or a decimal string, "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and
-        others of `selection.NAMED`, the path of a schedule file, by itself or behind "spread-", "shift-" or "asked-",
+        others of `selection.NAMED`, the path of a schedule file, by itself or after "spread-", "shift-" or "asked-",
         a `Schedule` or a `Policy`.
 
     Raises:
-      ValueError: something else.
+      ValueError: `reuse` is anything else.
     """
-    # Objects stand for themselves, and a number is a ratio.
+    # Policies and schedules are used directly, and a number is a ratio.
     if isinstance(reuse, Schedule):
         return Scheduled(reuse)
     if isinstance(reuse, Policy) and not isinstance(reuse, type):
         return reuse
     if is_a(reuse, (numbers.Real, Decimal)):
-        number = Decimal(reuse) if isinstance(reuse, int) else reuse  # writes integers of any length
+        number = Decimal(reuse) if isinstance(reuse, int) else reuse  # converts integers of any length to text
         return StaticRatio(number if isinstance(number, Fraction) else _fraction(str(number)))
     if isinstance(reuse, str):
-        # Names by themselves.
+        # Names without a parameter.
         if reuse == "approximate":
             reuse = APPROXIMATE
         if reuse in _NAMED:
             return _NAMED[reuse]
         scheduled = {**_WITH_SCHEDULE, "asked": QuestionScores}
-        # Names with a count, with the path of a schedule, and with a ratio; a ratio may stand alone.
+        # Names with a count, with the path of a schedule, or with a ratio. A ratio needs no name.
         name, _, rest = reuse.partition("-")
         if name in _WITH_COUNT and rest.isdecimal():
             if len(rest) > _DIGITS:
@@ -500,24 +510,24 @@ def parse_policy(reuse: Any) -> Policy:
             prefix = name and f"{name}-"
             if reuse.startswith(prefix) and _DECIMAL.fullmatch(ratio := reuse.removeprefix(prefix)):
                 return policy(_fraction(ratio, prefix))
-    # What is left may be the path of a schedule.
+    # Other values can be the path of a schedule.
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or os.path.isfile(reuse))):
         return Scheduled(Schedule.load(reuse))
     close = difflib.get_close_matches(reuse, ["approximate", *_NAMED], 1) if isinstance(reuse, str) else []
     raise ValueError(
         'reuse must be "off", "exact", "approximate", "full", a ratio from 0 to 1, the path of a schedule file, a '
         'Schedule, a Policy, or the name of another policy such as "mpic-32" or "shift-0.1", '
-        f"got {short(reuse)}{f'; is it {close[0]!r}?' if close else ''}"
+        f"got {short(reuse)}{f'; did you mean {close[0]!r}?' if close else ''}"
     )
 
 
 def _fraction(text: str, prefix: str = "") -> Fraction:
-    """The exact value of a decimal: 0.29 of 100 tokens are 29, where floating point says 28."""
+    """Return the exact value of a decimal: 0.29 of 100 tokens is 29; in floating point it would be 28."""
     try:
         decimal = Decimal(text)
     except InvalidOperation:  # an exponent of many digits
         decimal = Decimal("nan")
-    exponent = decimal.as_tuple().exponent  # a letter where the value is not finite
+    exponent = decimal.as_tuple().exponent  # a letter if the value is not finite
     if not (isinstance(exponent, int) and exponent >= -_DIGITS and 0 <= decimal <= 1):
         wanted = f"{prefix}R with a ratio R" if prefix else "a ratio"
         raise ValueError(f"reuse must be {wanted} from 0 to 1 of at most {_DIGITS} digits, got {prefix}{shorten(text)}")

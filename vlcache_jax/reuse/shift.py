@@ -1,13 +1,13 @@
-"""Linked K, V moved to their new context, by what the computed tokens of the same image show of it.
+"""Shift: correction of linked KV by the mean change of the recomputed tokens of the same image.
 
-A new context moves the keys and values of an image's tokens mostly alike: which image of the prompt they belong to, or
-what is asked, is the same for all of them. So the mean difference between what the computed tokens were linked as and
-what they are now is added to the tokens that are not computed. Public work finds that what reuse loses is of low rank,
-and stores a patch for it (Kamera, arXiv 2606.23581); here the patch is of rank one, and nothing is stored.
+A new context changes the keys and values of an image's tokens mostly alike, because the position of the image and the
+question are the same for all of them. The mean difference of recomputed and linked KV is therefore added to the tokens
+that are not computed. Published work finds that the error of reuse has low rank, and stores a patch for it
+(Kamera, arXiv 2606.23581). Here the patch has rank one, and nothing is stored.
 
-The sum is mostly longer than a key is: moved keys are scaled back to the length that they had, which is what a key norm
-would give them; without such a norm it helps less, but it helps (docs/research/reuse_study.md). The bias of the key
-projection is not scaled: it is the same for all tokens, and may be far longer than all the rest.
+The sum is mostly longer than the linked key. Corrected keys are scaled to the length of the linked key, as a key norm
+would do. Models without a key norm gain less from it (docs/research/reuse_study.md). The bias of the key
+projection is not scaled: it is the same for all tokens, and can be much longer than the rest.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows, rope
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.decoder import SelfAttention
-from vlcache_jax.pallas_kernels import carry_flaws
+from vlcache_jax.pallas_kernels import propagate_nonfinite
 from vlcache_jax.reuse.policies import Plan
 
-IMAGES = 64  # images that a step moves at most
-TOKENS = 32768  # of images that a step moves at most, unless the pool is smaller
-_CHUNK = 1024  # tokens that are held at once
+IMAGES = 64  # maximum images corrected in a prefill chunk
+TOKENS = 32768  # maximum image tokens corrected in a prefill chunk, unless the pool is smaller
+_CHUNK = 1024  # tokens corrected at once
 
 Index = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
 class Shift:
-    """Up to `IMAGES` images of a step that are computed in part.
+    """Partly computed images of a prefill chunk, up to `IMAGES`. N is the chunk's tokens, T the tokens of the images.
 
     Attributes:
-      row_image: which of them each row of the step belongs to, -1 for none [N].
-      slot: of their tokens [T].
-      position: M-RoPE triples [3, T].
-      image: which of them each token belongs to [T].
-      depth: in how many layers each token is computed [T]; behind these it is moved.
+      row_image: index of the image that each token of the chunk belongs to, -1 for none [N].
+      slot: KV slot of each image token [T].
+      position: M-RoPE positions [3, T].
+      image: index of the image that each image token belongs to [T].
+      depth: number of layers that compute each image token [T]; later layers correct it.
     """
 
     row_image: Index
@@ -55,26 +55,26 @@ class Shift:
     depth: Index
 
     def pack(self, num_rows: int, num_tokens: int) -> tuple[Index, Index]:
-        """`Moves.row_image` and `Moves.tokens`, for steps of so many rows, and so many tokens at most."""
+        """Return `Moves.row_image` and `Moves.tokens`, padded to `num_rows` and `num_tokens`."""
         rows = np.pad(self.row_image, (0, num_rows - len(self.row_image)), constant_values=-1)
         tokens = np.zeros((6, num_tokens), np.int32)
         tokens[:, : len(self.slot)] = np.vstack([self.slot, self.position, self.image, self.depth])
         return rows, tokens
 
     def count(self, layer: int, active: int) -> int:
-        """How many tokens a layer has to look at that computes the first `active` rows."""
-        is_informed = layer > 0 and (self.row_image[:active] >= 0).any()  # in the first layer nothing differs
+        """Return the number of tokens that a layer corrects, if it computes the first `active` tokens of the chunk."""
+        is_informed = layer > 0 and (self.row_image[:active] >= 0).any()  # KV of the first layer does not change
         return len(self.slot) if is_informed else 0
 
 
 class Moves(NamedTuple):
-    """What layers have to know of a `Shift`.
+    """Arrays of a `Shift` that the layers take.
 
     Attributes:
       row_image: int32 [N], -1 for none.
-      tokens: int32 [6, T]: slot, the three of position, image and depth.
-      layer: number of each.
-      count: of the tokens in each.
+      tokens: int32 [6, T]: KV slot, three rows of M-RoPE positions, image and depth.
+      layer: index of each layer.
+      count: number of tokens that each layer corrects.
     """
 
     row_image: Any
@@ -84,9 +84,10 @@ class Moves(NamedTuple):
 
 
 def shifted_images(requests: Iterable[tuple[Layout, Plan]], num_layers: int) -> Index:
-    """Which image each token of a wave belongs to if the image is to be moved, -1 for none [n].
+    """Return the index of the corrected image that each token of a prefill group belongs to, -1 for none [n].
 
-    An image is if its request's plan says so and computes some of its tokens, but not all of them in all layers.
+    An image is corrected if its request's plan has `shift` and computes some of its tokens, but not all of them in all
+    layers.
     """
     numbers = []
     count = 0
@@ -103,11 +104,11 @@ def shifted_images(requests: Iterable[tuple[Layout, Plan]], num_layers: int) -> 
 
 
 def most_moved(images: Index, first: int, most: int) -> int:
-    """The image before which a step has to end that begins to move images with number `first`.
+    """Return the image before which a prefill chunk must end if `first` is the first image that it corrects.
 
     Args:
       images: see `shifted_images` [n].
-      most: tokens that a step moves, unless one image has more.
+      most: maximum tokens that a chunk corrects, unless one image has more.
     """
     sizes = np.bincount(images[images >= first] - first)[:IMAGES]
     return first + max(1, int(np.searchsorted(np.cumsum(sizes), most, "right")))
@@ -116,13 +117,17 @@ def most_moved(images: Index, first: int, most: int) -> int:
 def make_shift(
     images: Index, new: range, rows: npt.NDArray[np.int64], slot: Index, position: Index, depth: Index
 ) -> Shift | None:
-    """What moves in a step, which is nothing where its images have begun before; None: it has no rows of such images.
+    """Return the images that a prefill chunk corrects, or None if the chunk has no tokens of corrected images.
+
+    An image is corrected in the chunk that has its first computed tokens, and not in later ones.
 
     Args:
-      images: of the wave's tokens, see `shifted_images` [n].
-      new: the images whose first computed tokens are in this step.
-      rows: the step's tokens.
-      slot, position, depth: of the wave's tokens [n], [3, n], [n].
+      images: image of each token of the prefill group, see `shifted_images` [n].
+      new: the images whose first computed tokens are in this chunk.
+      rows: indices of the chunk's tokens in the group.
+      slot: KV slot of each token of the group [n].
+      position: M-RoPE positions of each token of the group [3, n].
+      depth: number of layers that compute each token of the group [n].
     """
     if (images[rows] < 0).all():
         return None
@@ -134,17 +139,17 @@ def make_shift(
 def differences(
     layer: Any, x: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, row_image: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean over each image's rows of what its keys before rotation and values are now, less what was linked.
+    """Return the mean difference of computed and linked KV over the computed tokens of each image.
 
     Args:
       layer: the decoder layer.
       x: hidden states that enter it, [N, M].
-      k, v: its pool before it runs, [S, K, D].
-      rows: of the step.
+      k, v: its KV pool before it runs, [S, K, D].
+      rows: the tokens of the chunk.
       row_image: see `Shift` [N].
 
     Returns:
-      Two arrays [IMAGES, K, D], float32.
+      Differences of the keys before rotation and of the values, each float32 [IMAGES, K, D].
     """
     attention = layer.self_attn
     _, new_k, _, new_v = attention.project(layer.input_layernorm(x), rows, keep=len(x))
@@ -168,19 +173,22 @@ def move(
     difference: tuple[jax.Array, jax.Array],
     moves: Moves,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds each image's difference to those of its tokens that a layer does not compute.
+    """Add each image's difference to the KV of those tokens that the layer does not compute.
 
     Args:
-      attention: the layer's.
-      k, v: its pool [S, K, D].
+      attention: attention of the layer.
+      k, v: KV pool of the layer [S, K, D].
       difference: see `differences`.
-      moves: which tokens these are.
+      moves: the tokens to correct.
+
+    Returns:
+      The KV pool, two arrays [S, K, D].
     """
     tokens = moves.tokens
     chunk = min(_CHUNK, tokens.shape[1])
 
     def step(i: jax.Array, pools: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        # The last chunk begins earlier where it would end behind the array: what it meets again stays.
+        # The last piece begins earlier if it would end after the array. Tokens that it reads again do not change.
         first = jnp.minimum(i * chunk, tokens.shape[1] - chunk)
         slot, x, y, z, image, depth = jax.lax.dynamic_slice_in_dim(tokens, first, chunk, 1)
         index = first + jnp.arange(chunk)
@@ -201,7 +209,7 @@ def _moved(
     image: jax.Array,
     to: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """What is at `slot`, with the difference of its image, goes to `to`, unless that is beyond the pool."""
+    """Write the KV at `slot`, plus the difference of its image, to `to`. Slots outside of the pool are not written."""
     cos, sin = _rotation(attention.config, position)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -214,29 +222,29 @@ def _moved(
         own -= bias
     weight = attention.k_norm.scale[...] if attention.config.qk_norm else jnp.ones(own.shape[-1])
     factor = length_kept(own, own + dk, weight)
-    new_k = (old_k + rope.rotate(dk, cos, sin)) * factor  # where nothing changes, no bit does: the factor is 1
+    new_k = (old_k + rope.rotate(dk, cos, sin)) * factor  # a difference of 0 leaves all bits: the factor is 1
     if bias is not None:
         new_k += rope.rotate(bias * (1 - factor), cos, sin)
-    new_k, new_v = carry_flaws(new_k.astype(k.dtype), (old_v + dv).astype(v.dtype))
+    new_k, new_v = propagate_nonfinite(new_k.astype(k.dtype), (old_v + dv).astype(v.dtype))
     return write(k, new_k), write(v, new_v)
 
 
 def _bias(attention: SelfAttention) -> jax.Array | None:
-    """Of the key projection, float32 [K, D], if it has one."""
+    """Return the bias of the key projection, float32 [K, D], or None if it has none."""
     return None if (bias := attention.qkv_proj.bias) is None else bias[...][:, -2].astype(jnp.float32)
 
 
 def length_kept(before: jax.Array, after: jax.Array, weight: jax.Array) -> jax.Array:
-    """What moved keys are multiplied by, so that they have the length again that they had before.
+    """Return the factor that gives corrected keys the length that they had before.
 
-    Lengths are those of keys divided by the weight of the key norm; channels whose weight is 0 have none.
+    Lengths are those of keys divided by the weight of the key norm. Channels of weight 0 do not count.
 
     Args:
       before, after: keys without rotation and bias [T, K, D].
-      weight: of the key norm; ones where there is none [D].
+      weight: weight of the key norm [D]; ones if the model has none.
 
     Returns:
-      [T, K, 1] float32; 1 for keys that are not finite.
+      Factor of each key, float32 [T, K, 1]; 1 for keys that are not finite.
     """
     scale = weight.astype(jnp.float32)
     inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))

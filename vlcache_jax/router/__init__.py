@@ -1,1 +1,1 @@
-"""Routing: which of several engines gets a request. It imports nothing that imports jax."""
+"""Routing of requests to several engines. The package does not import JAX, directly or indirectly."""

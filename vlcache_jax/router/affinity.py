@@ -1,10 +1,10 @@
-"""Which of several engines gets a request: the one that holds its images, unless that one has too much to do.
+"""Image-affinity routing: a request goes to the engine that holds its images, unless that engine is overloaded.
 
-A router sees digests of encoded bytes, never pixels: decoding or tokenising pictures would cost it what reuse saves.
-Pictures fall into slots by their digests. Which engine has a slot a hash of both says (rendezvous hashing, Thaler and
-Ravishankar 1998), so that engines that come and go move only their share. That is worked out when they do, not when a
-request comes. How much more than the others an engine may have under way is bounded (consistent hashing with
-bounded loads, arXiv 1608.01350): a picture that everybody asks for spreads.
+A router hashes encoded bytes and never decodes images: decoding or tokenizing would cost more than reuse saves. The
+digest of an image selects one of 16384 slots. A hash of engine and slot selects the slot's engine (rendezvous hashing,
+Thaler and Ravishankar 1998). If an engine joins or leaves, only its share of the slots moves. The assignment is
+computed at this time, not per request. The load of an engine relative to the others is bounded, so that a popular image
+spreads over several engines (consistent hashing with bounded loads, arXiv 1608.01350).
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ import xxhash
 from vlcache_jax.common.checks import is_a, short
 
 FACTOR = 1.25
-"""Of the mean, what an engine may have under way."""
+"""Maximum requests in flight of an engine, as a factor of the mean over the engines."""
 SLACK = 4
-"""Requests that an engine may have under way in any case: so many run together at no loss."""
+"""Requests in flight that an engine may always have. They run together without a loss of speed."""
 RULES = ("bounded", "hash", "least-loaded", "round-robin")
 
-_REMEMBERED = 2**16  # openings of conversations, and pictures
-_HEAD = 256  # characters in which a data URL's payload begins
-_PIECE = 1 << 20  # bytes of a file that are read at a time
-_UNKNOWN = 1  # bytes of a picture that is only named
-_FILE = "file-id:"  # begins a URL that names an uploaded file
+_REMEMBERED = 2**16  # openings of conversations
+_HEAD = 256  # characters within which the payload of a data URL begins
+_PIECE = 1 << 20  # bytes read from a file at a time
+_UNKNOWN = 1  # size in bytes of an image that is given by name only
+_FILE = "file-id:"  # prefix of a name that stands for an uploaded file
 _URLS = ("image_url", "video_url")
 _VALUES = ("image", "images", "image_pil", "video", "videos")
-_NAMED = ("url", "path", "base64")  # beside the type of a part
+_NAMED = ("url", "path", "base64")  # keys next to the type of a part
 _TYPES = ("image", "video", "image_url", "video_url", "image_pil", "input_image")
-_SLOTS = 2**14  # of a thousand engines each has about 16
-_PLACES = 4  # engines that a slot has; who comes next is chosen by its load
-_MAPPINGS, _LISTS = (dict, Mapping), (list, tuple)  # the frequent one first: others are asked for more slowly
+_SLOTS = 2**14  # with 1000 engines, each has about 16
+_PLACES = 4  # ranked engines per slot; further engines are chosen by load
+_MAPPINGS, _LISTS = (dict, Mapping), (list, tuple)  # `dict` first: isinstance with `Mapping` is slower
 
 
 @dataclass(frozen=True)
 class SeenImages:
-    """What a router sees of a request.
+    """Routing information of a request.
 
     Attributes:
-      images: digest of each picture or video, of 16 bytes, and how many bytes it has as it came.
-      opening: digest, of 16 bytes, of what the conversation begins with, up to its first answer; None: it is none.
-      goes_on: it has an answer already.
-      file: id of an uploaded file that it names, if it names one.
-      engine: the one that has what the request names, such as an earlier response; None: any may have it.
+      images: encoded size in bytes of each image or video, by its 16-byte digest.
+      opening: 16-byte digest of the conversation up to its first answer; None if the request is no conversation.
+      goes_on: True if the conversation already has an answer.
+      file: id of an uploaded file that the request names; None if it names none.
+      engine: name of the engine that stores an object of the request, such as an earlier response; None for any engine.
     """
 
     images: Mapping[bytes, int] = field(default_factory=dict)
@@ -64,42 +64,45 @@ class SeenImages:
 
     @property
     def largest(self) -> bytes | None:
-        """The picture that costs most to compute again."""
+        """Digest of the largest image, which costs most to recompute; None without images."""
         return max(zip(self.images.values(), self.images, strict=True), default=(0, None))[1]
 
 
 class Rule(Protocol):
-    """A way to choose an engine."""
+    """Rule that chooses an engine."""
 
     def order(self, seen: SeenImages, loads: Mapping[str, int]) -> list[str]:
-        """The engines, the best one first; those that cannot answer are left out.
+        """Return the engines, best first, without those that cannot answer.
 
         Args:
-          loads: requests that each has under way.
+          seen: routing information of the request.
+          loads: number of requests in flight, by engine.
         """
 
     def sent(self, seen: SeenImages, engine: str) -> None:
-        """An engine has been given the request."""
+        """Note that the request was sent to an engine."""
 
 
 class Affinity:
-    """Sends a request to the engine that holds its images; of a conversation that goes on, to the one that answered.
+    """Rule that prefers the engine that holds the request's images.
 
-    Of several images the engine counts that holds most of their bytes. A text goes to whom has least to do.
+    A continued conversation goes to the engine that answered before. A request with several images goes to the engine
+    that holds most of their bytes. A request without images goes to the engine with the lowest load.
 
     Args:
-      factor: of the mean, what an engine may have under way before the next one is taken; infinite: any number.
-      slack: requests that it may have in any case.
+      factor: maximum load of an engine as a factor of the mean load; infinite for no limit. Above it the next engine is
+        chosen.
+      slack: requests in flight that an engine may always have.
 
     Raises:
-      ValueError: the factor is below 1, or slack below 0.
+      ValueError: `factor` is below 1, or `slack` is below 0.
     """
 
     def __init__(self, factor: float = FACTOR, slack: int = SLACK):
         if not (is_a(factor, int | float) and factor >= 1):
-            raise ValueError(f"factor must be a number from 1, got {short(factor)}")
+            raise ValueError(f"factor must be a number of at least 1, got {short(factor)}")
         if not (is_a(slack, int) and slack >= 0):
-            raise ValueError(f"slack must be a whole number from 0, got {short(slack)}")
+            raise ValueError(f"slack must be a non-negative integer, got {short(slack)}")
         self._factor, self._slack = factor, slack
         self._openings: OrderedDict[bytes, str] = OrderedDict()
         self._slots = _Slots()
@@ -107,8 +110,8 @@ class Affinity:
     def order(self, seen: SeenImages, loads: Mapping[str, int]) -> list[str]:
         if not loads:
             return []
-        self._slots.meet(loads)
-        if seen.engine is not None and seen.engine in loads:  # nobody else can answer
+        self._slots.update(loads)
+        if seen.engine is not None and seen.engine in loads:  # no other engine can answer
             return [seen.engine]
         limit = self.limit(loads)
         chosen = [name for name in self._preferred(seen) if loads[name] < limit]
@@ -125,20 +128,26 @@ class Affinity:
                 self._openings.popitem(last=False)
 
     def limit(self, loads: Mapping[str, int]) -> float:
-        """Requests under way from which on an engine is passed by."""
+        """Return the number of requests in flight at which an engine counts as overloaded."""
         if math.isinf(self._factor):
             return math.inf
         return max(self._slack, math.ceil(self._factor * (sum(loads.values()) + 1) / len(loads)))
 
     def holders(self, seen: SeenImages, engines: Collection[str]) -> list[str]:
-        """The engines that may hold the pictures: of each the one that has its slot, and the second, which held it
-        before the first one came, and holds it where that one had too much to do."""
-        self._slots.meet(engines)
+        """Return the engines that may hold the images: the first and second engine of each image's slot.
+
+        The second one held the image before the first one joined, or while the first one was overloaded.
+
+        Args:
+          seen: routing information of the request.
+          engines: names of all engines.
+        """
+        self._slots.update(engines)
         slots = _slots_of(seen.images)
         return list(dict.fromkeys([place[slot] for place in self._slots.places[:2] for slot in slots]))
 
     def _preferred(self, seen: SeenImages) -> list[str]:
-        """Those that something speaks for, the best one first."""
+        """Return the engines with an affinity to the request, best first."""
         opening = seen.opening if seen.goes_on else None
         last = self._openings.get(opening) if opening is not None else None
         first = [last] if last is not None and last in self._slots else []
@@ -149,7 +158,7 @@ class Affinity:
             [largest] = _slots_of([opening])
         else:
             return first
-        # Those that hold as much come as the largest picture's slot has them, then in the order of sizes and slots.
+        # Ties are ordered by the largest image's slot, then by sizes and slots.
         held = {place[largest]: 0 for place in self._slots.places}
         for size, slot in shown:
             engine = self._slots.places[0][slot]
@@ -159,26 +168,25 @@ class Affinity:
 
 
 class _Slots:
-    """Which engines have each slot: those whose names give the highest scores with it.
+    """Assignment of slots to engines: the engines with the highest scores for a slot.
 
     Attributes:
-      places: names by slot of the engines that have it; then of those that come next. As many as there are engines, at
-        most `_PLACES`.
+      places: engine names by slot, first of the best engines, then of the next best ones. It has one list per engine,
+        at most `_PLACES`.
     """
 
     def __init__(self) -> None:
         self.places: list[list[str]] = []
         self._numbers: dict[str, int] = {}
-        self._free: list[int] = []  # numbers of engines that have gone
+        self._free: list[int] = []  # numbers of engines that have left
         self._scores = np.zeros((_PLACES, _SLOTS), np.uint64)
         self._engines = np.zeros((_PLACES, _SLOTS), np.int64)  # numbers
 
     def __contains__(self, engine: str) -> bool:
         return engine in self._numbers
 
-    def meet(self, engines: Collection[str]) -> None:
-        """Takes note of the engines that there are now. Those that come take slots from others; slots of those that go
-        are given anew."""
+    def update(self, engines: Collection[str]) -> None:
+        """Set the engines. New ones take over slots of others; the slots of those that left are reassigned."""
         if len(engines) == len(self._numbers) and all(map(self._numbers.__contains__, engines)):
             return
         new = {name: _hash(name.encode()) for name in engines if name not in self._numbers}
@@ -196,7 +204,7 @@ class _Slots:
         self.places = [[names[i] for i in place] for place in self._engines[: len(names)].tolist()]
 
     def _add(self, engine: int, seed: int, slots: Any) -> None:
-        # Multiplying by an odd number and comparing hashes what is spread evenly already (Dietzfelbinger et al. 1997).
+        # The keys are uniform, so multiplication by an odd number is a sufficient hash (Dietzfelbinger et al. 1997).
         scores = _keys()[slots] * np.uint64(seed | 1)
         engines = np.full(len(scores), engine)
         for place in range(_PLACES):
@@ -209,17 +217,17 @@ class _Slots:
 
 
 class LeastLoaded:
-    """Sends a request to whom has least to do."""
+    """Rule that chooses the engine with the fewest requests in flight."""
 
     def order(self, seen: SeenImages, loads: Mapping[str, int]) -> list[str]:
         return sorted(loads, key=lambda name: loads[name])
 
     def sent(self, seen: SeenImages, engine: str) -> None:
-        """Nothing depends on it."""
+        """Do nothing: the rule has no state."""
 
 
 class RoundRobin:
-    """Sends requests to one engine after the other."""
+    """Rule that chooses the engines in turn."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -234,10 +242,10 @@ class RoundRobin:
 
 
 def rule_of(name: str) -> Rule:
-    """A rule by its name.
+    """Return a rule by its name, one of `RULES`.
 
     Raises:
-      ValueError: there is no such rule.
+      ValueError: the name is unknown.
     """
     if name not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {short(name)}")
@@ -248,10 +256,11 @@ def rule_of(name: str) -> Rule:
 
 
 def look(request: Mapping[str, Any], *, reads_files: bool = False) -> SeenImages:
-    """Sees what speaks for an engine in a request: a body of the server, or what `LLM.chat` takes as a conversation.
+    """Return the routing information of a request.
 
     Args:
-      reads_files: hash the files that paths name, not the paths.
+      request: a body of the server, or a conversation for `LLM.chat`.
+      reads_files: True to hash the content of files that are given by path, False to hash the paths.
     """
     images: dict[bytes, int] = {}
     opening, has_opening, goes_on = xxhash.xxh3_128(), False, False
@@ -273,15 +282,15 @@ def look(request: Mapping[str, Any], *, reads_files: bool = False) -> SeenImages
 
 
 def look_at(value: Any, *, reads_files: bool = True) -> tuple[bytes, int]:
-    """The digest of a picture or a video as it came, and its bytes. Nothing is decoded.
+    """Return the 16-byte digest of an image or a video and its size in bytes, without decoding it.
 
     Args:
       value: bytes, a path, a `data:` or another URL, an array or a PIL image.
-      reads_files: hash the file that a path names, not the path.
+      reads_files: True to hash the content of a file that is given by path, False to hash the path.
     """
     if isinstance(value, str) and value.startswith("data:"):
         encoded = memoryview(value.encode(errors="surrogateescape"))
-        payload = encoded[value.find(",", 0, _HEAD) + 1 :]  # what stands before tells the type
+        payload = encoded[value.find(",", 0, _HEAD) + 1 :]  # without the media type
         return _digest(payload), max(_UNKNOWN, len(payload) * 3 // 4)
     if isinstance(value, str | os.PathLike):
         name = os.fspath(value)
@@ -289,7 +298,7 @@ def look_at(value: Any, *, reads_files: bool = True) -> tuple[bytes, int]:
         if reads_files and "://" not in text:
             try:
                 return _look_at_file(os.path.expanduser(text))
-            except (OSError, ValueError):  # who opens it tells what is wrong
+            except (OSError, ValueError):  # the engine reports the error
                 pass
         return _digest(text.encode(errors="surrogateescape")), _UNKNOWN
     if isinstance(value, bytes | bytearray | memoryview):
@@ -309,9 +318,11 @@ def _look_at_file(path: str) -> tuple[bytes, int]:
 
 
 def _leaves(value: Any, reads_files: bool, files: list[str]) -> Iterator[tuple[bytes, int]]:
-    """Digests of what a message or a field holds; of pictures and videos with their bytes, of all else with 0. Ids of
-    files go to `files`."""
-    pending = [value]  # not by calls: it may be nested deeper than these may be
+    """Yield the digests of the leaves of a message or a field, with the size of images and videos and 0 for others.
+
+    The ids of uploaded files are appended to `files`.
+    """
+    pending = [value]  # no recursion: the nesting may be deeper than Python's recursion limit
     while pending:
         one = pending.pop()
         if isinstance(one, str):
@@ -328,7 +339,7 @@ def _leaves(value: Any, reads_files: bool, files: list[str]) -> Iterator[tuple[b
 
 
 def _pictures(part: dict[str, Any]) -> Iterator[Any]:
-    """Takes out of a part what is a picture or a video."""
+    """Remove images and videos from a message part, and yield them."""
     if part.get("library") is not None and part.get("id") is not None:
         yield f"library:{part.pop('library')}/{part.pop('id')}"
     if part.get("file_id") is not None:
@@ -348,7 +359,7 @@ def _digest(content: Any) -> bytes:
 
 
 def _slots_of(digests: Collection[bytes]) -> list[int]:
-    """By the first two of 16 bytes."""
+    """Return the slots of 16-byte digests, by their first two bytes."""
     return [number % _SLOTS for number in array.array("H", b"".join(digests))[::8]]
 
 
@@ -358,5 +369,5 @@ def _hash(content: bytes) -> int:
 
 @functools.cache
 def _keys() -> npt.NDArray[np.uint64]:
-    """What slots are hashed by, the same in every router."""
+    """Return the hash keys of the slots, which are the same in every router."""
     return np.array([_hash(slot.to_bytes(2, "little")) for slot in range(_SLOTS)], np.uint64)

@@ -1,5 +1,5 @@
-"""OpenAI's API over HTTP.
+"""OpenAI-compatible HTTP server.
 
-In flow HTTP requests; out flow answers, whole or as server-sent events, made of what `AsyncLLM` yields. What a body
-means and how an answer looks, `protocol` says; here stand routes, keys, limits, streams and the life of the process.
+Input: HTTP requests. Output: answers as JSON or as server-sent events, made from the deltas of `AsyncLLM`. This package
+has the routes, keys, limits, streams and process control. `protocol` parses bodies and formats answers.
 """

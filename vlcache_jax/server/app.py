@@ -1,4 +1,4 @@
-"""The server as an ASGI application: what stands at which path."""
+"""The server as an ASGI application: its routes and their handlers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from vlcache_jax.protocol.requests import TokenizeRequest
 from vlcache_jax.protocol.retrieval import EmbeddingRequest, RerankRequest, ScoreRequest
 from vlcache_jax.protocol.schema import DETOKENIZE, ApiError, check_fields
 from vlcache_jax.server import admin
-from vlcache_jax.server.admission import TENANT, ClientGoneError, Doubt, Entrance, Keys, read_body
+from vlcache_jax.server.admission import TENANT, AdmissionControl, ClientGoneError, HealthCheck, Keys, read_body
 from vlcache_jax.server.config import ServerConfig, check_allowed
-from vlcache_jax.server.conversations import Embedder, Responses, Searching
+from vlcache_jax.server.conversations import Embedder, LibrarySearch, Responses
 from vlcache_jax.server.http_layer import DropUnread, HttpChecks, IdMaker, answer_json, as_api_error, refuse, until_gone
 from vlcache_jax.server.inference import (
     Chats,
@@ -48,30 +48,32 @@ from vlcache_jax.server.tenants import Register, Salts, Tenant, Tenants, server_
 from vlcache_jax.server.uploaded_files import Files
 
 type _Read[R] = Callable[[dict[str, Any], Tenant | None], R]
-"""(an object of JSON, whose it is) -> what it asks, in a thread."""
+"""(JSON body, tenant) -> request. It runs in a thread."""
 type _Answer[R] = Callable[[R, Tenant | None], Awaitable[Mapping[str, Any]]]
-"""(what is asked, whose it is) -> the answer."""
+"""(request, tenant) -> JSON body of the answer."""
 
 _PAGE = Path(__file__).with_name("page.html")
 
 
 class Server:
-    """Serves a model.
+    """HTTP server of one model.
 
     Args:
-      engine: answers.
-      config: how.
-      embedder: finds pictures for `file_search`: an `LLM`, or a function of inputs; None: the engine's model does.
-      secret: of tenants' salts, where several servers share what they keep; None: see `server_secret`.
-      tag: tells its ids from those of other servers; see `IdMaker`.
+      engine: the engine that answers the requests.
+      config: options of the server.
+      embedder: an `LLM` or a function from inputs to vectors, which finds images for `file_search`; default: the
+        engine's model.
+      secret: secret of the tenants' salts, given if several servers share a cache; default: see `server_secret`.
+      tag: tag that makes the ids of this server unique among several; see `IdMaker`.
 
     Attributes:
-      app: an ASGI application.
-      entrance: counts requests under way.
-      register: of the tenants; None: there are none.
+      app: the ASGI application.
+      admission: the admission control, which counts requests in flight.
+      models: names of the model that requests may use; the first one is used in answers.
+      register: the tenants; None if the server has none.
 
     Raises:
-      ValueError: an option does not fit the model.
+      ValueError: an option does not fit the model, or the file of keys is wrong.
     """
 
     def __init__(
@@ -93,21 +95,21 @@ class Server:
         self.register: Register | None = None
         if config.api_keys is not None:
             secret = server_secret(engine.service.config.cache.disk) if secret is None else secret
-            self.register = Register(config.api_keys, config.admin_key, secret, self._suit)
-        self.entrance = Entrance(config, self.register)
+            self.register = Register(config.api_keys, config.admin_key, secret, self._apply_tenants)
+        self.admission = AdmissionControl(config, self.register)
         self._stored = StoredResponses()
-        self._metrics = ServerMetrics(self.models[0], engine, self.entrance.room, self._stored)
+        self._metrics = ServerMetrics(self.models[0], engine, self.admission.room, self._stored)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         names = IdMaker(tag)
-        given = engine, config, self.models, self.entrance, self._metrics, self.register, names
-        self._doubt = Doubt(engine, self.entrance, self._metrics)
-        searching = Searching(engine, self.register, embedder)
-        files = Files(engine, config, self.entrance, self.register, names)
+        given = engine, config, self.models, self.admission, self._metrics, self.register, names
+        self._health_check = HealthCheck(engine, self.admission, self._metrics)
+        search = LibrarySearch(engine, self.register, embedder)
+        files = Files(engine, config, self.admission, self.register, names)
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         asking = self._routes_of_models(
-            Chats(*given, self._doubt),
-            Completions(*given, self._doubt),
-            Responses(*given, self._doubt, stored=self._stored, searching=searching),
+            Chats(*given, self._health_check),
+            Completions(*given, self._health_check),
+            Responses(*given, self._health_check, stored=self._stored, search=search),
             Retrieval(*given),
         )
         routes = [*self._routes_of_process(), *asking, *_routes_of_files(files), *self._routes_of_cache()]
@@ -117,12 +119,12 @@ class Server:
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
         middleware[:0] = [
-            Middleware(DropUnread, config=config, ended=self.entrance.ended),
+            Middleware(DropUnread, config=config, ended=self.admission.ended),
             Middleware(HttpChecks, config=config),
         ]
         handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: self._refuse, Exception: self._refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-        # Where a path with a slash at its end leads would be said by the Host and a scheme that a proxy has changed.
+        # A redirect would be built from the Host and the scheme, which a proxy may have changed.
         self.app.router.redirect_slashes = False
 
     def _routes_of_process(self) -> list[Route]:
@@ -142,7 +144,7 @@ class Server:
     def _routes_of_models(
         self, chats: Chats, completions: Completions, responses: Responses, retrieval: Retrieval
     ) -> list[Route]:
-        """Return the routes of whatever the model computes, and of its tokenizer."""
+        """Return the routes of inference, of stored responses and of the tokenizer."""
         rerank = self._call(_parsed(RerankRequest), retrieval.rerank)
         score = self._call(_parsed(ScoreRequest), retrieval.score)
         cohere = self._call(_parsed(RerankRequest), functools.partial(retrieval.rerank, cohere=True))
@@ -152,7 +154,7 @@ class Server:
             Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/embeddings", self._call(_parsed(EmbeddingRequest), retrieval.embeddings), methods=["POST"]),
-            # vLLM has these paths, too; the second version is Cohere's.
+            # These paths are those of vLLM. `/v2/rerank` is Cohere's.
             *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
             Route("/v2/rerank", cohere, methods=["POST"]),
             *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
@@ -164,15 +166,19 @@ class Server:
         return [
             Route("/cache", self._cache),
             *(
-                Route(f"/cache/{verb}", self._call(_as_it_is, self._verb(verb)), methods=["POST"])
+                Route(f"/cache/{verb}", self._call(_unparsed, self._verb(verb)), methods=["POST"])
                 for verb in admin.VERBS
             ),
             Route("/reset_mm_cache", self._reset_mm_cache, methods=["POST"]),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
         ]
 
-    def _suit(self, salts: Salts, tenants: Tenants) -> None:
-        """Sees that tenants can be served, and gives them their shares of the cache and their turns."""
+    def _apply_tenants(self, salts: Salts, tenants: Tenants) -> None:
+        """Check that the engine supports the tenants' options, and set their cache quotas and priorities.
+
+        Raises:
+          ValueError: a value of `reuse` or `compress` is not supported.
+        """
         shares = {}
         for name, tenant in tenants.all().items():
             try:
@@ -186,23 +192,23 @@ class Server:
                 shares[payer(owner_key(salts.salt(name)))] = tenant.cache_bytes
         self.engine.service.cache.store.shares.set(shares)
         ranked = (salts.salt(name).tenant for name, tenant in tenants.all().items() if tenant.priority)
-        self.engine.service.loop.engine.scheduler.turns.rank(ranked)
+        self.engine.service.loop.engine.scheduler.tenant_order.rank(ranked)
 
     async def check_health(self) -> None:
-        """Notes whether the engine has failed."""
+        """Set `admission.failure` if the engine has failed."""
         try:
             await self.engine.check_health()
         except RuntimeError as error:
-            self.entrance.failure = str(error)
+            self.admission.failure = str(error)
 
-    # Of the process.
+    # Process
 
     async def _health(self, _: Request) -> Response:
         await self.check_health()
-        return Response(status_code=200 if self.entrance.failure is None else 503)
+        return Response(status_code=200 if self.admission.failure is None else 503)
 
     async def _ready(self, _: Request) -> Response:
-        return Response(status_code=200 if self.entrance.is_ready else 503)
+        return Response(status_code=200 if self.admission.is_ready else 503)
 
     async def _page(self, _: Request) -> Response:
         return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8")
@@ -211,7 +217,7 @@ class Server:
         return answer_json({"version": __version__})
 
     async def _load(self, _: Request) -> Response:
-        return answer_json({"server_load": self.entrance.inside})
+        return answer_json({"server_load": self.admission.inside})
 
     async def _show_metrics(self, _: Request) -> Response:
         content = await asyncio.to_thread(self._metrics.page)
@@ -223,7 +229,7 @@ class Server:
     async def _docs(self, _: Request) -> Response:
         return Response(page(self._document), media_type="text/html; charset=utf-8")
 
-    # Of the model.
+    # Model
 
     def _card(self, name: str, request: Request) -> dict[str, Any]:
         return {
@@ -250,7 +256,7 @@ class Server:
         is_delete = request.method == "DELETE"
         found = (self._stored.delete if is_delete else self._stored.get)(name, tenant)
         if found is None:
-            raise ApiError("there is no such response", status=404)
+            raise ApiError(f"no stored response has the id {short(name)}", status=404)
         return answer_json({"id": name, "object": "response", "deleted": True} if is_delete else found.response)
 
     async def _tokenize(self, request: TokenizeRequest, _: Tenant | None) -> Mapping[str, Any]:
@@ -259,34 +265,38 @@ class Server:
         limits = None if is_text else request.mm_processor_kwargs
         template: TemplateOptions = {} if is_text else template_of(request, self.config)
         if request.special is False and (added := (await self.engine.get_tokenizer()).num_special_tokens_to_add()):
-            message = f"add_special_tokens must be left out, as all prompts have the {added} that the tokenizer adds"
+            message = f"add_special_tokens must be true: the tokenizer adds {added} special tokens to every prompt"
             raise ApiError(f"{message}, got false", "add_special_tokens")
         try:
             tokens = await self.engine.tokenize(request.prompt, mm_processor_kwargs=limits, **template)
         except ValueError as error:
             raise as_api_error(error, "prompt" if is_text else "messages") from error
-        told = {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens.tolist()}
+        answer = {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens.tolist()}
         if request.returns_texts:
             tokenizer = await self.engine.get_tokenizer()
-            told["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, told["tokens"])
-        return told
+            answer["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, answer["tokens"])
+        return answer
 
     def _read_tokens(self, body: dict[str, Any], _: Tenant | None) -> list[int]:
-        """Of a body of `/detokenize`."""
+        """Return the token ids in a body of `/detokenize`.
+
+        Raises:
+          ApiError: a field is wrong, or a token is not in the vocabulary.
+        """
         known = {**DETOKENIZE, "tokens": {**DETOKENIZE["tokens"], "maxItems": self.engine.max_model_len}}
         given = check_fields(body, known, {}, ())
         check_model(given.get("model"), self.models)
         tokens: list[int] | None = given.get("tokens")
-        most = len(self.engine.service.renderer.tokenizer) - 1
-        if tokens is None or max(tokens, default=0) > most:
-            raise ApiError(f"tokens must be from 0 to {most}, got {short(tokens)}", "tokens")
+        max_token = len(self.engine.service.renderer.tokenizer) - 1
+        if tokens is None or max(tokens, default=0) > max_token:
+            raise ApiError(f"tokens must be token ids from 0 to {max_token}, got {short(tokens)}", "tokens")
         return tokens
 
     async def _detokenize(self, tokens: list[int], _: Tenant | None) -> Mapping[str, Any]:
         tokenizer = await self.engine.get_tokenizer()
         return {"prompt": await asyncio.to_thread(tokenizer.decode, tokens)}
 
-    # Of the cache.
+    # Cache
 
     async def _cache(self, _: Request) -> Response:
         stats = await asyncio.to_thread(self.engine.cache.stats)
@@ -307,33 +317,40 @@ class Server:
         return Response()
 
     async def _refuse(self, _: Request, error: Exception) -> Response:
-        return self._doubt.refuse(error)
+        return self._health_check.refuse(error)
 
     def _call[R](self, read: _Read[R], answer: _Answer[R]) -> _RoutedCall[R]:
-        return _RoutedCall(read, answer, self.entrance, self.config, self._doubt)
+        return _RoutedCall(read, answer, self.admission, self.config, self._health_check)
 
 
 class _RoutedCall[R]:
-    """Answers JSON with JSON (an ASGI application)."""
+    """Route that answers JSON with JSON (an ASGI application)."""
 
-    def __init__(self, read: _Read[R], answer: _Answer[R], entrance: Entrance, config: ServerConfig, doubt: Doubt):
+    def __init__(
+        self,
+        read: _Read[R],
+        answer: _Answer[R],
+        admission: AdmissionControl,
+        config: ServerConfig,
+        health_check: HealthCheck,
+    ):
         self._read, self._answer = read, answer
-        self._entrance, self._config, self._doubt = entrance, config, doubt
+        self._admission, self._config, self._health_check = admission, config, health_check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def answer() -> Response:
             tenant = scope.get(TENANT)
-            asked = await read_off_loop(self._read, body, tenant)
-            return await asyncio.to_thread(answer_json, await self._answer(asked, tenant))
+            request = await read_off_loop(self._read, body, tenant)
+            return await asyncio.to_thread(answer_json, await self._answer(request, tenant))
 
         try:
-            with self._entrance.enter(scope) as place:
+            with self._admission.enter(scope) as place:
                 body = await read_body(scope, receive, self._config, place)
                 response = await until_gone(receive, answer())
         except ClientGoneError:
             return
         except Exception as error:
-            response = self._doubt.refuse(error)
+            response = self._health_check.refuse(error)
         if response is not None:
             await response(scope, receive, send)
 
@@ -353,17 +370,17 @@ def _parsed[R: (EmbeddingRequest, RerankRequest, ScoreRequest, TokenizeRequest)]
     return lambda body, _: kind.parse(body)
 
 
-def _as_it_is(body: dict[str, Any], _: Tenant | None) -> dict[str, Any]:
+def _unparsed(body: dict[str, Any], _: Tenant | None) -> dict[str, Any]:
     return body
 
 
 def _name_of(model: str) -> str:
-    """What clients call a model: a folder by its last part, so that nobody learns where it lies."""
+    """Return the name of a model for clients: of a folder the last part only, so that its path is not published."""
     return Path(model).resolve().name if os.path.isdir(model) else model
 
 
 def _refuse_http(_: Request, error: Exception) -> Response:
-    """A path or a method that there is not."""
+    """Return the response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     response = refuse(ApiError(error.detail, status=error.status_code))
     response.headers.update(error.headers or {})

@@ -1,4 +1,4 @@
-"""How a model is served: every option beside those of the engine, checked."""
+"""Server options, checked. Options of the engine are in `vlcache_jax.config`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ServerConfig:
       port: port to listen on; 0: a free port.
       uds: Unix socket to listen on, in place of host and port.
       api_key: key that clients must send; may be repeated, and each key is valid; without one, authentication is off.
-      api_keys: TOML file with the keys of tenants, in place of `api_key`, see `vlcache_jax.server.tenants`; read again
-        on SIGHUP; tenants share no cache entries.
+      api_keys: TOML file with the keys of tenants, in place of `api_key`; read again on SIGHUP; tenants share no cache
+        entries.
       admin_key: key of the routes that show and change the cache; without it these routes are disabled.
       served_model_name: names that clients use for the model; by default the name that it was opened with; may be
         repeated.
@@ -105,7 +105,7 @@ class ServerConfig:
             object.__setattr__(self, name, tuple(given))
         for one in self.allowed_hosts:
             if set(one) & set(":/"):
-                raise ValueError(f"allowed_hosts must be names without scheme and port, got {short(one)}")
+                raise ValueError(f"allowed_hosts must be host names without scheme and port, got {short(one)}")
         for one in self.allow_reuse:
             check_allowed("allow_reuse", parse_policy, one)
         for one in self.allow_compress:
@@ -113,10 +113,10 @@ class ServerConfig:
         if self.chat_template is not None:
             _check_template(self.chat_template)
         if self.admin_key is not None and self.admin_key in self.api_key:
-            raise ValueError("admin_key must be another one than api_key")
+            raise ValueError("admin_key must differ from every api_key: choose another key")
         if self.api_keys is not None:
             if self.api_key:
-                raise ValueError("api_key must be left out where api_keys names a file")
+                raise ValueError("api_key and api_keys are mutually exclusive, got both: put the key into the file")
             Tenants.load(self.api_keys, self.admin_key)  # before a model is opened
         for name, known in (("tool_call_parser", ("hermes", "none")), ("reasoning_parser", ("auto", "none"))):
             if getattr(self, name) not in known:
@@ -129,22 +129,24 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_file_bytes", "max_waiting_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if int(self.max_waiting_bytes) < int(self.max_body_bytes):
-            raise ValueError(f"max_waiting_bytes must be at least max_body_bytes, got {self.max_waiting_bytes}")
+            raise ValueError(
+                f"max_waiting_bytes must be at least max_body_bytes {self.max_body_bytes}, got {self.max_waiting_bytes}"
+            )
         for name in ("body_timeout", "shutdown_timeout"):
             seconds: Any = getattr(self, name)
             if not (is_a(seconds, int | float) and 0 <= seconds < math.inf):
-                raise ValueError(f"{name} must be a number of seconds, got {short(seconds)}")
+                raise ValueError(f"{name} must be a non-negative number of seconds, got {short(seconds)}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ValueError("ssl_certfile and ssl_keyfile must be given together")
+            raise ValueError("ssl_certfile and ssl_keyfile must be set together, got one of them")
         for name in ("ssl_certfile", "ssl_keyfile"):
             if (path := getattr(self, name)) is not None and not os.path.isfile(path):
-                raise ValueError(f"{name} must be a file, got {path}")
+                raise ValueError(f"{name} must be the path of an existing file, got {path}")
         if (self.root_path and not self.root_path.startswith("/")) or self.root_path.endswith("/"):
             raise ValueError(f"root_path must begin with a slash and end without one, got {self.root_path!r}")
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients must know a key."""
+        """True if clients must send a key."""
         return bool(self.api_key) or self.api_keys is not None
 
 
@@ -156,7 +158,7 @@ def _check_template(given: str) -> None:
     try:
         render_jinja_template([], chat_template=text)
     except Exception as error:  # as Jinja calls it
-        raise ValueError(f"chat_template must be Jinja: {error}") from error
+        raise ValueError(f"chat_template must be a valid Jinja template: {error}") from error
 
 
 def check_allowed(name: str, parse: Callable[[str], object], text: str) -> None:

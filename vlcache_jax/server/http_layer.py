@@ -1,4 +1,4 @@
-"""HTTP of the server: the parser and its refusals, checks of heads, bodies left unread, errors, answers, ids."""
+"""HTTP layer of the server: parser, header checks, unread bodies, error responses, JSON answers and ids."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _NAMED = re.compile(rf"(?:resp_|file-)([0-9a-f]{{{TAG_DIGITS}}})[0-9a-f]+", re.A
 
 
 class IdMaker:
-    """Makes ids.
+    """Generator of unique ids.
 
     Args:
-      tag: hex digits of this server among several; none: it is alone.
+      tag: 8 hex digits that identify this server among several; "" for a single server.
 
     Raises:
-      ValueError: it is no tag.
+      ValueError: the tag has another form.
     """
 
     def __init__(self, tag: str = ""):
@@ -43,28 +43,31 @@ class IdMaker:
         self._tag = tag
 
     def new(self, prefix: str, digits: int = 32) -> str:
-        """An id that nobody has."""
+        """Return a new id: `prefix`, then `digits` hex digits that begin with the tag."""
         return f"{prefix}{self._tag}{uuid.uuid4().hex}"[: len(prefix) + digits]
 
 
 def tag_in(name: str) -> str | None:
-    """The tag of the server that made the id of a response or a file; of one that is alone, digits that say nothing."""
+    """Return the tag of the server that made the id of a response or a file, or None if `name` is no such id.
+
+    Ids of a server without a tag have random digits in its place.
+    """
     found = _NAMED.fullmatch(name)
     return None if found is None else found[1]
 
 
 HEAD_BYTES = 1 << 16
-"""Of a request's head at most. h11 holds to it; httptools, which uvicorn prefers where it is, has no limit."""
+"""Maximum bytes of a request's head. h11 enforces it; httptools, which uvicorn prefers if installed, has no limit."""
 
 
 class HttpProtocol(H11Protocol):
-    """Reads requests by h11, whatever else is installed, and refuses them with OpenAI's error object."""
+    """HTTP protocol that always uses h11 and reports malformed requests with OpenAI's error object."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no request, and closes the connection."""
+        """Send the error response to a malformed request, and close the connection."""
         response = refuse(ApiError(f"the request must be HTTP/1.1 with a head of at most {HEAD_BYTES} bytes: {msg}"))
         headers = [*response.raw_headers, (b"connection", b"close")]
-        with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun: nothing can be said any more
+        with contextlib.suppress(h11.LocalProtocolError):  # a response has already begun
             for event in (
                 h11.Response(status_code=response.status_code, headers=headers),
                 h11.Data(data=bytes(response.body)),
@@ -75,10 +78,10 @@ class HttpProtocol(H11Protocol):
 
 
 class HttpChecks:
-    """Refuses requests by their Host and framing, and finds their path, whether a proxy has cut it or not (middleware).
+    """Check of the Host header and of the framing, which also sets the path under `root_path` (ASGI middleware).
 
-    A server without keys answers whoever reaches it, and so would a page elsewhere whose name leads a browser to this
-    machine (DNS rebinding). The Host, which no page can choose, tells it from the server's own.
+    A server without keys answers every client that reaches it. With DNS rebinding, a page of another origin could reach
+    it through a user's browser. A page cannot choose the Host header, so the check refuses it.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
@@ -92,20 +95,21 @@ class HttpChecks:
             if (error := self._host_error(headers.get("host"))) is not None:
                 return await refuse(error)(scope, receive, send)
             if "transfer-encoding" in headers and "content-length" in headers:
-                told = "Transfer-Encoding must be left out beside Content-Length: what follows can be read in two ways"
-                response = refuse(ApiError(told))
+                # The end of such a body is ambiguous (request smuggling).
+                message = "Transfer-Encoding and Content-Length are mutually exclusive, got both"
+                response = refuse(ApiError(message))
                 response.headers["Connection"] = "close"
                 return await response(scope, receive, send)
             if self._root:
                 path = scope["path"]
-                if path == self._root:  # what the page asks for lies beside the slash
+                if path == self._root:  # the page's relative links need the slash
                     return await RedirectResponse(f"{self._root}/")(scope, receive, send)
                 path = path if path.startswith(f"{self._root}/") else self._root + path
                 scope = {**scope, "path": path, "root_path": self._root}
         return await self._app(scope, receive, send)
 
     def _host_error(self, host: str | None) -> ApiError | None:
-        if self._hosts is None or host is None:  # as of HTTP/1.0: browsers always name one
+        if self._hosts is None or host is None:  # HTTP/1.0 needs no Host, but browsers always send it
             return None
         try:
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
@@ -113,8 +117,10 @@ class HttpChecks:
             name = ""
         if name in self._hosts or _is_address(name):
             return None
-        told = f"Host must be an address, localhost or one of allowed_hosts on a server without keys, got {host!r:.100}"
-        return ApiError(told, status=403)
+        hosts = "an IP address, localhost or one of allowed_hosts"
+        return ApiError(
+            f"Host must be {hosts} on a server without keys, got {host!r:.100}; add it with --allowed-hosts", status=403
+        )
 
 
 def _is_address(name: str) -> bool:
@@ -125,23 +131,25 @@ def _is_address(name: str) -> bool:
     return True
 
 
-_UNREAD_SOON = 0.05  # seconds that an answer waits for the rest of a body, after which the connection may stay open
-_UNREAD_SECONDS = 10.0  # for reading the rest of a body after its answer
-_UNREAD_BYTES = 2**28  # read of such a rest at most, or the limit of bodies if that is larger
+_UNREAD_SOON = 0.05  # seconds that a response waits for the rest of a body; if it arrives, the connection stays open
+_UNREAD_SECONDS = 10.0  # maximum seconds to read the rest of a body after its response
+_UNREAD_BYTES = 2**28  # maximum bytes to read of the rest, or `max_body_bytes` if that is larger
 
 
 class DropUnread:
-    """Drops what is left of a body that has its answer, within bounds, and closes the connection then (middleware).
+    """Reader of the rest of a body after its response, within limits; then it closes the connection (ASGI middleware).
 
-    A connection that is closed with bytes unread is reset, and the answer may be lost with it; one that stays open is
-    read by the HTTP server to the end of the body, which may never come.
+    If a connection is closed with unread bytes, it is reset and the response may be lost. If it stays open, the HTTP
+    server reads to the end of the body, which may never arrive.
 
     Args:
-      ended: set once the server waits for no client any more.
+      app: the application.
+      config: its `max_body_bytes` is used.
+      ended: event that aborts the requests in flight.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, ended: asyncio.Event):
-        self._app, self._most, self._ended = app, int(config.max_body_bytes), ended
+        self._app, self._max_bytes, self._ended = app, int(config.max_body_bytes), ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -151,19 +159,19 @@ class DropUnread:
         async def read() -> Message:
             nonlocal is_read
             message = await receive()
-            is_read = not message.get("more_body")  # nor is there more where the client went away
+            is_read = not message.get("more_body")  # also true after a disconnect
             return message
 
         async def drop(seconds: float) -> None:
             nonlocal dropped
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    while not is_read and dropped < max(_UNREAD_BYTES, self._most):
+                    while not is_read and dropped < max(_UNREAD_BYTES, self._max_bytes):
                         dropped += len((await read()).get("body", b""))
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start" and not is_read:
-                if "expect" not in Headers(scope=scope):  # who asks before it sends would be told to
+                if "expect" not in Headers(scope=scope):  # reading would send "100 Continue" to the client
                     await drop(_UNREAD_SOON)
                 if not is_read:
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
@@ -186,33 +194,34 @@ _PLACE = re.compile(r"(messages\[\d+\])(?: (?:((?:content|tool_calls)\[\d+\])|(\
 
 
 def as_api_error(error: BaseException, field: str = "prompt", form: str = "structured_outputs") -> ApiError:
-    """What a client is told of an error. Of those that are no fault of its own the log says more.
+    """Return an error as an `ApiError` in the names of the body's fields. Internal errors are logged and hidden.
 
     Args:
-      field: of the body that holds what the engine calls the prompt.
-      form: the one that says what the answer must be.
+      error: the error of the engine.
+      field: the body's field for the engine's prompt.
+      form: the body's field for the engine's `structured_outputs`.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=503, retry_after=1)
     if isinstance(error, ValueError) and not isinstance(error, NotFiniteError):
-        message = _told(str(error), field, form)
+        message = _with_fields(str(error), field, form)
         code = "context_length_exceeded" if "max_model_len" in message else None
         return ApiError(message, _param(message, field, form), code=code)
     _log.error("a request failed", exc_info=error)
-    return ApiError("the server failed; its log says more", status=500)
+    return ApiError("internal server error; see the server's log", status=500)
 
 
-def _told(message: str, field: str, form: str) -> str:
-    """An error of the engine with the names of fields at its beginning."""
+def _with_fields(message: str, field: str, form: str) -> str:
+    """Return the message of an engine's error with the body's field at its beginning."""
     for pattern, own in (
-        # What is not about the prompt, though it came up with it.
+        # Errors of options, which were found with the prompt.
         (r"prompt: (?=sampling_params |structured_outputs|reuse |compress |max_tokens )", ""),
         (r"sampling_params (?=must leave a token)", "allowed_token_ids, bad_words and logit_bias "),
         (r"sampling_params ", ""),
         (r"structured_outputs(\.\w+)?", r"\g<0>" if form == "structured_outputs" else form),
-        # Fields, and parts of one.
+        # Fields and their parts.
         (r"prompt (?=messages\[|mm_processor_kwargs|tools )", ""),
         (r"prompt prompt_token_ids(?= )", field),
         (r"(uuid of )?prompt (?=(images|videos)\[)", rf"{field}: \1"),
@@ -232,12 +241,12 @@ def _param(message: str, field: str, form: str) -> str | None:
 
 
 def answer_json(content: Any, status: int = 200) -> Response:
-    """JSON."""
+    """Return a JSON response."""
     return Response(write(content), status, media_type="application/json")
 
 
 def refuse(error: ApiError) -> Response:
-    """OpenAI's error object."""
+    """Return the response with OpenAI's error object, and the headers of its status."""
     response = answer_json(error.to_dict(), error.status)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
@@ -249,38 +258,44 @@ def refuse(error: ApiError) -> Response:
 async def merged[T](
     streams: Sequence[AsyncGenerator[T]], silence: float, ended: asyncio.Event
 ) -> AsyncGenerator[tuple[int, T] | None]:
-    """What comes of any of the streams, each with the number of its own.
+    """Merge several streams into one.
 
     Args:
-      silence: seconds after which None says that nothing has come.
-      ended: nobody waits for them any more.
+      streams: the streams; all are closed at the end.
+      silence: seconds without an element after which None is yielded.
+      ended: event that aborts the streams.
+
+    Yields:
+      The number of a stream and its next element; or None after `silence`.
 
     Raises:
-      ApiError: they are ended before their ends.
+      ApiError: `ended` was set (status 503).
+      Exception: the first error of a stream.
     """
-    heard: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(1)  # who reads slowly is not read ahead of
+    # One element only: a slow client must not make the streams run ahead.
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(1)
 
-    async def hear(number: int, stream: AsyncGenerator[T]) -> None:
+    async def forward(number: int, stream: AsyncGenerator[T]) -> None:
         try:
             async with contextlib.aclosing(stream):
                 async for one in stream:
-                    await heard.put((number, one))
-            await heard.put(None)
+                    await queue.put((number, one))
+            await queue.put(None)
         except Exception as error:
-            await heard.put(error)
+            await queue.put(error)
 
     async def end() -> None:
         await ended.wait()
-        await heard.put(ApiError("the server is shutting down", status=503, retry_after=1))
+        await queue.put(ApiError("the server is shutting down", status=503, retry_after=1))
 
-    tasks = [asyncio.create_task(hear(i, stream)) for i, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(forward(i, stream)) for i, stream in enumerate(streams)]
     tasks.append(asyncio.create_task(end()))
     left = len(streams)
     try:
         while left:
             try:
                 async with asyncio.timeout(silence):
-                    found = await heard.get()
+                    found = await queue.get()
             except TimeoutError:
                 yield None
                 continue
@@ -297,10 +312,11 @@ async def merged[T](
 
 
 async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """What some work comes to; None if the client goes away before, which cancels it.
+    """Return the result of `work`, or None if the client disconnects first, which cancels the work.
 
     Args:
-      receive: of a request whose body has been read.
+      receive: ASGI's function of a request whose body has been read.
+      work: the coroutine to run.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_leaves(receive))
     try:
@@ -310,7 +326,7 @@ async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | N
         working.cancel()
         leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-        del working, leaving  # an error that is raised here has this frame, and would keep itself and all that it has
+        del working, leaving  # else an error raised here and this frame would keep each other in memory
 
 
 async def _leaves(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""Requests that are answered with text: from a body, which threads read and check, to an answer, whole or as events."""
+"""Handlers of requests that are answered with text: parsing in threads, then an answer as JSON or as events."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.schema import ApiError, read_object, write
 from vlcache_jax.request_options import Reuse
 from vlcache_jax.sampling import SamplingParams
-from vlcache_jax.server.admission import TENANT, ClientGoneError, Doubt, Entrance, read_body
+from vlcache_jax.server.admission import TENANT, AdmissionControl, ClientGoneError, HealthCheck, read_body
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_layer import IdMaker, answer_json, as_api_error, merged, until_gone
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.tenants import Register, Tenant, salted
 
-# A large body may take seconds, for which small ones must not wait.
+# A large body may take seconds to parse. Small ones must not wait for it.
 _large = ThreadPoolExecutor(2, "vlcache-bodies")
 
 
 async def read_off_loop[R](read: Callable[[dict[str, Any], Tenant | None], R], body: bytes, tenant: Tenant | None) -> R:
-    """What a body asks. The event loop serves others meanwhile.
+    """Return the request that `read` makes from a body. It runs in a thread and does not block the event loop.
 
     Args:
-      read: makes a request of an object, in a thread.
-      tenant: that sent it.
+      read: function from the JSON object and the tenant to the request.
+      body: JSON text.
+      tenant: the tenant of the request; None if it has none.
 
     Raises:
-      ApiError: the body is no object of JSON; or what `read` raises.
+      ApiError: the body is not a JSON object, or `read` refuses it.
     """
 
     def work() -> R:
@@ -53,110 +54,126 @@ async def read_off_loop[R](read: Callable[[dict[str, Any], Tenant | None], R], b
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises an ApiError unless it is an object of JSON."""
+    """Return the JSON object of a body.
+
+    Raises:
+      ApiError: the body is not a JSON object.
+    """
     try:
         return read_object(body)
     except ValueError as error:
-        told = ApiError(f"body {error}")
-    raise told  # apart from the one that has the text
+        api_error = ApiError(f"body {error}")
+    raise api_error  # outside of the handler: its context would keep the error that has the text
 
 
 def check_allowed_tokens(given: Mapping[str, Any], vocab_size: int) -> None:
-    """Raises an ApiError if more tokens are allowed than the vocabulary has, before one of them is looked at."""
+    """Check the length of `allowed_token_ids` before its elements are checked.
+
+    Raises:
+      ApiError: the list is longer than the vocabulary.
+    """
     allowed = given.get("allowed_token_ids")
     if isinstance(allowed, list) and len(allowed) > vocab_size:
-        told = f"allowed_token_ids must have at most the vocabulary's {vocab_size} tokens, got {len(allowed)}"
-        raise ApiError(told, "allowed_token_ids")
+        message = f"allowed_token_ids must have at most the vocabulary's {vocab_size} tokens, got {len(allowed)}"
+        raise ApiError(message, "allowed_token_ids")
 
 
-SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
-_STALL = 60.0  # seconds that a client may take to read what is sent
+SILENCE = 10.0  # seconds without an event after which a keep-alive comment is sent
+_STALL = 60.0  # seconds that a client may take to read a message
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 type Writer = Answer | ResponseAnswer
-type More = RequestDelta | SearchBegun | SearchRound
-type Events = AsyncGenerator[tuple[int, More] | None]
+type Update = RequestDelta | SearchBegun | SearchRound
+type Events = AsyncGenerator[tuple[int, Update] | None]
 
 
 class Inference[R: (ChatRequest, CompletionRequest)](ABC):
-    """Answers requests of one kind (an ASGI application).
+    """Handler of one kind of request (an ASGI application).
 
     Args:
-      models: what clients may call the model; the first is what answers call it.
-      names: makes ids of answers.
+      engine: the engine.
+      config: options of the server.
+      models: names of the model that requests may use; the first one is used in answers.
+      admission: admission control.
+      metrics: counters of requests and tokens.
+      register: the tenants; None if the server has none.
+      names: generator of the answers' ids.
+      health_check: check of the engine after an error.
     """
 
     prefix: ClassVar[str]
+    """Prefix of the answers' ids."""
     field: ClassVar[str]
-    """Of bodies, that holds what is asked."""
-    most_field: ClassVar[str] = "max_tokens"
-    """Of bodies, that says how long answers may be."""
+    """The body's field for the prompt."""
+    max_field: ClassVar[str] = "max_tokens"
+    """The body's field for the maximum length of answers in tokens."""
 
     def __init__(
         self,
         engine: AsyncLLM,
         config: ServerConfig,
         models: Sequence[str],
-        entrance: Entrance,
+        admission: AdmissionControl,
         metrics: ServerMetrics,
         register: Register | None,
         names: IdMaker,
-        doubt: Doubt,
+        health_check: HealthCheck,
     ):
-        self.engine, self.config, self._names, self._doubt = engine, config, names, doubt
-        self._models, self._entrance, self._metrics, self._register = models, entrance, metrics, register
+        self.engine, self.config, self._names, self._health_check = engine, config, names, health_check
+        self._models, self._admission, self._metrics, self._register = models, admission, metrics, register
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = _Sender(send)
         try:
-            with self._entrance.enter(scope) as place:
+            with self._admission.enter(scope) as place:
                 body = await read_body(scope, receive, self.config, place)
-                asked = self._answer(body, sender, scope.get(TENANT))
-                del body  # pictures are large, and answers take long
-                await until_gone(receive, asked)
+                answering = self._answer(body, sender, scope.get(TENANT))
+                del body  # images are large, and answers take long
+                await until_gone(receive, answering)
         except ClientGoneError:
             pass
         except Exception as error:
             if not sender.has_begun:
-                await self._doubt.refuse(error)(scope, receive, send)
+                await self._health_check.refuse(error)(scope, receive, send)
                 return
-            self._doubt.count(error)
+            self._health_check.count(error)
             with contextlib.suppress(ClientGoneError):
                 await sender.event(sender.failed(as_api_error(error).to_dict()))
                 await sender.end()
-            await self._doubt.look(error)
+            await self._health_check.look(error)
 
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await read_off_loop(self._read, body, tenant)
         del body
         await self._answer_request(request, sender, tenant)
 
-    def _check_most(self, most: int | None) -> None:
-        """Refuses answers that would be longer than prompts and answers together may be, as OpenAI and vLLM do."""
-        if most is not None and most > self.engine.max_model_len:
-            name = self.most_field
+    def _check_max_tokens(self, max_tokens: int | None) -> None:
+        """Refuse a maximum length of more than `max_model_len`, as OpenAI and vLLM do."""
+        if max_tokens is not None and max_tokens > self.engine.max_model_len:
+            name = self.max_field
             raise ApiError(
-                f"{name} must be at most max_model_len = {self.engine.max_model_len}, got {most}; leave it out for the "
-                "longest answer that fits",
+                f"{name} must be at most max_model_len = {self.engine.max_model_len}, got {max_tokens}; leave it out "
+                "for the longest answer that fits",
                 name,
             )
 
     async def _answer_request(self, request: R, sender: _Sender, tenant: Tenant | None) -> None:
         prompts = self._prompts(request)
         count = request.params.n * len(prompts)
-        self._check_most(request.params.max_tokens)
+        self._check_max_tokens(request.params.max_tokens)
         self._check(request, count, tenant)
-        told = request.options
-        request = dataclasses.replace(request, asked=salted(request.asked, self._register, tenant))
+        options = request.options
+        salted_options = salted(request.request_options, self._register, tenant)
+        request = dataclasses.replace(request, request_options=salted_options)
         answer = self._begin(request, self._names.new(self.prefix), self._models[0])
         sender.failed = answer.failed
         fields = [f"{self.field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [self.field]
         if len(prompts) > 1:
             await self._check_prompts(prompts, request, fields)
         streams = [self._deltas(prompt, request, field) for prompt, field in zip(prompts, fields, strict=True)]
-        with self._entrance.answering(tenant, count):
-            async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
-                if told.stream:
+        with self._admission.answering(tenant, count):
+            async with contextlib.aclosing(merged(streams, SILENCE, self._admission.ended)) as events:
+                if options.stream:
                     last = list(await self._stream(events, answer, sender))
                     await self._keep(request, answer, tenant)
                     await sender.event(*last)
@@ -167,23 +184,23 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                     await sender.respond(whole)
 
     async def _check_prompts(self, prompts: Sequence[Any], request: R, fields: Sequence[str]) -> None:
-        """Refuse a request of which one prompt is wrong before another one runs and its first event is sent."""
+        """Check all prompts of a request before the first one runs and its first event is sent."""
         try:
-            await self.engine.check(prompts, request.params, options=request.asked)
+            await self.engine.check(prompts, request.params, options=request.request_options)
         except RequestError as error:
             raise self._error(error, request, fields[min(error.errors)]) from error
 
-    def _deltas(self, prompt: Any, request: R, field: str) -> AsyncGenerator[More]:
-        """What comes of one of the prompts; `field` is what its errors call it."""
+    def _deltas(self, prompt: Any, request: R, field: str) -> AsyncGenerator[Update]:
+        """Return the updates of one prompt; `field` names it in errors."""
         return self._turn(prompt, request, request.params, field)
 
     async def _turn(self, prompt: Any, request: R, params: SamplingParams, field: str) -> AsyncGenerator[RequestDelta]:
-        asked = self.engine.deltas(prompt, params, options=request.asked, **self._template(request))
+        stream = self.engine.deltas(prompt, params, options=request.request_options, **self._template(request))
         try:
-            async with contextlib.aclosing(asked) as deltas:
+            async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
                     yield delta
-        except NotFiniteError:  # a fault of the model's
+        except NotFiniteError:  # an error of the model, not of the request
             raise
         except ValueError as error:
             raise self._error(error, request, field) from error
@@ -209,12 +226,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 continue
             number, delta = event
             await sender.event(*self._pieces(delta, number, answer))
-            if sender.silence > SILENCE:  # tokens come, but none that is text
+            if sender.silence > SILENCE:  # new tokens, but no new text
                 await sender.comment()
         return answer.last()
 
-    def _pieces(self, delta: More, number: int, answer: Writer) -> Sequence[Mapping[str, Any]]:
-        """What is written of what is new."""
+    def _pieces(self, delta: Update, number: int, answer: Writer) -> Sequence[Mapping[str, Any]]:
+        """Return the events of an update, and count it in the metrics."""
         if isinstance(delta, SearchBegun | SearchRound):
             assert isinstance(answer, ResponseAnswer)
             return list(answer.pieces(delta))
@@ -233,15 +250,20 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     def _check(self, request: R, n: int, tenant: Tenant | None) -> None:
         check_model(request.options.model, self._models)
         if n > self.config.max_n:
-            raise ApiError(f"n of all prompts together must be at most {self.config.max_n}, got {n}", "n")
-        check_reuse(self.engine, self.config, request.asked.reuse, tenant)
-        more = self.config.allow_compress if tenant is None or tenant.compress is None else tenant.compress
-        if (compress := request.asked.compress) is not None and compress not in more:
-            known = " or ".join(more) or "left out"
-            raise ApiError(f"compress must be {known} on this server, got {short(compress)}", "compress")
+            raise ApiError(f"n times the number of prompts must be at most max_n = {self.config.max_n}, got {n}", "n")
+        check_reuse(self.engine, self.config, request.request_options.reuse, tenant)
+        allowed = self.config.allow_compress if tenant is None or tenant.compress is None else tenant.compress
+        if (compress := request.request_options.compress) is not None and compress not in allowed:
+            option = "--allow-compress" if tenant is None or tenant.compress is None else "the key file"
+            known = " or ".join(allowed) or "absent"
+            raise ApiError(
+                f"compress must be {known} on this server, got {short(compress)}; its operator can allow other values "
+                f"with {option}",
+                "compress",
+            )
 
     def _error(self, error: ValueError, request: R, field: str) -> ApiError:
-        """What the client is told of what is wrong with its request; `field` is of its body."""
+        """Return `error` as an `ApiError` that names fields of the body; `field` is the one that holds the prompt."""
         return as_api_error(error, field, request.options.form)
 
     def _read(self, body: dict[str, Any], tenant: Tenant | None) -> R:
@@ -250,26 +272,26 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
 
     @abstractmethod
     def _parse(self, body: dict[str, Any], tenant: Tenant | None) -> R:
-        """What a body asks."""
+        """Return the request of a body."""
 
     @abstractmethod
     def _prompts(self, request: R) -> Sequence[Any]:
-        """What the engine is asked, one after the other."""
+        """Return the prompts of a request for the engine."""
 
     @abstractmethod
     def _begin(self, request: R, name: str, model: str) -> Writer:
-        """What writes the answer."""
+        """Return the writer of an answer with the id `name`."""
 
     async def _keep(self, request: R, answer: Writer, tenant: Tenant | None) -> None:  # noqa: B027 - most keep nothing
-        """Takes note of a whole answer, before the client hears of it."""
+        """Store a complete answer before its end is sent to the client."""
 
     def _template(self, request: R) -> TemplateOptions:
-        """How the messages of a request become text."""
+        """Return the options of the chat template."""
         return {}
 
 
 class Chats(Inference[ChatRequest]):
-    """Chat completions."""
+    """Handler of `/v1/chat/completions`."""
 
     prefix, field = "chatcmpl-", "messages"
 
@@ -286,8 +308,10 @@ class Chats(Inference[ChatRequest]):
         return self._chat_request(body)
 
     def _chat_request(self, found: dict[str, Any]) -> ChatRequest:
-        if found.get("chat_template") is not None:  # a program, which clients may not bring
-            raise ApiError("chat_template must be left out, as a template can run without end", "chat_template")
+        if found.get("chat_template") is not None:  # a template is a program
+            raise ApiError(
+                "chat_template is not supported in requests, because a template can loop forever", "chat_template"
+            )
         return self._format.request(found, {"max_tokens": None})
 
     def _begin(self, request: ChatRequest, name: str, model: str) -> Writer:
@@ -301,7 +325,7 @@ class Chats(Inference[ChatRequest]):
 
 
 class Completions(Inference[CompletionRequest]):
-    """Completions of texts and tokens."""
+    """Handler of `/v1/completions`."""
 
     prefix, field = "cmpl-", "prompt"
 
@@ -316,26 +340,26 @@ class Completions(Inference[CompletionRequest]):
 
 
 def template_of(request: ChatRequest | TokenizeRequest, config: ServerConfig) -> TemplateOptions:
-    """How the messages of a request become text."""
+    """Return the options of the chat template: those of the request, and the server's template."""
     if config.chat_template is None:
         return request.template
     return {**request.template, "chat_template": config.chat_template}
 
 
 def check_model(name: str | None, known: Sequence[str]) -> None:
-    """Raises an ApiError if there is no such model."""
+    """Raise an `ApiError` (status 404) if a request names another model; None is any model."""
     if name is not None and name not in known:
         raise ApiError(f"model must be {' or '.join(known)}, got {short(name)}", "model", 404, "model_not_found")
 
 
 def allowed_reuse(engine: AsyncLLM, config: ServerConfig, tenant: Tenant | None) -> list[str]:
-    """Return the values of `reuse` that requests of a tenant may send; the engine's own, the default, is the first."""
-    more = config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
-    return list(dict.fromkeys(map(str, (engine.service.config.reuse, *more))))
+    """Return the values of `reuse` that requests of a tenant may send. The first one is the engine's, the default."""
+    others = config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
+    return list(dict.fromkeys(map(str, (engine.service.config.reuse, *others))))
 
 
 def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: Reuse | None, tenant: Tenant | None) -> None:
-    """Raises an ApiError if a request may not ask for it."""
+    """Raise an `ApiError` if requests of the tenant may not send this value of `reuse`."""
     allowed = allowed_reuse(engine, config, tenant)
     if reuse is not None and str(reuse) not in allowed:
         option = "--allow-reuse" if tenant is None or tenant.reuse is None else "the key file"
@@ -347,17 +371,17 @@ def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: Reuse | None, ten
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
-    """As server-sent; those of responses have names."""
+    """Return a server-sent event. Events of `/v1/responses` have names."""
     name = f"event: {content['type']}\n".encode() if "type" in content else b""
     return name + b"data: " + write(content) + b"\n\n"
 
 
 class _Sender:
-    """Writes an answer, whole or as events.
+    """Sender of an answer, as JSON or as events.
 
     Attributes:
-      has_begun: something of it has been sent.
-      failed: makes an event of an error.
+      has_begun: True once the response's head has been sent.
+      failed: function from OpenAI's error object to an event.
     """
 
     def __init__(self, send: Send):
@@ -367,27 +391,27 @@ class _Sender:
 
     @property
     def silence(self) -> float:
-        """Seconds since something was sent."""
+        """Seconds since the last message was sent."""
         return time.monotonic() - self._sent_at
 
     async def respond(self, content: Mapping[str, Any]) -> None:
-        """The whole answer."""
+        """Send the answer as JSON."""
         response = answer_json(content)
         self.has_begun = True
         await self._put({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await self._put({"type": "http.response.body", "body": response.body})
 
     async def event(self, *contents: Mapping[str, Any]) -> None:
-        """These, one after the other."""
+        """Send events."""
         if contents:
             await self._write(b"".join(map(_event, contents)))
 
     async def comment(self) -> None:
-        """Nothing; but proxies and clients see that somebody is there."""
+        """Send a comment, which keeps the connection open in proxies and clients."""
         await self._write(b": keep-alive\n\n")
 
     async def end(self) -> None:
-        """Nothing follows."""
+        """Send the end of the stream."""
         await self._write(b"data: [DONE]\n\n")
         await self._put({"type": "http.response.body", "body": b""})
 
@@ -398,7 +422,7 @@ class _Sender:
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _put(self, message: dict[str, Any]) -> None:
-        """Raises a GoneError if nobody reads."""
+        """Send a message; raise a `ClientGoneError` if the client does not read it."""
         self._sent_at = time.monotonic()
         try:
             async with asyncio.timeout(_STALL):

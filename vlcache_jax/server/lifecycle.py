@@ -1,4 +1,4 @@
-"""The life of a serving process: it listens, warms up, serves, is told to end, drains, and ends with a code."""
+"""Life cycle of a server process: listen, warm up, serve, drain after a signal, and exit with a code."""
 
 from __future__ import annotations
 
@@ -22,28 +22,32 @@ from vlcache_jax.common.checks import is_loopback
 from vlcache_jax.common.progress import say
 from vlcache_jax.config import EngineConfig
 from vlcache_jax.llm import LLM
-from vlcache_jax.server.admission import Entrance
+from vlcache_jax.server.admission import AdmissionControl
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_layer import HEAD_BYTES, HttpProtocol
 
 FAILED = 1
-"""Exit code where the engine failed."""
-_LOOK = 0.1  # seconds from one look at the engine, or at requests that are to end, to the next
-_AGAIN = 1.0  # seconds after which a second signal ends at once; one that comes sooner is the same once more
+"""Exit code if the engine has failed."""
+_POLL = 0.1  # seconds between two checks of the engine, or of requests that are to end
+_REPEAT = 1.0  # seconds after which a second signal exits at once; an earlier one is a duplicate of the first
 SMALL: Any = {"kv_cache_bytes": "1GiB"}
-"""Of an embedder: queries, and pictures of items."""
-_LAST = 10.0  # seconds that requests may take to tell their clients that they were ended
+"""Engine options of an embedder. Its inputs are short: queries, and images of library items."""
+_LAST = 10.0  # seconds in which aborted requests may send their last message
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Opens a model and serves it until a signal comes, or the engine fails.
+    """Open a model and serve it until SIGTERM or SIGINT arrives or the engine fails.
+
+    Args:
+      engine_config: options of the engine.
+      config: options of the server.
 
     Returns:
-      The exit code.
+      The exit code: 0, or `FAILED`.
 
     Raises:
-      ValueError, OSError, MemoryError: the model cannot be opened, or the address not be listened at.
+      ValueError, OSError, MemoryError: the model cannot be opened, or the server cannot listen at the address.
     """
     with _bound(config) as place:
         if config.uds is None and not config.has_keys and not is_loopback(config.host):
@@ -56,23 +60,23 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 async def warm_up(server: Server, embedder: LLM | None = None) -> None:
-    """Compiles everything, if the server is to; then it is ready."""
+    """Compile all programs if `warmup` is set, then mark the server as ready."""
     if server.config.warmup:
-        reading = asyncio.wrap_future(server.engine.service.intake.sequences.grammars.prepare())
+        reading = asyncio.wrap_future(server.engine.service.preparation.sequences.grammars.prepare())
         await server.engine.warmup()
         if embedder is not None:
             await asyncio.to_thread(embedder.warmup)
-        await asyncio.gather(reading, return_exceptions=True)  # what is wrong, requests that need it are told
-    server.entrance.is_warm = True
+        await asyncio.gather(reading, return_exceptions=True)  # requests that need the grammars report its errors
+    server.admission.is_warm = True
 
 
 def http_config(server: Server) -> uvicorn.Config:
-    """How uvicorn serves it."""
+    """Return uvicorn's configuration."""
     config = server.config
     return uvicorn.Config(
         server.app, http=HttpProtocol, h11_max_incomplete_event_size=HEAD_BYTES,
         ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
-        log_config=None, log_level="error", access_log=False,  # clients send what it warns of
+        log_config=None, log_level="error", access_log=False,  # its warnings are about clients' requests
         ws="none", lifespan="off", server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=int(_LAST),
     )  # fmt: skip
@@ -80,7 +84,7 @@ def http_config(server: Server) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def listening(server: Server) -> Iterator[str]:
-    """Serves in a thread, for programs that do so beside something else; the engine stays open.
+    """Serve in a thread, for programs that also do other work. The engine stays open at the end.
 
     Yields:
       The base URL, or the path of the socket.
@@ -91,8 +95,8 @@ def listening(server: Server) -> Iterator[str]:
         thread.start()
         try:
             while not http.started and thread.is_alive():
-                time.sleep(_LOOK / 10)
-            server.entrance.is_warm = True
+                time.sleep(_POLL / 10)
+            server.admission.is_warm = True
             yield server.config.uds or _url(server.config, place)
         finally:
             http.should_exit = True
@@ -100,25 +104,25 @@ def listening(server: Server) -> Iterator[str]:
 
 
 class _Process:
-    """One serving process.
+    """Server process, from warm-up to its exit code.
 
     Args:
-      server: what it serves.
+      server: the server.
       place: a bound socket.
-      embedder: compiled before it is ready, too; None: there is none of its own.
+      embedder: the model of `file_search`, which is also compiled at warm-up; None if the engine's model is used.
     """
 
     def __init__(self, server: Server, place: socket.socket, embedder: LLM | None = None):
         self._server, self._place, self._embedder = server, place, embedder
         self._config = server.config
-        self._told_at: float | None = None
+        self._signaled_at: float | None = None
         self._ends = asyncio.Event()
         self._http = _Uvicorn(http_config(server))
 
     async def run(self) -> int:
-        """Serves; returns the exit code."""
+        """Serve until the end, and return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._told)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         if self._server.register is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_keys)
         serving = asyncio.create_task(self._http.serve(sockets=[self._place]))
@@ -126,20 +130,20 @@ class _Process:
         watching = asyncio.create_task(self._watch())
         ending = asyncio.create_task(self._ends.wait())
         await asyncio.wait({serving, watching, ending}, return_when=asyncio.FIRST_COMPLETED)
-        entrance = self._server.entrance
-        if entrance.failure is None:
+        admission = self._server.admission
+        if admission.failure is None:
             await self._drain()
         else:
-            say(f"error: {entrance.failure}")
-            entrance.ended.set()
-            await _is_empty(entrance, _LAST)
-        entrance.ended.set()  # also for bodies that nobody reads
+            say(f"error: {admission.failure}")
+            admission.ended.set()
+            await _is_empty(admission, _LAST)
+        admission.ended.set()  # also ends the reading of unread bodies
         self._http.should_exit = True
         await serving
         watching.cancel()
-        if not warming.done():  # it cannot be interrupted, and its programs are of no use any more
-            os._exit(FAILED if entrance.failure else 0)
-        if entrance.failure is None:
+        if not warming.done():  # compilation cannot be interrupted
+            os._exit(FAILED if admission.failure else 0)
+        if admission.failure is None:
             await asyncio.to_thread(self._server.engine.cache.flush)  # also to the disk
             await self._server.engine.close()
             return 0
@@ -148,21 +152,21 @@ class _Process:
     async def _warm_up(self) -> None:
         place = self._config.uds or _url(self._config, self._place)
         if self._config.warmup:
-            # Compilation can take minutes, and users would otherwise believe that they have to wait for it.
+            # Compilation can take minutes. Without this message users would wait for it.
             say(f"listening at {place}: the server answers requests while it compiles its programs")
         try:
             await warm_up(self._server, self._embedder)
         except Exception as error:
-            self._server.entrance.failure = f"it could not be compiled: {error}"
+            self._server.admission.failure = f"warm-up failed: {error}"
             return
         gc.collect()
-        gc.freeze()  # a large body's values would have all that there is looked through, and others wait for that
+        gc.freeze()  # else large bodies trigger collections of all objects, which block other requests
         say(f"ready: {' '.join(self._server.models)} at {place} (try {_try(self._config, self._place)})")
 
     async def _watch(self) -> None:
-        """Returns when the engine has failed."""
-        while self._server.entrance.failure is None:
-            await asyncio.sleep(_LOOK)
+        """Return once the engine has failed."""
+        while self._server.admission.failure is None:
+            await asyncio.sleep(_POLL)
             await self._server.check_health()
 
     def _read_keys(self) -> None:
@@ -170,49 +174,54 @@ class _Process:
         try:
             self._server.register.reload()
         except ValueError as error:
-            say(f"the keys stay as they were: {error}")
+            say(f"the keys were not reloaded: {error}")
         else:
-            say("the keys have been read again")
+            say("the keys were reloaded")
 
-    def _told(self) -> None:
-        """A signal came."""
+    def _on_signal(self) -> None:
+        """Begin to drain at the first signal, and exit at once at a later one."""
         now = time.monotonic()
-        if self._told_at is None:
-            self._told_at = now
+        if self._signaled_at is None:
+            self._signaled_at = now
             self._ends.set()
-        elif now - self._told_at >= _AGAIN:
+        elif now - self._signaled_at >= _REPEAT:
             os._exit(128 + signal.SIGTERM)
 
     async def _drain(self) -> None:
-        """Nobody comes in any more; who is inside has some time, and is told then."""
-        entrance = self._server.entrance
-        entrance.is_draining = True
-        say(f"shutting down: {entrance.inside} requests in flight")
-        if not await _is_empty(entrance, self._config.shutdown_timeout):
-            say(f"aborting {entrance.inside} requests")
-            entrance.ended.set()
-            await _is_empty(entrance, _LAST)
+        """Refuse new requests, wait for those in flight, and abort them after `shutdown_timeout`."""
+        admission = self._server.admission
+        admission.is_draining = True
+        say(f"shutting down: {admission.inside} requests in flight")
+        if not await _is_empty(admission, self._config.shutdown_timeout):
+            say(f"aborting {admission.inside} requests")
+            admission.ended.set()
+            await _is_empty(admission, _LAST)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Whose process looks after signals itself."""
+    """Uvicorn's server without its signal handlers: `_Process` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def _is_empty(entrance: Entrance, seconds: float) -> bool:
-    """Whether nobody is inside any more, within some seconds."""
+async def _is_empty(admission: AdmissionControl, seconds: float) -> bool:
+    """Wait up to `seconds` for all requests to end, and return whether they have."""
     end = time.monotonic() + seconds
-    while entrance.inside and time.monotonic() < end:
-        await asyncio.sleep(_LOOK)
-    return not entrance.inside
+    while admission.inside and time.monotonic() < end:
+        await asyncio.sleep(_POLL)
+    return not admission.inside
 
 
 @contextlib.contextmanager
 def _bound(config: ServerConfig) -> Iterator[socket.socket]:
-    """A socket that is bound, so that a wrong address is told before a model is opened; nobody can connect yet."""
+    """Yield a bound socket that does not listen yet. A wrong address is reported before the model is opened.
+
+    Raises:
+      OSError: the address cannot be bound, or another server uses it.
+      ValueError: the path of `uds` is not a socket.
+    """
     if config.uds is not None:
         with socket.socket(socket.AF_UNIX) as place:
             _clear(config.uds)
@@ -227,27 +236,31 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
                     os.unlink(config.uds)
         return
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # The protocol by name: of others asyncio does not know that they must not wait to fill a packet.
+    # With the protocol given, asyncio sets TCP_NODELAY on the connections.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((config.host, config.port))
         except OSError as error:
-            remedy = "; choose another port with --port, 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+            remedy = (
+                "; choose another port with --port, where 0 selects a free one"
+                if error.errno == errno.EADDRINUSE
+                else ""
+            )
             raise OSError(f"cannot listen at {config.host}:{config.port}: {error.strerror}{remedy}") from error
         yield place
 
 
 def _clear(path: str) -> None:
-    """Removes the socket of a server that has ended without doing so itself.
+    """Remove the stale socket file of a server that has ended.
 
     Raises:
-      OSError: somebody listens there.
-      ValueError: it is no socket.
+      OSError: another server listens at the path.
+      ValueError: the path is not a socket.
     """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ValueError(f"uds must be the path of a socket, got a file: {path}")
+            raise ValueError(f"uds must be a new path or the path of a socket, got a file: {path}")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX) as other:
@@ -256,7 +269,7 @@ def _clear(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
         else:
-            raise OSError(f"cannot listen at {path}: another server does")
+            raise OSError(f"cannot listen at {path}: another server uses it; choose another path with --uds")
 
 
 def _url(config: ServerConfig, place: socket.socket) -> str:

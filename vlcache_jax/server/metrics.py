@@ -1,4 +1,4 @@
-"""What Prometheus is told: vLLM's names where the meaning is the same, under the prefix `vlcache:`."""
+"""Prometheus metrics with the prefix `vlcache:`. If a metric has vLLM's meaning, it has vLLM's name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class ServerMetrics:
-    """Counts what a server answers.
+    """Metrics of a server.
 
     Args:
-      model: as clients call it.
+      model: the value of the label `model_name`.
+      engine: the engine, whose queue and KV pool are measured.
+      room: the counter of requests and bodies.
+      stored: the stored responses.
     """
 
     def __init__(self, model: str, engine: AsyncLLM, room: Room, stored: StoredResponses):
@@ -36,45 +39,46 @@ class ServerMetrics:
             return counter(f"vlcache:{name}", about, ("model_name",), registry=self._registry).labels(model)
 
         def timing(name: str, about: str, buckets: tuple[float, ...]) -> prometheus_client.Histogram:
-            told = histogram(f"vlcache:{name}", about, ("model_name",), buckets=buckets, registry=self._registry)
-            return told.labels(model)
+            family = histogram(f"vlcache:{name}", about, ("model_name",), buckets=buckets, registry=self._registry)
+            return family.labels(model)
 
-        self._prompt = counting("prompt_tokens", "Tokens of prompts")
-        self._generated = counting("generation_tokens", "Tokens of answers")
-        self._asked = counting("prefix_cache_queries", "Tokens of prompts that were looked for")
-        self._cached = counting("prefix_cache_hits", "Tokens of prompts that were reused")
+        self._prompt = counting("prompt_tokens", "Number of prompt tokens")
+        self._generated = counting("generation_tokens", "Number of generated tokens")
+        self._queried = counting("prefix_cache_queries", "Number of prompt tokens looked up in the cache")
+        self._cached = counting("prefix_cache_hits", "Number of prompt tokens reused from the cache")
         self._ended = counter(
-            "vlcache:request_success", "Answers that ended", ("model_name", "finished_reason"), registry=self._registry
-        )
-        self._corrupted = counting("corrupted_requests", "Requests that ended by logits that were not finite")
+            "vlcache:request_success", "Number of finished answers by finish reason",
+            ("model_name", "finished_reason"), registry=self._registry,
+        )  # fmt: skip
+        self._corrupted = counting("corrupted_requests", "Number of requests that ended with non-finite logits")
         self._model = model
-        self._first = timing("time_to_first_token_seconds", "From the beginning to the first token", _FIRST)
-        self._between = timing("inter_token_latency_seconds", "From one delivery of tokens to the next", _BETWEEN)
-        self._whole = timing("e2e_request_latency_seconds", "From the beginning to the end", _WHOLE)
-        self._queue = timing("request_queue_time_seconds", "From arrival until it ran", _WHOLE)
-        self._prefill = timing("request_prefill_time_seconds", "That computed the prompt", _WHOLE)
-        self._decode = timing("request_decode_time_seconds", "From the first token to the last", _WHOLE)
-        self._prompts = timing("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
-        self._answers = timing("request_generation_tokens", "Tokens of the answers to a request", _TOKENS)
+        self._first = timing("time_to_first_token_seconds", "Time to first token in seconds", _FIRST)
+        self._between = timing("inter_token_latency_seconds", "Time between deliveries of tokens in seconds", _BETWEEN)
+        self._whole = timing("e2e_request_latency_seconds", "End-to-end latency of a request in seconds", _WHOLE)
+        self._queue = timing("request_queue_time_seconds", "Time from arrival to the first prefill in seconds", _WHOLE)
+        self._prefill = timing("request_prefill_time_seconds", "Time of the prefill in seconds", _WHOLE)
+        self._decode = timing("request_decode_time_seconds", "Time from the first to the last token in seconds", _WHOLE)
+        self._prompts = timing("request_prompt_tokens", "Number of prompt tokens of a request", _TOKENS)
+        self._answers = timing("request_generation_tokens", "Number of generated tokens of a request", _TOKENS)
 
     def gaps(self, metrics: RequestMetrics) -> None:
-        """More of an answer came."""
+        """Observe the inter-token latencies of a delta."""
         for seconds in metrics.inter_token:
             self._between.observe(seconds)
 
     def ended(self, reason: str) -> None:
-        """One answer ended."""
+        """Count a finished answer by its finish reason."""
         self._ended.labels(self._model, reason).inc()
 
     def corrupted(self) -> None:
-        """A request ended by logits that were not finite."""
+        """Count a request that ended with non-finite logits."""
         self._corrupted.inc()
 
     def answered(self, counts: Counts, metrics: RequestMetrics) -> None:
-        """All answers to a prompt ended."""
+        """Count the tokens and times of a prompt, all answers of which have ended."""
         self._prompt.inc(counts.prompt)
         self._generated.inc(counts.completion)
-        self._asked.inc(counts.prompt)
+        self._queried.inc(counts.prompt)
         self._cached.inc(counts.cached)
         self._first.observe(metrics.ttft)
         self._whole.observe(metrics.e2e)
@@ -85,12 +89,12 @@ class ServerMetrics:
         self._answers.observe(counts.completion)
 
     def page(self) -> bytes:
-        """What has been counted, and what the cache counts."""
+        """Return the metrics of the server and of its cache in Prometheus' text format."""
         return b"".join(map(prometheus_client.generate_latest, (self._registry, self._engine.cache.registry)))
 
 
 class _Gauges(Collector):
-    """What the engine does now, and what the server holds."""
+    """Metrics that are read from the engine and the server at each scrape."""
 
     def __init__(self, model: str, engine: AsyncLLM, room: Room, stored: StoredResponses):
         self._model, self._engine, self._room, self._stored = model, engine, room, stored
@@ -101,30 +105,34 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, (responses, response_bytes) = self._engine.stats(), self._stored.counts()
         gauges = [
-            ("num_requests_coming", "Requests whose bodies are still coming", self._room.coming),
-            ("request_body_bytes", "Of requests under way, and of bodies that are coming", self._room.nbytes),
-            ("stored_responses", "Responses that are kept", responses),
-            ("stored_response_bytes", "Of these, as JSON", response_bytes),
-            ("num_requests_running", "Answers that run", stats.running),
-            ("num_requests_waiting", "Answers that wait for room", stats.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pool that requests use, 1 is all", stats.in_use / stats.pages),
+            ("num_requests_coming", "Number of requests whose bodies are being received", self._room.coming),
+            ("request_body_bytes", "Bytes of bodies that are being received or in flight", self._room.nbytes),
+            ("stored_responses", "Number of stored responses", responses),
+            ("stored_response_bytes", "Bytes of stored responses as JSON", response_bytes),
+            ("num_requests_running", "Number of running sequences", stats.running),
+            ("num_requests_waiting", "Number of waiting sequences", stats.waiting),
+            ("kv_cache_usage_perc", "Fraction of the KV pool in use (0 to 1)", stats.in_use / stats.pages),
         ]
         counters: list[tuple[str, str, float]] = []
         if stats.compressed_pages:
-            share = stats.compressed_in_use / stats.compressed_pages
+            fraction = stats.compressed_in_use / stats.compressed_pages
             gauges += [
-                ("compressed_kv_cache_usage_perc", "The same of the pool for compressed prompts", share),
-                ("compressed_aside_bytes", "Of compressed answers that wait in host memory", stats.aside_bytes),
+                ("compressed_kv_cache_usage_perc", "Fraction of the compressed KV pool in use (0 to 1)", fraction),
+                ("compressed_swapped_bytes", "Bytes of swapped-out compressed KV in host memory", stats.swapped_bytes),
             ]
             counters = [
-                ("compressed", "Answers that went on with a part of their prompts", stats.compressed),
-                ("uncompressed", "Answers that were to, and went on with the whole", stats.uncompressed),
-                ("compressed_put_aside", "Times that one gave up its pages", stats.put_aside),
-                ("compressed_brought_back", "Times that one had them again", stats.brought_back),
-                ("compressed_moved_bytes", "That were copied there and back", stats.moved_bytes),
+                ("compressed", "Number of answers that decoded with compressed KV", stats.compressed),
+                (
+                    "uncompressed",
+                    "Number of answers with full KV despite compression",
+                    stats.uncompressed,
+                ),
+                ("compressed_swapped_out", "Number of swap-outs of compressed sequences", stats.swapped_out),
+                ("compressed_swapped_in", "Number of swap-ins of compressed sequences", stats.swapped_in),
+                ("compressed_moved_bytes", "Bytes of compressed KV copied by swapping", stats.moved_bytes),
             ]
-        for family, told in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, about, value in told:
+        for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, about, value in values:
                 metric = family(f"vlcache:{name}", about, labels=("model_name",))
                 metric.add_metric((self._model,), value)
                 yield metric

@@ -1,4 +1,4 @@
-"""What the server says of itself: an OpenAPI document, made of what the parsers check, and a page that shows it."""
+"""OpenAPI document of the server, made from the schemas of the parsers, and its HTML page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _ref(name: str) -> dict[str, Any]:
 
 
 def _body(fields: Mapping[str, Any], *required: str, absent: Mapping[str, tuple[Any, ...]] | None = None) -> Any:
-    """What may be posted: these fields, and of what there is not the values that ask for nothing."""
+    """Return the schema of a body: its fields, and the allowed values of fields that are not supported."""
     nothing = {name: {"enum": list(values), "description": "Not supported."} for name, values in (absent or {}).items()}
     return {
         "type": "object",
@@ -105,7 +105,7 @@ def _answer(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _request(verb: str) -> str:
-    """What the document calls the body of a verb of the cache."""
+    """Return the schema name of a cache operation's body."""
     return f"{verb.title().replace('_', '')}Request"
 
 
@@ -132,7 +132,7 @@ _SCHEMAS: Mapping[str, Any] = {
     "Model": _object({
         "id": _TEXT, "object": {"enum": ["model"]}, "created": _COUNT, "owned_by": _TEXT, "root": _TEXT,
         "parent": {"type": "null"}, "max_model_len": _COUNT,
-        "reuse": {**_list(_TEXT), "description": "Values that this key's requests may send; the first is the default."},
+        "reuse": {**_list(_TEXT), "description": "Reuse modes for requests with this key; the first is the default."},
     }),
     "ChatCompletion": _answer("chat.completion", {"message": _MESSAGE, "logprobs": _CHAT_LOGPROBS}),
     "ChatCompletionChunk": _answer("chat.completion.chunk", {"delta": _DELTA, "logprobs": _CHAT_LOGPROBS}),
@@ -174,25 +174,28 @@ _KEY: list[dict[str, list[str]]] = [{"key": []}]
 
 
 def _operation(
-    about: str, path: str, answer: Mapping[str, Any] | None, asks: str | None = None, **more: Any
+    about: str, path: str, answer: Mapping[str, Any] | None, body: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """An operation at a path.
+    """Return an OpenAPI operation.
 
     Args:
-      answer: what comes with status 200; None: nothing.
-      asks: name of the body's schema.
+      about: its summary.
+      path: its path, which determines the key it needs.
+      answer: content of the answer with status 200; None if it is empty.
+      body: schema name of the body; None if it has none.
+      more: other fields of the operation.
     """
     is_open, is_admin = path in OPEN, path.startswith(ADMIN)
-    answers: dict[str, Any] = {"200": {"description": "Done.", **(answer or {})}}
-    error = {"description": "See `error`.", **_json(_ref("Error"))}
-    told = ["400", "404", "408", "413", "415", "429", "503"] if asks else ["503"] if path not in OPEN else []
-    for status in [*told, "403"] + ([] if is_open else ["401"]):
+    answers: dict[str, Any] = {"200": {"description": "Success.", **(answer or {})}}
+    error = {"description": "Error; see `error.message`.", **_json(_ref("Error"))}
+    statuses = ["400", "404", "408", "413", "415", "429", "503"] if body else ["503"] if path not in OPEN else []
+    for status in [*statuses, "403"] + ([] if is_open else ["401"]):
         answers[status] = error
     if is_open:
-        answers["503"] = {"description": "It is not so."}
+        answers["503"] = {"description": "Not healthy or not ready."}
     found: dict[str, Any] = {"summary": about, "responses": answers, **more}
-    if asks:
-        found["requestBody"] = {"required": True, **_json(_ref(asks))}
+    if body:
+        found["requestBody"] = {"required": True, **_json(_ref(body))}
     found["security"] = [] if is_open else [{"admin": []}] if is_admin else _KEY
     return found
 
@@ -201,31 +204,31 @@ def _paths() -> dict[str, Any]:
     def get(path: str, about: str, answer: Mapping[str, Any] | None) -> None:
         paths[path] = {"get": _operation(about, path, answer)}
 
-    def post(path: str, about: str, asks: str, answer: Mapping[str, Any]) -> None:
-        paths[path] = {"post": _operation(about, path, answer, asks)}
+    def post(path: str, about: str, body: str, answer: Mapping[str, Any]) -> None:
+        paths[path] = {"post": _operation(about, path, answer, body)}
 
     def streamed(whole: str, piece: Mapping[str, Any]) -> dict[str, Any]:
         content = {"anyOf": [piece, _ref("Error")]}
         data = {**_TEXT, "contentMediaType": "application/json", "contentSchema": content}
         event = _object({"event": _TEXT, "data": {"anyOf": [{"const": "[DONE]"}, data]}}, "event")
-        events = {"schema": {**event, "description": "Of each event; the last one is [DONE]."}}
+        events = {"schema": {**event, "description": "One event. The last one is [DONE]."}}
         return {"content": {**_json(_ref(whole))["content"], "text/event-stream": events}}
 
     paths: dict[str, Any] = {}
-    post("/v1/chat/completions", "Answers a conversation.", "ChatRequest",
+    post("/v1/chat/completions", "Create a chat completion.", "ChatRequest",
          streamed("ChatCompletion", _ref("ChatCompletionChunk")))  # fmt: skip
-    post("/v1/completions", "Continues texts.", "CompletionRequest", streamed("Completion", _ref("Completion")))
-    post("/v1/responses", "Answers an input, and remembers it.", "ResponseRequest", streamed("Response", _EVENT))
+    post("/v1/completions", "Create a completion.", "CompletionRequest", streamed("Completion", _ref("Completion")))
+    post("/v1/responses", "Create a response and store it.", "ResponseRequest", streamed("Response", _EVENT))
     where = [{"name": "name", "in": "path", "required": True, "schema": _TEXT}]
-    one = _operation("A response that is kept.", "/v1/responses/{name}", _json(_ref("Response")), parameters=where)
-    gone = _operation("Forgets a response.", "/v1/responses/{name}", _json({"type": "object"}), parameters=where)
-    for operation in (one, gone):
+    show = _operation("Get a stored response.", "/v1/responses/{name}", _json(_ref("Response")), parameters=where)
+    delete = _operation("Delete a response.", "/v1/responses/{name}", _json({"type": "object"}), parameters=where)
+    for operation in (show, delete):
         operation["responses"]["404"] = operation["responses"]["401"]
-    paths["/v1/responses/{name}"] = {"get": one, "delete": gone}
+    paths["/v1/responses/{name}"] = {"get": show, "delete": delete}
     models = _object({"object": {"enum": ["list"]}, "data": _list(_ref("Model"))})
-    get("/v1/models", "What this server serves.", _json(models))
+    get("/v1/models", "List the models.", _json(models))
     parameter = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
-    model = _operation("One of the models.", "/v1/models/{name}", _json(_ref("Model")), parameters=[parameter])
+    model = _operation("Get a model.", "/v1/models/{name}", _json(_ref("Model")), parameters=[parameter])
     model["responses"]["404"] = model["responses"]["401"]
     paths["/v1/models/{name}"] = {"get": model}
     tokens = _object({"count": _COUNT, "max_model_len": _COUNT, "tokens": _COUNTS, "token_strs": _list(_TEXT)},
@@ -234,32 +237,32 @@ def _paths() -> dict[str, Any]:
                      "prompt_tokens_details": _object({"cached_tokens": _COUNT})})  # fmt: skip
     vector = _object({"object": {"enum": ["embedding"]}, "index": _COUNT, "embedding": {"anyOf": [_NUMBERS, _TEXT]}})
     vectors = {"object": {"enum": ["list"]}, "data": _list(vector), "model": _TEXT, "usage": usage}
-    post("/v1/embeddings", "Vectors of inputs.", "EmbeddingRequest", _json(_object(vectors)))
+    post("/v1/embeddings", "Compute embeddings.", "EmbeddingRequest", _json(_object(vectors)))
     ranked = _object({"index": _COUNT, "relevance_score": {"type": "number"}, "document": {}}, "document")
     order = {"id": _TEXT, "model": _TEXT, "usage": usage, "results": _list(ranked)}
     for path in ("/v1/rerank", "/rerank"):
-        post(path, "How well documents suit a query, the best first.", "RerankRequest", _json(_object(order)))
+        post(path, "Rank documents by their relevance to a query.", "RerankRequest", _json(_object(order)))
     tokens_read = _object({"input_tokens": _COUNT, "output_tokens": _COUNT})
     meta = _object({"api_version": _object({"version": _TEXT}), "tokens": tokens_read})
-    post("/v2/rerank", "The same, with what Cohere's answers have beside it.", "RerankRequest",
+    post("/v2/rerank", "Rank documents; the answer has Cohere's fields.", "RerankRequest",
          _json(_object({**order, "meta": meta})))  # fmt: skip
     score = _object({"index": _COUNT, "object": {"enum": ["score"]}, "score": {"type": "number"}})
     scores = {"id": _TEXT, "object": {"enum": ["list"]}, "created": _COUNT, "model": _TEXT, "data": _list(score),
               "usage": usage}  # fmt: skip
     for path in ("/score", "/v1/score"):
-        post(path, "How well queries and documents go together, pair by pair.", "ScoreRequest", _json(_object(scores)))
+        post(path, "Score pairs of queries and documents.", "ScoreRequest", _json(_object(scores)))
     _add_files(paths)
-    post("/tokenize", "The tokens that the model sees, images expanded.", "TokenizeRequest", _json(tokens))
-    post("/detokenize", "The text of tokens.", "DetokenizeRequest", _json(_object({"prompt": _TEXT})))
-    get("/", "A page that answers questions about images and shows what was reused.", _HTML)
-    get("/health", "Whether requests will be answered.", None)
-    get("/ready", "Whether requests are taken, and everything is compiled.", None)
-    get("/version", "Of this software.", _json(_object({"version": _TEXT})))
-    get("/load", "Requests under way.", _json(_object({"server_load": _COUNT})))
-    get("/metrics", "For Prometheus.", {"content": {"text/plain": {"schema": _TEXT}}})
-    get("/openapi.json", "This document.", _json({"type": "object"}))
-    get("/docs", "This document as a page.", _HTML)
-    get("/cache", "What is kept of images, and what was found.", _json({"type": "object"}))
+    post("/tokenize", "Tokenize a prompt, with images expanded to their tokens.", "TokenizeRequest", _json(tokens))
+    post("/detokenize", "Convert tokens to text.", "DetokenizeRequest", _json(_object({"prompt": _TEXT})))
+    get("/", "Show the page that answers questions about images and shows their reuse.", _HTML)
+    get("/health", "Check that the engine works.", None)
+    get("/ready", "Check that the server accepts requests and warm-up has finished.", None)
+    get("/version", "Get the version of VLCache-JAX.", _json(_object({"version": _TEXT})))
+    get("/load", "Get the number of requests in flight.", _json(_object({"server_load": _COUNT})))
+    get("/metrics", "Get the metrics in Prometheus' text format.", {"content": {"text/plain": {"schema": _TEXT}}})
+    get("/openapi.json", "Get this document.", _json({"type": "object"}))
+    get("/docs", "Show this document as a page.", _HTML)
+    get("/cache", "Get the statistics of the image cache.", _json({"type": "object"}))
     found = {"precompute": {"keys": _list(_TEXT)}, "release_uuid": {"released": {"type": "boolean"}}}
     for verb in VERBS:
         answer = _json(_object(found.get(verb, {"records": _COUNT})))
@@ -270,44 +273,44 @@ def _paths() -> dict[str, Any]:
 
 
 def _add_files(paths: dict[str, Any]) -> None:
-    """What clients upload, and the operator's libraries."""
-    seconds = {"type": "string", "description": "Until it ends."}
+    """Add the paths of uploaded files and of the operator's libraries."""
+    seconds = {"type": "string", "description": "Lifetime in seconds."}
     upload = {"file": {**_TEXT, "format": "binary"}}
     file = {**upload, "purpose": {"enum": ["vision"]}, "expires_after[anchor]": {"enum": ["created_at"]},
             "expires_after[seconds]": seconds}  # fmt: skip
-    item = {**upload, "id": _TEXT, "metadata": {**_TEXT, "description": "JSON."}, "expires": seconds}
+    item = {**upload, "id": _TEXT, "metadata": {**_TEXT, "description": "A JSON object."}, "expires": seconds}
     any_object = _json({"type": "object"})
 
     def at(path: str, method: str, about: str, answer: Mapping[str, Any] | None, form: Any = None) -> None:
         names = re.findall(r"\{(\w+)\}", path)
         where = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
         made = _operation(about, path, answer, parameters=where)
-        told = ["400", "404"] + (["408", "413", "415", "429"] if form else [])
-        made["responses"] |= dict.fromkeys(told, made["responses"]["403"])
+        statuses = ["400", "404"] + (["408", "413", "415", "429"] if form else [])
+        made["responses"] |= dict.fromkeys(statuses, made["responses"]["403"])
         if form:
             made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
         paths.setdefault(path, {})[method] = made
 
-    at("/v1/files", "get", "The files of this key's tenant.", any_object)
-    at("/v1/files", "post", "Keeps a picture under a name.", any_object, _object(file, *list(file)[2:]))
-    at("/v1/files/{name}", "get", "What is said of a file.", any_object)
-    at("/v1/files/{name}", "delete", "Deletes a file.", any_object)
-    at("/v1/files/{name}/content", "get", "The bytes of a file.", {"content": {"application/octet-stream": {}}})
-    at("/libraries", "get", "Names of the operator's libraries.", any_object)
-    at("/libraries/{library}", "get", "Items of a library.", any_object)
-    at("/libraries/{library}", "post", "Adds a picture.", any_object, _object(item, "metadata", "expires"))
-    at("/libraries/{library}", "put", "Changes a picture.", any_object, _object(item, "metadata", "expires"))
-    at("/libraries/{library}/{name}", "get", "What is said of an item.", any_object)
-    at("/libraries/{library}/{name}", "delete", "Removes an item.", any_object)
+    at("/v1/files", "get", "List the files of this key's tenant.", any_object)
+    at("/v1/files", "post", "Upload an image.", any_object, _object(file, *list(file)[2:]))
+    at("/v1/files/{name}", "get", "Get a file's metadata.", any_object)
+    at("/v1/files/{name}", "delete", "Delete a file.", any_object)
+    at("/v1/files/{name}/content", "get", "Get a file's bytes.", {"content": {"application/octet-stream": {}}})
+    at("/libraries", "get", "List the operator's libraries.", any_object)
+    at("/libraries/{library}", "get", "List the items of a library.", any_object)
+    at("/libraries/{library}", "post", "Add an image.", any_object, _object(item, "metadata", "expires"))
+    at("/libraries/{library}", "put", "Replace an image.", any_object, _object(item, "metadata", "expires"))
+    at("/libraries/{library}/{name}", "get", "Get an item's metadata.", any_object)
+    at("/libraries/{library}/{name}", "delete", "Remove an item.", any_object)
 
 
 def document(models: Sequence[str], *, root_path: str = "", has_keys: bool = True) -> dict[str, Any]:
-    """The OpenAPI document.
+    """Return the OpenAPI document.
 
     Args:
-      models: what clients may call the model.
-      root_path: where a proxy shows the server.
-      has_keys: whether clients must have one.
+      models: names of the model that requests may use.
+      root_path: path prefix of the server at its proxy; default: none.
+      has_keys: True if clients need an API key.
     """
     paths = _paths()
     for operation in (one for operations in paths.values() for one in operations.values()):
@@ -326,7 +329,7 @@ def document(models: Sequence[str], *, root_path: str = "", has_keys: bool = Tru
 
 
 def _with_models(schema: Mapping[str, Any], models: Sequence[str]) -> Mapping[str, Any]:
-    """What may be posted, which may name these models alone."""
+    """Return the schema of a body with `models` as the values of `model`; other schemas are returned unchanged."""
     if "model" not in schema.get("properties", {}) or schema.get("additionalProperties") is not False:
         return schema
     model = {**schema["properties"]["model"], "enum": [*models, None]}
@@ -338,12 +341,12 @@ table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ccc;pad
 vertical-align:top}pre{overflow:auto;background:#f5f5f5;padding:.5rem}summary{cursor:pointer}"""
 
 
-def page(told: Mapping[str, Any]) -> str:
-    """The document for people: one page, without scripts."""
-    schemas = told["components"]["schemas"]
-    parts = [f"<h1>{told['info']['title']} {told['info']['version']}</h1>"]
-    parts.append('<p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>')
-    for path, operations in told["paths"].items():
+def page(document: Mapping[str, Any]) -> str:
+    """Return the OpenAPI document as an HTML page without scripts."""
+    schemas = document["components"]["schemas"]
+    parts = [f"<h1>{document['info']['title']} {document['info']['version']}</h1>"]
+    parts.append('<p>Machine-readable: <a href="openapi.json">openapi.json</a>.</p>')
+    for path, operations in document["paths"].items():
         for method, operation in operations.items():
             parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
             parts.append(f"<p>{html.escape(operation['summary'])}</p>")
@@ -365,4 +368,4 @@ def _table(schema: Mapping[str, Any]) -> str:
         shown = html.escape(json.dumps(kind)) if kind else "any"
         bold = f"<b>{name}</b>" if name in schema["required"] else name
         rows.append(f"<tr><td>{bold}<td><code>{shown}</code><td>{html.escape(one.get('description', ''))}</tr>")
-    return f"<table><tr><th>field<th>what<th></tr>{''.join(rows)}</table>"
+    return f"<table><tr><th>field<th>type<th>description</tr>{''.join(rows)}</table>"

@@ -1,4 +1,4 @@
-"""Room for requests and their bodies: what each tenant may take of it, and whose slow body is closed for others."""
+"""Limits of requests and of their bodies' bytes, shared fairly by tenants. Slow uploads are closed for faster ones."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.server.tenants import Tenant
 
-AGAIN = 1  # seconds after which a client that found no room may send its request again
-_BLOCK = 4096  # bytes; of two bodies the slower is the one whose latest block has taken longer so far
-_KEPT = 4  # a quarter of the room is kept for tenants that have less than their part of this quarter
+AGAIN = 1  # seconds after which a refused client may retry
+_BLOCK = 4096  # bytes; the slowest body is the one whose latest block has taken longest so far
+_RESERVED = 4  # one quarter of the room is reserved for tenants that use less than their part of this quarter
 
 
 class ReservedPlace:
-    """The place of one request. Its body comes first; then the request is under way.
+    """Place of one request in a `Room`. First its body is received, then the request is in flight.
 
     Args:
-      room: where it is.
-      tenant: whose it is; None: the server has no tenants, or the admin key was sent.
-      now: when its head came.
+      room: the room.
+      tenant: the tenant of the request; None if the server has none or the admin key was sent.
+      now: time of the request's head, in seconds of the room's clock.
 
     Attributes:
-      since: when its latest block of 4096 bytes began.
-      size: bytes of its body that have come.
-      error: why the body was closed; None: it was not.
+      since: time at which its latest block of 4096 bytes began.
+      size: received bytes of the body.
+      error: reason why the upload was closed; None if it was not.
     """
 
     def __init__(self, room: Room, tenant: Tenant | None, now: float):
@@ -38,59 +38,59 @@ class ReservedPlace:
 
     @property
     def who(self) -> str | None:
-        """Name of the tenant."""
+        """Name of the tenant, or None."""
         return None if self.tenant is None else self.tenant.name
 
     @contextlib.asynccontextmanager
     async def coming(self, seconds: float) -> AsyncGenerator[None]:
-        """The context in which the body is read; then the request is under way.
+        """Receive the body within this context. The request is in flight afterwards.
 
         Args:
-          seconds: that the body may take.
+          seconds: maximum time to receive the body.
 
         Raises:
-          ApiError: it takes longer, it is closed for others, or there is no room for the request.
+          ApiError: the body took longer or was closed for others (status 408), or a limit is reached (503 or 429).
         """
         try:
             async with asyncio.timeout(seconds) as self._timeout:
                 yield
         except TimeoutError:
-            late = ApiError(f"a body must come within {seconds:g} seconds", status=408)
+            late = ApiError(f"a body must arrive within {seconds:g} seconds (--body-timeout)", status=408)
             raise (self.error or late) from None
         self._room.arrived(self)
 
     def take(self, count: int) -> None:
-        """Counts bytes of the body that have come.
+        """Count received bytes of the body.
 
         Raises:
-          ApiError: there is no room for them.
+          ApiError: the limit of bytes is reached, and this upload is the one to close (status 503).
         """
         self._room.take(self, count)
 
     def close(self, error: ApiError) -> None:
-        """Ends `coming` with an error."""
+        """End `coming` with an error."""
         self.error = error
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(0)
 
 
 class Room:
-    """Counts requests and bytes of their bodies.
+    """Counter of requests and of their bodies' bytes.
 
-    Bodies that are still coming are counted apart from requests under way. Where there are too many of them, or too
-    many bytes, those of the tenant that has most are closed, the slowest first: the one that has waited longest for
-    4096 bytes more. So bytes that a head declares take no room, and a client that sends slowly takes room only while no
-    other client wants it.
+    Uploads (bodies that are being received) are counted separately from requests in flight. If there are too many
+    uploads or bytes, uploads of the tenant that uses most are closed. The slowest is closed first: the one that has
+    waited longest for its next 4096 bytes. Declared bytes take no room. A slow client uses room only while no other
+    client needs it.
 
-    Requests under way cannot be closed. A quarter of their room is kept for tenants that have less than an equal part
-    of this quarter, so that each always has that part.
+    Requests in flight cannot be closed. A quarter of their room is reserved for tenants that use less than an equal
+    part of this quarter. Each tenant always has this part.
 
     Args:
-      most: bodies that are coming, and requests under way, each.
-      most_bytes: of all these bodies together.
-      most_body: bytes of one body.
-      tenants: says how many tenants there are; 0: the server has none.
-      clock: seconds.
+      most: maximum number of uploads, and of requests in flight.
+      most_bytes: maximum bytes of all bodies together.
+      most_body: maximum bytes of one body.
+      tenants: function that returns the number of tenants; 0 if the server has none.
+      clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -104,42 +104,43 @@ class Room:
         self._most, self._most_bytes, self._spare = most, most_bytes, most_bytes - most_body
         self._tenants, self._clock = tenants, clock
         self._coming: dict[ReservedPlace, None] = {}
-        self._under_way: set[ReservedPlace] = set()
-        self._requests: Counter[str | None] = Counter()  # under way
-        self._bytes: Counter[str | None] = Counter()  # of these
+        self._in_flight: set[ReservedPlace] = set()
+        self._requests: Counter[str | None] = Counter()  # in flight, by tenant
+        self._bytes: Counter[str | None] = Counter()  # bytes of their bodies
         self._coming_bytes = 0
-        self._answers: Counter[str | None] = Counter()  # under way; of a request that is read, one
+        self._answers: Counter[str | None] = Counter()  # in flight; one per request until it is parsed
 
     @property
     def coming(self) -> int:
-        """Bodies that are still coming."""
+        """Number of bodies that are being received."""
         return len(self._coming)
 
     @property
     def inside(self) -> int:
-        """Requests whose bodies are coming, and those under way."""
-        return len(self._coming) + len(self._under_way)
+        """Number of requests whose bodies are being received or that are in flight."""
+        return len(self._coming) + len(self._in_flight)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of bodies that are coming, and of requests under way."""
+        """Received bytes of all bodies, including those of requests in flight."""
         return self._coming_bytes + self._bytes.total()
 
     @contextlib.contextmanager
     def place(self, tenant: Tenant | None, declared: int) -> Iterator[ReservedPlace]:
-        """A place for a request whose head has come.
+        """Yield a place for a request whose head has arrived. The place is freed at the end.
 
         Args:
-          declared: bytes of its body, as the head says.
+          tenant: the tenant of the request; None if it has none.
+          declared: bytes of the body by its `Content-Length`.
 
         Raises:
-          ApiError: there is no room for the request.
+          ApiError: the server is at a limit (status 503), or the tenant is (429).
         """
         place = ReservedPlace(self, tenant, self._clock())
         self._check(place, declared)
         self._coming[place] = None
         if len(self._coming) > self._most:
-            why = f"the server has {self._most} requests whose bodies are coming, of which this was the slowest"
+            why = f"the server receives at most {self._most} bodies at a time, and this upload was the slowest"
             self._close(Counter(one.who for one in self._coming), why)
         try:
             yield place
@@ -147,7 +148,7 @@ class Room:
             self._leave(place)
 
     def take(self, place: ReservedPlace, count: int) -> None:
-        """See `Place.take`."""
+        """See `ReservedPlace.take`."""
         if place not in self._coming:
             return
         if (place.size + count) // _BLOCK > place.size // _BLOCK:
@@ -158,31 +159,31 @@ class Room:
             sizes: Counter[str | None] = Counter()
             for one in self._coming:
                 sizes[one.who] += one.size
-            why = f"the server has bodies of {self.nbytes - count} bytes, beside which {count} more have no room"
+            why = f"the server is at capacity: {self.nbytes - count} bytes of request bodies, {count} more do not fit"
             if self._close(sizes, why) is place:
                 raise ApiError(why, status=503, retry_after=AGAIN)
 
     def arrived(self, place: ReservedPlace) -> None:
-        """A body has come, and its request is under way.
+        """Count a request as in flight, now that its body has arrived.
 
         Raises:
-          ApiError: there is no room for it.
+          ApiError: the server is at a limit (status 503), or the tenant is (429).
         """
         if place not in self._coming:
             return
         self._stop(place)
         self._check(place, place.size)
-        self._under_way.add(place)
+        self._in_flight.add(place)
         self._requests[place.who] += 1
         self._bytes[place.who] += place.size
         self._answers[place.who] += 1
 
     @contextlib.contextmanager
     def answering(self, tenant: Tenant | None, count: int) -> Iterator[None]:
-        """See `Entrance.answering`."""
+        """See `AdmissionControl.answering`."""
         if tenant is not None and tenant.requests is not None and count > tenant.requests:
             raise ApiError(
-                f"n of all prompts together must be at most {tenant.requests} for this key, got {count}", "n"
+                f"n times the number of prompts must be at most {tenant.requests} for this key, got {count}", "n"
             )
         self._check_own(tenant, count - 1)
         who = None if tenant is None else tenant.name
@@ -193,13 +194,15 @@ class Room:
             self._answers[who] -= count - 1
 
     def _check(self, place: ReservedPlace, size: int) -> None:
-        """Raises an ApiError unless a request with a body of so many bytes may be under way now."""
+        """Raise an `ApiError` unless a request with a body of `size` bytes may be in flight now."""
         if not self._fits(self._requests, self._most, self._most, place.who, 1):
-            why = f"the server has {self._requests.total()} requests under way"
+            why = f"the server is at capacity: {self._requests.total()} requests in flight"
             raise ApiError(why, status=503, retry_after=AGAIN)
         if not self._fits(self._bytes, self._most_bytes, self._spare, place.who, size):
-            why = f"the server has requests of {self._bytes.total()} bytes under way, beside which {size} more"
-            raise ApiError(f"{why} have no room", status=503, retry_after=AGAIN)
+            why = (
+                f"the server is at capacity: {self._bytes.total()} bytes of requests in flight, {size} more do not fit"
+            )
+            raise ApiError(why, status=503, retry_after=AGAIN)
         self._check_own(place.tenant, 1)
 
     def _check_own(self, tenant: Tenant | None, count: int) -> None:
@@ -207,18 +210,26 @@ class Room:
             return
         taken = self._answers[tenant.name]
         if taken + count > tenant.requests:
-            why = f"this key's tenant has {taken} requests under way, of {tenant.requests} that it may have; each"
-            raise ApiError(f"{why} answer counts as one", status=429, retry_after=AGAIN)
+            why = f"rate limit: this key's tenant has {taken} of {tenant.requests} requests in flight"
+            raise ApiError(f"{why} (each of n answers counts)", status=429, retry_after=AGAIN)
 
-    def _fits(self, used: Counter[str | None], most: int, shared: int, who: str | None, more: int) -> bool:
-        """Whether a tenant may take more beside what is used and what is kept for others, of which is `shared`."""
-        others = self._tenants()  # the admin key's requests count as those of a tenant
-        kept = shared // (_KEPT * (others + 1))
-        taken = sum(min(kept, count) for one, count in used.items() if one != who)
-        return used.total() + more + max(0, kept * others - taken) <= most
+    def _fits(self, used: Counter[str | None], total: int, shared: int, who: str | None, count: int) -> bool:
+        """Return whether a tenant may use `count` more of `total`.
+
+        Args:
+          used: current use of each tenant.
+          total: the limit of all tenants together.
+          shared: the part of `total` of which a quarter is reserved.
+          who: name of the tenant.
+          count: additional requests or bytes.
+        """
+        others = self._tenants()  # the admin key counts as one more tenant
+        reserved = shared // (_RESERVED * (others + 1))
+        taken = sum(min(reserved, size) for one, size in used.items() if one != who)
+        return used.total() + count + max(0, reserved * others - taken) <= total
 
     def _close(self, used: Counter[str | None], why: str) -> ReservedPlace:
-        """Closes the slowest body of the tenants that have most of what is used, and returns its place."""
+        """Close the slowest upload of the tenants that use most, and return its place."""
         most = max(used.values())
         slowest = min((one for one in self._coming if used[one.who] == most), key=lambda one: one.since)
         self._stop(slowest)
@@ -226,15 +237,15 @@ class Room:
         return slowest
 
     def _stop(self, place: ReservedPlace) -> None:
-        """A body is not coming any more."""
+        """Remove a body from those that are being received."""
         del self._coming[place]
         self._coming_bytes -= place.size
 
     def _leave(self, place: ReservedPlace) -> None:
         if place in self._coming:
             self._stop(place)
-        elif place in self._under_way:
-            self._under_way.remove(place)
+        elif place in self._in_flight:
+            self._in_flight.remove(place)
             self._requests[place.who] -= 1
             self._bytes[place.who] -= place.size
             self._answers[place.who] -= 1

@@ -1,4 +1,4 @@
-"""Responses that others may go on from."""
+"""Stored responses, which later requests continue by `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vlcache_jax.inputs.images import trimmed
 from vlcache_jax.protocol.schema import write
 from vlcache_jax.server.tenants import Tenant
 
-_MOST = 10_000
-_MOST_BYTES = 256 * 2**20  # as JSON; pictures stand in it as they came, each once
+_MAX_COUNT = 10_000
+_MAX_BYTES = 256 * 2**20  # as JSON; images are stored as they were sent, each one once per tenant
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """What is kept of a response.
+    """Stored response with its conversation.
 
     Attributes:
-      response: as the client had it.
-      messages: of the conversation so far, its own included.
-      parts: of their contents, which other responses may hold, too.
-      size: bytes as JSON of all but these.
+      response: the body of the answer.
+      messages: messages of the conversation, including this response.
+      parts: parts of the messages' contents, which other responses may share.
+      size: bytes as JSON without the parts.
     """
 
     response: Mapping[str, Any]
@@ -36,13 +36,13 @@ class StoredResponse:
 
 @dataclass
 class _Part:
-    """A part of a message's content: a text or an image.
+    """Part of a message's content, a text or an image.
 
     Attributes:
-      key: its digest.
+      key: SHA-256 of the part as JSON.
       content: the part.
       size: bytes as JSON.
-      uses: how often it stands in what is kept.
+      uses: number of its occurrences in stored responses.
     """
 
     key: bytes
@@ -57,12 +57,12 @@ class _Part:
         return cls(hashlib.sha256(text).digest(), content, len(text))
 
 
-class _Shelf:
-    """The responses of one tenant, the least recently used first.
+class _TenantResponses:
+    """Stored responses of one tenant.
 
     Attributes:
-      found: by their ids.
-      size: bytes of all.
+      found: responses by id, least recently used first.
+      size: bytes of all responses as JSON, with each part counted once.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class _Shelf:
         self._parts: dict[bytes, _Part] = {}
 
     def put(self, name: str, response: StoredResponse) -> None:
-        """Keep one, whose parts stand for all that are the same."""
+        """Add a response. Its parts become the shared instances of equal parts."""
         self.found[name] = response
         self.size += response.size
         for part in response.parts:
@@ -80,11 +80,11 @@ class _Shelf:
             self._parts[part.key] = part
 
     def shared(self, part: _Part) -> _Part:
-        """The part that is kept in place of one that is the same."""
+        """Return the stored part that equals `part`, or `part` itself."""
         return self._parts.get(part.key, part)
 
     def pop(self, name: str) -> StoredResponse | None:
-        """Remove one; None: there is none such."""
+        """Remove and return a response; None if the id is unknown."""
         gone = self.found.pop(name, None)
         if gone is not None:
             self.size -= gone.size
@@ -97,24 +97,30 @@ class _Shelf:
 
 
 class StoredResponses:
-    """Keeps responses, each for its tenant. Every method may be called from any thread.
+    """Store of responses by tenant. All methods are thread-safe.
 
-    If they are too many or too large, the tenant that has most of them loses its least recently used one. Of equal
-    tenants, the one whose response came last loses one. So a tenant removes no response of another that has less than
-    an equal share. An image is kept once for all responses of a tenant in whose conversations it stands, without the
-    bytes after its end.
+    If a limit is exceeded, the tenant with the highest use loses its least recently used response. Among equal tenants,
+    the one that added the last response loses one. A tenant thus evicts no response of a tenant that uses less than an
+    equal share. An image in several conversations of a tenant is stored once, without the bytes after its end.
 
     Args:
-      most, most_bytes: of all together.
+      most: maximum number of responses of all tenants.
+      most_bytes: maximum bytes as JSON of all tenants.
     """
 
-    def __init__(self, most: int = _MOST, most_bytes: int = _MOST_BYTES):
+    def __init__(self, most: int = _MAX_COUNT, most_bytes: int = _MAX_BYTES):
         self._most, self._most_bytes = most, most_bytes
-        self._shelves: dict[str | None, _Shelf] = {}
+        self._tenants: dict[str | None, _TenantResponses] = {}
         self._lock = threading.Lock()
 
     def put(self, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], tenant: Tenant | None) -> None:
-        """Keep one; what is larger than all may be is not kept."""
+        """Store a response and its conversation. One that is larger than `most_bytes` is not stored.
+
+        Args:
+          response: the body of the answer, with its `id`.
+          messages: messages of the conversation, including this response.
+          tenant: the owner; None on a server without tenants.
+        """
         size, split = len(write(response)), []
         for message in messages:
             content = message.get("content")
@@ -124,7 +130,7 @@ class StoredResponses:
         if size + sum({part.key: part.size for _, parts in split for part in parts}.values()) > self._most_bytes:
             return
         with self._lock:
-            own = self._shelves.setdefault(_name(tenant), _Shelf())
+            own = self._tenants.setdefault(_name(tenant), _TenantResponses())
             same: dict[bytes, _Part] = {}
             for _, parts in split:
                 parts[:] = [same.setdefault(part.key, own.shared(part)) for part in parts]
@@ -132,47 +138,47 @@ class StoredResponses:
             own.put(
                 response["id"], StoredResponse(response, kept, [part for _, parts in split for part in parts], size)
             )
-            while sum(shelf.size for shelf in self._shelves.values()) > self._most_bytes:
-                self._evict(lambda name: (self._shelves[name].size, name == _name(tenant)))
-            while sum(len(shelf.found) for shelf in self._shelves.values()) > self._most:
-                self._evict(lambda name: (len(self._shelves[name].found), name == _name(tenant)))
+            while sum(owner.size for owner in self._tenants.values()) > self._most_bytes:
+                self._evict(lambda name: (self._tenants[name].size, name == _name(tenant)))
+            while sum(len(owner.found) for owner in self._tenants.values()) > self._most:
+                self._evict(lambda name: (len(self._tenants[name].found), name == _name(tenant)))
 
     def get(self, name: str, tenant: Tenant | None) -> StoredResponse | None:
-        """One by its id; None: its tenant has none such."""
+        """Return a response by its id; None if the tenant has no such response."""
         with self._lock:
-            shelf = self._shelves.get(_name(tenant))
-            if shelf is None or name not in shelf.found:
+            owner = self._tenants.get(_name(tenant))
+            if owner is None or name not in owner.found:
                 return None
-            shelf.found.move_to_end(name)
-            return shelf.found[name]
+            owner.found.move_to_end(name)
+            return owner.found[name]
 
     def delete(self, name: str, tenant: Tenant | None) -> StoredResponse | None:
-        """Remove one; None: its tenant has none such."""
+        """Remove and return a response; None if the tenant has no such response."""
         with self._lock:
-            shelf = self._shelves.get(_name(tenant))
-            gone = None if shelf is None else shelf.pop(name)
+            owner = self._tenants.get(_name(tenant))
+            gone = None if owner is None else owner.pop(name)
             self._tidy(_name(tenant))
             return gone
 
     def counts(self) -> tuple[int, int]:
-        """Responses that are kept, and their bytes as JSON."""
+        """Return the number of stored responses and their bytes as JSON."""
         with self._lock:
-            shelves = self._shelves.values()
-            return sum(len(shelf.found) for shelf in shelves), sum(shelf.size for shelf in shelves)
+            owners = self._tenants.values()
+            return sum(len(owner.found) for owner in owners), sum(owner.size for owner in owners)
 
     def _evict(self, count: Callable[[str | None], tuple[int, bool]]) -> None:
-        """Removes the least recently used response of the tenant with the highest count."""
-        name = max(self._shelves, key=count)
-        self._shelves[name].pop(next(iter(self._shelves[name].found)))
+        """Remove the least recently used response of the tenant with the highest `count`."""
+        name = max(self._tenants, key=count)
+        self._tenants[name].pop(next(iter(self._tenants[name].found)))
         self._tidy(name)
 
     def _tidy(self, name: str | None) -> None:
-        if name in self._shelves and not self._shelves[name].found:
-            del self._shelves[name]
+        if name in self._tenants and not self._tenants[name].found:
+            del self._tenants[name]
 
 
 def _trimmed(part: Any) -> Any:
-    """A part of a message; an image in a `data:` URL ends where its file does."""
+    """Return a part without the bytes after the end of the image in a `data:` URL."""
     image = part.get("image_url") if isinstance(part, Mapping) else None
     url = image.get("url") if isinstance(image, Mapping) else image
     if not isinstance(url, str) or (own := trimmed(url)) is url:

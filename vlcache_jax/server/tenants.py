@@ -1,13 +1,13 @@
-"""Users of one server, kept apart: who has which key, what each may ask for, and salts that nobody else can make.
+"""Tenants of a server: their keys, limits and salts, which separate their cached images.
 
-A file of keys is TOML. A key stands in it as its SHA-256, so that who reads the file cannot use it::
+The file of keys is TOML. It has the SHA-256 of each key, so that a reader of the file cannot use the key::
 
     [[keys]]
-    name = "notebook of alice"    # in logs
+    name = "notebook of alice"    # required label of the key
     sha256 = "..."                # 64 hex digits: printf %s "$KEY" | sha256sum | cut -c1-64
     tenant = "alice"
 
-    [tenants.alice]               # may be left out
+    [tenants.alice]               # optional
     reuse = ["exact", "approximate"]
     cache_bytes = "1GiB"
     requests = 8
@@ -42,18 +42,20 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whose requests share what is kept of their images, and nobody else's.
+    """Tenant of a server. Its requests share cached images with each other and with no other tenant.
 
     Attributes:
-      name: in the file.
-      reuse: what its requests may ask to reuse, beside the server's own way; None: what everybody may.
-      cache_bytes: of its records in host memory and on the disk, each; None: they have no limit of their own.
-      requests: under way at a time; None: as many as the server takes.
-      compress: what of prompts its requests may ask to go on with; None: what everybody may.
-      priority: the `priority` of its requests counts beside those of other tenants, too, not among its own alone.
+      name: name in the file of keys.
+      reuse: values of `reuse` that its requests may send in addition to the server's default. None: those of the
+        server's `allow_reuse`.
+      cache_bytes: maximum bytes of its cache entries, in host memory and on disk each. None: no quota.
+      requests: maximum number of requests in flight. None: no limit except that of the server.
+      compress: values of `compress` that its requests may send. None: those of the server's `allow_compress`.
+      priority: if True, the `priority` of its requests also counts against those of other tenants. Otherwise it only
+        orders the tenant's own requests.
 
     Raises:
-      ValueError: one is of another type or beyond its bounds.
+      ValueError: a value has the wrong type or is out of range.
     """
 
     name: str
@@ -80,49 +82,53 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Tenants:
-    """Who has which key.
+    """Tenants of a file of keys.
 
     Attributes:
-      by_digest: SHA-256 of each key, and whose it is.
+      by_digest: the tenant of each key, by the key's SHA-256.
     """
 
     by_digest: Mapping[bytes, Tenant] = field(repr=False)
 
     def all(self) -> dict[str, Tenant]:
-        """The tenants, by name."""
+        """Return the tenants by name."""
         return {tenant.name: tenant for tenant in self.by_digest.values()}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], admin_key: str | None = None) -> Self:
-        """Reads a file of keys, none of which may be the admin's.
+        """Read a file of keys.
+
+        Args:
+          path: the file.
+          admin_key: the admin key, which no tenant may have; None if there is none.
 
         Raises:
-          ValueError: it cannot be read, or a key or a tenant in it is wrong. No error shows a digest.
+          ValueError: the file cannot be read, or a key or a tenant in it is wrong. No message shows a digest.
         """
         try:
-            told = tomllib.loads(Path(path).read_text("utf-8"))
+            content = tomllib.loads(Path(path).read_text("utf-8"))
         except OSError as error:
-            raise ValueError(f"api_keys must be a file that can be read, got {path}: {error.strerror}") from error
+            raise ValueError(f"api_keys must be a readable file, got {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"api_keys {path} must be TOML: {error}") from error
         try:
-            found = cls(_read(told))
+            found = cls(_read(content))
             if admin_key is not None and found.of(admin_key) is not None:
-                raise ValueError("keys must be other ones than the admin key")
+                raise ValueError("keys must not contain the admin key: choose another admin_key")
         except ValueError as error:
             raise ValueError(f"api_keys {path}: {error}") from error
         return found
 
     def of(self, key: str) -> Tenant | None:
-        """Whose key it is; None: nobody's. How long it takes tells nothing of the keys in the file."""
+        """Return the tenant of a key; None if the key is unknown. The time does not depend on the keys in the file."""
         digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-        fits = [hmac.compare_digest(digest, known) for known in self.by_digest]  # all of them, whichever fits
+        fits = [hmac.compare_digest(digest, known) for known in self.by_digest]  # no early exit
         return next((tenant for tenant, found in zip(self.by_digest.values(), fits, strict=True) if found), None)
 
 
-def _read(told: dict[str, Any]) -> dict[bytes, Tenant]:
-    check_keys(told, ("keys", "tenants"), "the file")
-    keys, settings = told.get("keys"), told.get("tenants", {})
+def _read(content: dict[str, Any]) -> dict[bytes, Tenant]:
+    check_keys(content, ("keys", "tenants"), "the file")
+    keys, settings = content.get("keys"), content.get("tenants", {})
     if not isinstance(keys, list) or not keys or not all(isinstance(one, dict) for one in keys):
         raise ValueError(f"keys must be tables under [[keys]], got {short(keys)}")
     if not isinstance(settings, dict) or not all(isinstance(one, dict) for one in settings.values()):
@@ -139,54 +145,59 @@ def _read(told: dict[str, Any]) -> dict[bytes, Tenant]:
             check_text(one.get(name) or None, f"{where} {name}", "a non-empty string")
         digest = _digest(one["sha256"], where)
         if digest in found:
-            raise ValueError(f"{where} sha256 must be that of another key than those above")
+            raise ValueError(f"{where} sha256 must be unique, got the digest of an earlier key")
         found[digest] = tenants.get(one["tenant"]) or Tenant(one["tenant"])
     if unused := tenants.keys() - {tenant.name for tenant in found.values()}:
-        raise ValueError(f"tenants.{min(unused)} must be the tenant of a key")
+        raise ValueError(
+            f"tenants.{min(unused)} must have a key: add one with this tenant under [[keys]], or remove the table"
+        )
     return found
 
 
-def _digest(told: str, where: str) -> bytes:
+def _digest(text: str, where: str) -> bytes:
     digest = b""
     with contextlib.suppress(ValueError):
-        digest = bytes.fromhex(told)
+        digest = bytes.fromhex(text)
     if len(digest) != hashlib.sha256().digest_size:
         raise ValueError(f"{where} sha256 must be 64 hex digits, as sha256sum prints them")
-    if digest == hashlib.sha256().digest():  # what `printf %s "$KEY"` gives where there is no KEY
-        raise ValueError(f"{where} sha256 must be that of a key, got that of an empty text, which is sent without one")
+    if digest == hashlib.sha256().digest():  # `printf %s "$KEY"` prints nothing if KEY is not set
+        raise ValueError(f"{where} sha256 must be the digest of a key, got that of an empty string; is KEY set?")
     return digest
 
 
 class Salts:
-    """Salts of tenants' requests. Who does not know the secret cannot make another tenant's, whatever it sends.
+    """Salts of tenants' requests. Without the secret, no client can produce the salt of another tenant.
 
     Args:
-      secret: of this server; see `server_secret`.
+      secret: the secret of this server, 32 bytes; see `server_secret`.
     """
 
     def __init__(self, secret: bytes):
         self._secret = secret
 
     def salt(self, tenant: str, own: str | None = None) -> TenantSalt:
-        """That of a request of a tenant which names a salt itself, or does not."""
+        """Return the salt of a tenant's request; `own` is the request's `cache_salt`."""
         return TenantSalt(self._mac("tenant", tenant), self._mac("salt", tenant, *([] if own is None else [own])))
 
     def _mac(self, *parts: str) -> str:
         mac = hmac.new(self._secret, digestmod="sha256")
-        for part in parts:  # with their lengths: no two lists of parts are alike
+        for part in parts:  # with their lengths, so that different lists have different digests
             content = part.encode(errors="surrogateescape")
             mac.update(len(content).to_bytes(8, "big") + content)
         return mac.hexdigest()
 
 
 def server_secret(folder: str | os.PathLike[str] | None) -> bytes:
-    """The secret of a server, which is kept beside its records so that they are found after a restart.
+    """Return the secret of a server. It is stored with the cache entries, so that a restarted server finds them.
 
     Args:
-      folder: of the records; None: the secret lasts as long as the process.
+      folder: folder of the cache entries on disk. None: a new secret, which lasts as long as the process.
+
+    Returns:
+      32 bytes.
 
     Raises:
-      ValueError: the file of the secret cannot be read or written, is another one, or others may read it.
+      ValueError: the file of the secret cannot be read or written, has another size, or is readable by other users.
     """
     if folder is None:
         return secrets.token_bytes(_SECRET_BYTES)
@@ -199,32 +210,37 @@ def server_secret(folder: str | os.PathLike[str] | None) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         try:
-            with contextlib.suppress(FileExistsError):  # the first one that is whole is everybody's
+            with contextlib.suppress(FileExistsError):  # of several processes, the first one's secret is used by all
                 os.link(part, path)
         finally:
             part.unlink()
         with open(path, "rb") as file:
             mode, secret = os.fstat(file.fileno()).st_mode, file.read(_SECRET_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"the secret of tenants must be a file of this user, got {path}: {error.strerror}") from error
+        raise ValueError(
+            f"the secret of tenants must be a file that this user can read and create, got {path}: {error.strerror}"
+        ) from error
     if mode & 0o077:
-        raise ValueError(f"the secret of tenants must be for its owner alone: chmod 600 {path}")
+        raise ValueError(f"the secret of tenants must be readable by its owner only: chmod 600 {path}")
     if len(secret) != _SECRET_BYTES:
-        raise ValueError(f"the secret of tenants must be {_SECRET_BYTES} bytes, got another file: {path}")
+        raise ValueError(
+            f"the secret of tenants must have {_SECRET_BYTES} bytes, got a file of another size: {path}; delete it"
+        )
     return secret
 
 
 class Register:
-    """The tenants of a running server.
+    """Tenants of a running server.
 
     Args:
-      path: file of keys.
-      admin_key: that no tenant may have.
+      path: the file of keys.
+      admin_key: the admin key, which no tenant may have; None if there is none.
       secret: see `Salts`.
-      suit: is told of all tenants before any of them is let in; raises a ValueError if the server cannot serve them.
+      apply: function that checks and applies the tenants before they become valid. It raises a ValueError if the server
+        cannot serve them.
 
     Attributes:
-      salts: of their requests.
+      salts: salts of the tenants' requests.
 
     Raises:
       ValueError: see `reload`.
@@ -235,39 +251,39 @@ class Register:
         path: str | os.PathLike[str],
         admin_key: str | None,
         secret: bytes,
-        suit: Callable[[Salts, Tenants], object],
+        apply: Callable[[Salts, Tenants], object],
     ):
         self.salts = Salts(secret)
-        self._path, self._admin_key, self._suit = path, admin_key, suit
+        self._path, self._admin_key, self._apply = path, admin_key, apply
         self.reload()
 
     def reload(self) -> None:
-        """Reads the file again. Requests under way stay.
+        """Read the file of keys again. Requests in flight continue.
 
         Raises:
-          ValueError: it is wrong; then everything is as it was.
+          ValueError: the file is wrong. The tenants are unchanged.
         """
         found = Tenants.load(self._path, self._admin_key)
-        self._suit(self.salts, found)
+        self._apply(self.salts, found)
         self._tenants, self._names = found, frozenset(found.all())
 
     def of(self, key: str) -> Tenant | None:
-        """See `Tenants.of`."""
+        """Return the tenant of an API key; see `Tenants.of`."""
         return self._tenants.of(key)
 
     def names(self) -> Collection[str]:
-        """Of the tenants."""
+        """Return the tenants' names."""
         return self._names
 
 
 def salted(options: RequestOptions, register: Register | None, tenant: Tenant | None) -> RequestOptions:
-    """The options of a body, with the salt under which its tenant's requests are answered."""
+    """Return the options of a request with the salt of its tenant; without a tenant, unchanged."""
     if register is None or tenant is None:
         return options
-    own = cast(str | None, options.cache_salt)  # bodies have no others
+    own = cast(str | None, options.cache_salt)  # a body has no other type
     return dataclasses.replace(options, cache_salt=register.salts.salt(tenant.name, own))
 
 
 def owner_of(register: Register | None, tenant: Tenant | None) -> TenantSalt | None:
-    """Whose libraries a client's own are; None: those of all clients."""
+    """Return the owner of a client's own libraries; None if all clients share them."""
     return None if register is None or tenant is None else register.salts.salt(tenant.name).of_tenant

@@ -1,6 +1,6 @@
-"""Pictures that clients upload once and name afterwards, and the operator's libraries, over HTTP.
+"""Uploaded image files and the operator's libraries over HTTP.
 
-A file is an item of the library `files` of its tenant; without tenants, of the operator's, whom all clients are then.
+A file is an item of its tenant's library `files`. Without tenants, all clients share the operator's library `files`.
 """
 
 from __future__ import annotations
@@ -23,37 +23,50 @@ from vlcache_jax.common.checks import short
 from vlcache_jax.inputs.messages import FILES
 from vlcache_jax.library import Library
 from vlcache_jax.protocol.schema import ApiError
-from vlcache_jax.server.admission import TENANT, ClientGoneError, Entrance, Form, read_form
+from vlcache_jax.server.admission import TENANT, AdmissionControl, ClientGoneError, Form, read_form
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_layer import IdMaker, answer_json
 from vlcache_jax.server.tenants import Register, Tenant, owner_of
 
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _ITEM_FIELDS = ("id", "metadata", "expires")
-_LEAST, _MOST = 3600, 2592000  # seconds that OpenAI lets a file have
+_MIN_SECONDS, _MAX_SECONDS = 3600, 2592000  # OpenAI's limits of a file's lifetime
 
 
 class Files:
-    """Keeps what clients upload."""
+    """Handler of `/v1/files` and `/libraries`.
+
+    Args:
+      engine: the engine, which has the libraries.
+      config: options of the server.
+      admission: admission control.
+      register: the tenants; None if the server has none.
+      names: generator of the files' ids.
+    """
 
     def __init__(
-        self, engine: AsyncLLM, config: ServerConfig, entrance: Entrance, register: Register | None, names: IdMaker
+        self,
+        engine: AsyncLLM,
+        config: ServerConfig,
+        admission: AdmissionControl,
+        register: Register | None,
+        names: IdMaker,
     ):
-        self._engine, self._config, self._entrance, self._register = engine, config, entrance, register
+        self._engine, self._config, self._admission, self._register = engine, config, admission, register
         self._names = names
-        # Who uploads waits for the engine, and for each other; nobody else should.
+        # Uploads wait for the engine. With threads of their own they do not block other requests.
         self._threads, self._uploads = (ThreadPoolExecutor(2, f"vlcache-{name}") for name in ("files", "uploads"))
 
-    # Files.
+    # Files
 
     async def files(self, request: Request) -> Response:
-        """Uploads one, or lists them."""
+        """Upload a file (POST), or list the files (GET)."""
         if request.method == "GET":
             return answer_json(await self._run(self._list, request, await self._library(request)))
         return await self._uploaded(request, self._create, _FIELDS)
 
     async def file(self, request: Request) -> Response:
-        """What is said of a file, or its end."""
+        """Return the metadata of a file (GET), or delete it (DELETE)."""
         library, name = await self._library(request), request.path_params["name"]
         if request.method == "DELETE":
             if not await self._run(library.remove, _known(name)):
@@ -62,26 +75,26 @@ class Files:
         return answer_json(_described(await self._run(self._found, library, name)))
 
     async def content(self, request: Request) -> Response:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         library, name = await self._library(request), request.path_params["name"]
         item = await self._run(self._found, library, name)
         if item.file is None:
-            raise ApiError("the bytes of files are not kept, as this server has no disk tier", status=404)
+            raise ApiError("the bytes of files are not stored: start the server with --disk", status=404)
         try:
             found = await self._run(library.image, name)
         except ValueError as error:
             raise ApiError(str(error), status=404) from error
         return Response(found, media_type="application/octet-stream")
 
-    # The operator's libraries.
+    # The operator's libraries
 
     async def libraries(self, _: Request) -> Response:
-        """Their names."""
+        """Return the names of the libraries."""
         names = await self._run(self._engine.service.items.libraries, SHARED)
         return answer_json({"object": "list", "data": [{"object": "library", "name": name} for name in names]})
 
     async def library(self, request: Request) -> Response:
-        """Its items, or one more; or another picture for one."""
+        """List the items of a library (GET), add one (POST), or replace the image of one (PUT)."""
         if request.method == "GET":
             library = await self._named(request)
             items = await self._run(library.items)
@@ -89,7 +102,7 @@ class Files:
         return await self._uploaded(request, self._put, _ITEM_FIELDS)
 
     async def item(self, request: Request) -> Response:
-        """What is said of an item, or its end."""
+        """Return the metadata of an item (GET), or remove it (DELETE)."""
         library, name = await self._named(request), request.path_params["name"]
         if request.method == "DELETE":
             if not await self._run(library.remove, name):
@@ -100,13 +113,11 @@ class Files:
         except ApiError as error:
             raise ApiError(error.message, status=404) from error
 
-    # Inside.
-
     async def _uploaded(
         self, request: Request, work: Callable[[Request, Form], Mapping[str, Any]], fields: tuple[str, ...]
     ) -> Response:
         try:
-            with self._entrance.enter(request.scope) as place:
+            with self._admission.enter(request.scope) as place:
                 form = await read_form(request, self._config, fields, place)
                 return answer_json(await self._run(work, request, form, threads=self._uploads))
         except ClientGoneError:
@@ -123,11 +134,12 @@ class Files:
         library = files_of(self._engine, self._register, request.scope.get(TENANT))
         if len(library) >= self._config.max_files:
             raise ApiError(
-                f"files must be at most {self._config.max_files}; delete some, or let them expire", status=429
+                f"at most {self._config.max_files} files can be stored; delete some, or let them expire", status=429
             )
-        said = {"filename": form.filename, "bytes": len(form.content)}
+        metadata = {"filename": form.filename, "bytes": len(form.content)}
         name = self._names.new("file-", 24)
-        return _described(library.add(form.content, name, said, _seconds(seconds, "expires_after", _LEAST, _MOST)))
+        lifetime = _seconds(seconds, "expires_after", _MIN_SECONDS, _MAX_SECONDS)
+        return _described(library.add(form.content, name, metadata, lifetime))
 
     def _put(self, request: Request, form: Form) -> Mapping[str, Any]:
         library = Library(
@@ -135,7 +147,7 @@ class Files:
         )
         name = form.fields.get("id")
         if name is None:
-            raise ApiError("id must be there, got none", "id")
+            raise ApiError("id is required", "id")
         try:
             metadata = json.loads(form.fields["metadata"]) if "metadata" in form.fields else None
         except (ValueError, RecursionError) as error:
@@ -146,16 +158,16 @@ class Files:
         )
 
     def _list(self, request: Request, library: Library) -> Mapping[str, Any]:
-        asked = request.query_params
-        limit, order = asked.get("limit", "10000"), asked.get("order", "desc")
+        query = request.query_params
+        limit, order = query.get("limit", "10000"), query.get("order", "desc")
         if not (limit.isdecimal() and 1 <= int(limit) <= 10000):
             raise ApiError(f"limit must be from 1 to 10000, got {short(limit)}", "limit")
         if order not in ("asc", "desc"):
             raise ApiError(f"order must be asc or desc, got {short(order)}", "order")
         items = sorted(library.items(), key=lambda item: (item.added, item.id), reverse=order == "desc")
-        if asked.get("purpose", "vision") != "vision":
+        if query.get("purpose", "vision") != "vision":
             items = []
-        if (after := asked.get("after")) is not None:
+        if (after := query.get("after")) is not None:
             places = [i for i, item in enumerate(items) if item.id == after]
             if not places:
                 raise _no_file(after)
@@ -183,41 +195,41 @@ class Files:
 
 
 def files_of(engine: AsyncLLM, register: Register | None, tenant: Tenant | None) -> Library:
-    """What a client has uploaded."""
+    """Return the library of a client's uploaded files."""
     return Library(engine, FILES, owner_of(register, tenant), keep_bytes=engine.service.items.keeps_files)
 
 
 def _known(name: str) -> str:
-    """The name of a file, if it can be one."""
+    """Return the id of a file; raise an `ApiError` (status 404) if no file can have it."""
     if not re.fullmatch("file-[0-9a-f]{24}", name):
         raise _no_file(name)
     return name
 
 
 def _no_file(name: str) -> ApiError:
-    return ApiError(f"there is no file {short(name)}", status=404)
+    return ApiError(f"no file has the id {short(name)}", status=404)
 
 
-def _seconds(given: str | None, field: str, least: float, most: float) -> float | None:
+def _seconds(given: str | None, field: str, min_seconds: float, max_seconds: float) -> float | None:
     if given is None:
         return None
     try:
         seconds = float(given)
     except ValueError:
         seconds = float("nan")
-    if not least <= seconds <= most:
-        raise ApiError(f"{field} must be from {least} to {most} seconds, got {short(given)}", field)
+    if not min_seconds <= seconds <= max_seconds:
+        raise ApiError(f"{field} must be from {min_seconds} to {max_seconds} seconds, got {short(given)}", field)
     return seconds
 
 
 def _error(error: ValueError) -> ApiError:
-    """What is wrong with what was uploaded, which clients call file."""
+    """Return the error of an image with the form's name of it, `file`."""
     message = re.sub(r"^image\b", "file", str(error))
     return ApiError(message, re.split(r"\W", message, maxsplit=1)[0])
 
 
 def _described(item: Item) -> dict[str, Any]:
-    """A file, as OpenAI has it."""
+    """Return a file as OpenAI's file object."""
     expires = {} if item.expires is None else {"expires_at": int(item.expires)}
     return {
         "id": item.id, "object": "file", "bytes": item.metadata.get("bytes", 0), "created_at": int(item.added),

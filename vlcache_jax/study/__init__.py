@@ -1,9 +1,8 @@
-"""What reuse does to answers, and how schedules are found.
+"""Studies: the accuracy of reuse, the search for schedules, and the calibration of loading.
 
-Works on the public engine, as a user's script would, and in places on its weights and programs. `questions` reads
-files of benchmarks, and `scoring` says how right answers are. `accuracy` is the protocol: questions answered cold and
-under every setting; `pairs` compares these answers question by question. `probe` runs prompts densely, `sensitivity`
-measures what each layer gains from recomputing, and `search` finds schedules. `calibration` measures what loading and
-computing take. `report` prints tables, writes JSON, and lets long work go on where it stopped.
-Nothing here knows of commands, and `scoring` alone knows particular data sets.
+Studies call the public engine, and in places its weights and programs. `questions` reads benchmark files, and `scoring`
+scores answers. `accuracy` answers questions without reuse and under every setting, and `pairs` compares these answers
+question by question. `probe` runs prompts densely, `sensitivity` measures the gain of each layer from recomputation,
+and `search` finds schedules. `calibration` measures the times of loading and computing. `report` prints tables, writes
+JSON, and resumes long work. This package does not import commands. Only `scoring` depends on particular data sets.
 """

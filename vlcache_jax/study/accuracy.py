@@ -1,7 +1,8 @@
-"""Accuracy under reuse: the same questions cold and with their images reused.
+"""Accuracy under reuse: the same questions without reuse and with their images reused.
 
-The protocol of the VLCache paper (section 5.2): an auxiliary prompt with the same images and another query fills the
-cache, then the formal prompt is answered with reuse. Every setting answers every question, so differences are paired.
+The protocol is that of the VLCache paper (section 5.2). An auxiliary prompt with the same images and another query
+fills the cache. Then the formal prompt is answered with reuse. Every setting answers every question, so differences are
+paired.
 """
 
 from __future__ import annotations
@@ -39,31 +40,51 @@ OTHER_TEXTS = (
     "Please answer in a few words.",
 )
 NEUTRAL = "Please describe this image."
-# What an image is compiled behind that is compiled alone: the token that each image begins with (EPIC).
+# The prompt that caches an image by itself: only the tokens of the image (EPIC).
 ALONE = "<|vision_start|><|image_pad|><|vision_end|>"
+CONTEXTS = dict(zip(("same", "new-text", "new-question"), ARRANGEMENTS, strict=True))
+"""Arrangements by the names of the option --context."""
+CACHED = {"together": "together", "separately": "apart", "alone": "alone"}
+"""Donors by the names of the option --cached."""
 
 
-def behind(arrangement: str) -> str:
-    """The arrangement, if something stands before the images in it.
+def arrangement_of(context: str, *, new: bool = False) -> str:
+    """Return the arrangement of a value of --context.
+
+    Args:
+      context: "same", "new-text" or "new-question".
+      new: True refuses "same", in which reuse is exact.
 
     Raises:
-      ValueError: nothing does, so that reuse is exact, or there is no such arrangement.
+      ValueError: `context` is none of these.
     """
-    if arrangement not in ARRANGEMENTS[1:]:
-        raise ValueError(f"arrangement must be {' or '.join(ARRANGEMENTS[1:])}, got {arrangement!r}")
-    return arrangement
+    known = [name for name in CONTEXTS if not (new and name == "same")]
+    if context not in known:
+        raise ValueError(f"context must be one of {', '.join(known)}, got {context!r}")
+    return CONTEXTS[context]
+
+
+def donors_of(cached: str) -> str:
+    """Return the donors of a value of --cached: "together", "separately" or "alone".
+
+    Raises:
+      ValueError: `cached` is none of these.
+    """
+    if cached not in CACHED:
+        raise ValueError(f"cached must be one of {', '.join(CACHED)}, got {cached!r}")
+    return CACHED[cached]
 
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How the cache is filled.
+    """Order of the prompts of a study, and how auxiliary prompts fill the cache.
 
     Attributes:
-      arrangement: of both prompts.
-      auxiliary: query of the auxiliary prompt: "related", of the sample's fixed list, or "neutral".
-      donors: "together": one auxiliary prompt with all images of the question; "apart": one for each image, of
-        questions about several; "alone": each image for itself, behind nothing.
-      seed: chooses queries and other texts.
+      arrangement: order of text and images in both prompts, one of `ARRANGEMENTS`.
+      auxiliary: query of the auxiliary prompt: "related" (default), from the sample's list, or "neutral".
+      donors: "together" (default): one auxiliary prompt with all images of the question; "apart": one for each image,
+        for questions about several images; "alone": each image in a prompt without text.
+      seed: number that selects queries and other texts.
     """
 
     arrangement: str
@@ -82,15 +103,15 @@ class Protocol:
 
     @property
     def case(self) -> Protocol:
-        """What it has in common with those that differ in their seed alone: it, with seed 0."""
+        """The protocol with seed 0, equal for protocols that differ in their seed only."""
         return dataclasses.replace(self, seed=0)
 
     def formal(self, samples: Sequence[Sample], i: int) -> list[dict[str, Any]]:
-        """The conversation that is answered."""
+        """Return the conversation of sample `i`, which is answered and scored."""
         return self._conversation(samples[i], samples[i].images, samples[i].question, self._other(i))
 
     def donor_prompts(self, samples: Sequence[Sample], i: int) -> list[Any]:
-        """The conversations that fill the cache before it; of donors "alone", prompts."""
+        """Return the conversations that fill the cache for sample `i`; for donors "alone", prompts."""
         sample = samples[i]
         if self.donors == "alone":
             return [{"prompt": ALONE, "multi_modal_data": {"image": image}} for image in sample.images]
@@ -102,7 +123,7 @@ class Protocol:
         return OTHER_TEXTS[i % len(OTHER_TEXTS)]
 
     def _query(self, sample: Sample, i: int, images: int) -> str:
-        """A related query, by the sample's number (VLCache, section 5.2; algorithm specification C.1); not its own."""
+        """Return a query related to sample `i`, but not its own question (VLCache, section 5.2)."""
         if self.auxiliary == "neutral":
             return NEUTRAL
         queries = [about[images > 1] for about in sample.related]
@@ -120,17 +141,18 @@ class AccuracyResult:
     """One question answered under one setting.
 
     Attributes:
-      sample: number of the sample.
+      sample: index of the sample.
       text: the answer.
-      score: how right it is, from 0 to 1.
-      squared_error: mean over positions and vocabulary of the squared difference of logits to the cold run, both given
-        the cold answer.
-      agree, tokens: positions of the cold answer at which the most likely token is the cold run's, and all of them.
-      image_tokens: in the prompt.
-      recomputed: image rows computed in each layer, summed over images.
-      rows: rows computed in the mean over layers, text included.
-      bytes_read: of stored keys and values, brought in or moved: what linking reads, and what `shift` reads and writes.
-      seconds: of prefilling prompt and cold answer; its share of the batch's.
+      score: score of the answer, from 0 to 1.
+      squared_error: mean squared difference of the logits to the cold run, over positions and vocabulary. Both runs are
+        given the cold answer.
+      agree: positions of the cold answer at which the most likely token is that of the cold run.
+      tokens: number of tokens of the cold answer.
+      image_tokens: number of image tokens in the prompt.
+      recomputed: number of image tokens computed in each layer, summed over images.
+      rows: number of tokens computed, text included, in the mean over layers.
+      bytes_read: bytes of KV that linking reads, and that `shift` reads and writes.
+      seconds: time to prefill the prompt and the cold answer: that of the batch, divided by its samples.
     """
 
     sample: int
@@ -148,13 +170,13 @@ class AccuracyResult:
 
 @dataclasses.dataclass(frozen=True)
 class Cold:
-    """What is compared with: answers of a batch computed without any reuse.
+    """Baseline: the answers of a batch without reuse.
 
     Attributes:
-      texts: answers.
-      forced: their tokens, which every setting is scored on.
-      logits: at those tokens, each [tokens, V].
-      results: of the cold run itself.
+      texts: the answers.
+      forced: token ids of the answers, on which every setting is scored.
+      logits: logits that predict these tokens, each [tokens, V].
+      results: results of the cold run itself.
     """
 
     texts: list[str]
@@ -166,7 +188,7 @@ class Cold:
 def answer_cold(
     llm: LLM, samples: Sequence[Sample], protocol: Protocol, chosen: Sequence[int], *, max_tokens: int
 ) -> Cold:
-    """Answers some samples without reuse, and scores those answers."""
+    """Answer the samples `chosen` without reuse, and score these answers."""
     formal = [protocol.formal(samples, i) for i in chosen]
     outputs = llm.chat(formal, _greedy(max_tokens), reuse=COLD)
     answers = [output.outputs[0] for output in outputs]
@@ -186,15 +208,22 @@ def evaluate(
     *,
     max_tokens: int,
 ) -> Iterator[tuple[str, list[AccuracyResult]]]:
-    """Answers some samples under every setting, one after the other, from the cache that their donors filled.
+    """Answer samples under every setting, from the cache that their auxiliary prompts filled.
 
     Args:
-      settings: by name.
-      chosen: numbers of samples that share no image.
+      llm: an open engine.
+      samples: all samples.
+      settings: policies by name.
+      protocol: how the cache is filled.
+      chosen: indices of samples that share no image.
       cold: their answers without reuse.
+      max_tokens: maximum tokens of an answer.
+
+    Returns:
+      An iterator over (name of the setting, one result for each of `chosen`).
 
     Raises:
-      ValueError: an image was not found in the cache as the protocol says.
+      ValueError: an image is not an exact or approximate hit as the protocol expects.
     """
     from vlcache_jax.reuse.policies import EPIC, Spread
 
@@ -202,7 +231,7 @@ def evaluate(
     alone = dataclasses.replace(protocol, donors="alone")
     filled = None
     for name, policy in sorted(settings.items(), key=lambda item: isinstance(item[1], EPIC)):
-        donors = alone if isinstance(policy, EPIC) else protocol  # EPIC's records are compiled alone
+        donors = alone if isinstance(policy, EPIC) else protocol  # EPIC caches each image by itself
         if donors != filled:
             fill(llm, samples, donors, chosen)
             filled = donors
@@ -211,7 +240,7 @@ def evaluate(
         for i, score in zip(chosen, scores, strict=True):
             if found := {image.match for image in score.cache.images} - {expected, "exact"}:
                 raise ValueError(
-                    f"images of row {samples[i].index} under {name} must be found as {expected}, "
+                    f"images of row {samples[i].index} with reuse {name} must be {expected} cache hits, "
                     f"got {', '.join(sorted(found))}"
                 )
         moved = isinstance(policy, Spread) and policy.shift
@@ -219,7 +248,7 @@ def evaluate(
 
 
 def fill(llm: LLM, samples: Sequence[Sample], protocol: Protocol, chosen: Sequence[int]) -> None:
-    """Empties the cache and lets the donors of some samples fill it."""
+    """Empty the cache and fill it by the auxiliary prompts of the samples `chosen`."""
     llm.reset_mm_cache()
     donors = [prompt for i in chosen for prompt in protocol.donor_prompts(samples, i)]
     run = llm.generate if protocol.donors == "alone" else llm.chat
@@ -230,10 +259,10 @@ def fill(llm: LLM, samples: Sequence[Sample], protocol: Protocol, chosen: Sequen
 def answer(
     llm: LLM, formal: Sequence[Any], cold: Cold, policy: Policy, *, max_tokens: int
 ) -> tuple[list[Any], list[str], float]:
-    """Scores of the cold answers under a policy, the policy's own answers, and the seconds that the scores took."""
+    """Return (scores of the cold answers under a policy, answers under the policy, seconds of the scoring)."""
     scores, seconds = _score(llm, formal, cold.forced, policy)
     texts = list(cold.texts)
-    # Where every token of the cold answer is the most likely one, it is the answer.
+    # If every token of the cold answer is the most likely one, the policy's answer is the cold answer.
     other = [k for k, score in enumerate(scores) if not score.greedy.all()]
     if other:
         answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=policy)
@@ -249,7 +278,7 @@ def _greedy(max_tokens: int) -> SamplingParams:
 
 
 def _score(llm: LLM, formal: Sequence[Any], forced: list[list[int]], reuse: Any) -> tuple[list[Any], float]:
-    """Scores of the forced answers, and the seconds it took; where programs were compiled, a second time."""
+    """Return (scores of the forced answers, seconds). Scores again if programs were compiled meanwhile."""
     programs = llm.service.device.runner.programs
     while True:
         compiled, start = programs.num_programs, time.perf_counter()
@@ -274,7 +303,7 @@ def _results(
     for i, found, text, cold in zip(chosen, scores, texts, reference, strict=True):
         images, rows = found.cache.images, found.cache.rows
         read = sum(image.bytes_moved for image in images)
-        if moved:  # in all layers but the first, whose K, V know no context
+        if moved:  # in all layers but the first, whose KV does not depend on the context
             tokens = sum(image.tokens - fresh for image in images for fresh in image.recomputed[1:])
             read += 2 * tokens * kv.slot_bytes // kv.layers
         results.append(
@@ -296,10 +325,14 @@ def _results(
 
 
 def batches(samples: Sequence[Sample], size: int, numbers: Iterable[int] | None = None) -> Iterator[list[int]]:
-    """Numbers of samples in batches of at most `size` that share no image, so that each meets its own donors only.
+    """Yield batches of sample indices.
+
+    Samples of a batch share no image, so that each sample has only hits of its own donors.
 
     Args:
-      numbers: of the samples; None is all.
+      samples: all samples.
+      size: maximum samples of a batch.
+      numbers: indices of the samples to use; None (default): all.
     """
     waiting = list(range(len(samples)) if numbers is None else numbers)
     while waiting:
@@ -318,10 +351,10 @@ def batches(samples: Sequence[Sample], size: int, numbers: Iterable[int] | None 
 
 
 def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
-    """Policies by name. Schedule files are read, and called as they are without their folder.
+    """Return the policies of settings by name. The name of a schedule is that of its file, without the folder.
 
     Raises:
-      ValueError: two have one name or are the same, or `reuse` cannot be such a thing.
+      ValueError: two settings have the same name or policy, or a setting is no valid `reuse`.
     """
     from vlcache_jax.reuse.policies import Scheduled
     from vlcache_jax.reuse.selection import parse_policy
@@ -332,20 +365,30 @@ def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
         name = setting
         policy = parse_policy(setting)
         if not policy.approximates:
-            raise ValueError(f"reuse must link images behind something else, to be compared with cold, got {setting!r}")
+            raise ValueError(
+                f"reuse must be an approximate mode (approximate, full, a ratio, a schedule), got {setting!r}"
+            )
         if getattr(policy, "schedule", None) is not None:
             prefix = "" if isinstance(policy, Scheduled) else setting.partition("-")[0] + "-"
             name = prefix + pathlib.Path(setting.removeprefix(prefix)).name
         if name in named or policy in policies:
-            raise ValueError(f"reuse must name each setting once, got {setting!r} after {policies.get(policy, name)!r}")
+            raise ValueError(
+                f"reuse must not list a setting twice, got {setting!r} after {policies.get(policy, name)!r}"
+            )
         named[name] = policy
         policies[policy] = setting
     return named
 
 
 def protocols_of(orders: Iterable[str], donors: Iterable[str] | None, seeds: int, **more: str) -> list[Protocol]:
-    """Every order of the prompt with every way of filling the cache, by default together and apart, each so many
-    times."""
+    """Return a protocol for each arrangement in `orders`, each of `donors` and each seed below `seeds`.
+
+    Args:
+      orders: values of `Protocol.arrangement`.
+      donors: values of `Protocol.donors`; None: "together" and "apart".
+      seeds: number of seeds.
+      more: other attributes of `Protocol`.
+    """
     return [
         Protocol(order, donors=filled, seed=seed, **more)
         for order in dict.fromkeys(orders)
@@ -355,7 +398,10 @@ def protocols_of(orders: Iterable[str], donors: Iterable[str] | None, seeds: int
 
 
 def possible(protocols: Sequence[Protocol], samples: Sequence[Sample]) -> list[Protocol]:
-    """Those that questions allow: about one image each they know no images apart, unless nothing else is asked for."""
+    """Return the protocols that fit the samples.
+
+    If all questions show one image, those with donors "apart" are left out, unless there are no others.
+    """
     together = [protocol for protocol in protocols if protocol.donors != "apart"]
     return together if together and all(len(sample.images) == 1 for sample in samples) else list(protocols)
 
@@ -370,26 +416,35 @@ def run(
     batch: int = 50,
     work: pathlib.Path | None = None,
 ) -> dict[Protocol, dict[str, list[AccuracyResult]]]:
-    """Evaluates all samples under all protocols; settings whose answers are in the file `work` are not run again.
+    """Evaluate all samples under all protocols. Results in the file `work` are not computed again.
 
-    Protocols with donors "apart" evaluate questions about several images alone: for others they are those "together".
+    Protocols with donors "apart" evaluate only questions about several images. For one image they equal "together".
+
+    Args:
+      llm: an open engine.
+      samples: the questions.
+      settings: policies by name.
+      protocols: protocols to evaluate.
+      max_tokens: maximum tokens of an answer.
+      batch: maximum samples that share the cache.
+      work: file of finished parts, which a later run resumes; None (default): no file.
 
     Returns:
-      For each protocol and setting, one result a sample, in their order.
+      For each protocol and setting, including `COLD`, one result for each sample, in order.
 
     Raises:
-      ValueError: a schedule of another model, no question about several images though donors are apart, or `work` is
-        another kind of file.
+      ValueError: a schedule was made for another model, all questions show one image but donors are "apart", or `work`
+        is another kind of file.
     """
     for policy in settings.values():
         llm.service.policy_of(policy)
-    # What a former run has finished is read from the file.
+    # Parts that a former run finished are read from the file.
     log = WorkLog(work, identity(llm, samples, max_tokens))
     several = [i for i, sample in enumerate(samples) if len(sample.images) > 1]
     if not several and any(protocol.donors == "apart" for protocol in protocols):
-        raise ValueError("donors must be together where every question shows one image, got apart")
+        raise ValueError("donors must be together for questions with one image, got apart; remove --cached separately")
     all_results: dict[Protocol, dict[str, list[AccuracyResult]]] = {}
-    # Protocols of one case differ in their seed alone, and share their cold answers.
+    # Protocols of one case differ in their seed only, and share their cold answers.
     groups: dict[Protocol, list[Protocol]] = {}
     for protocol in protocols:
         groups.setdefault(protocol.case, []).append(protocol)
@@ -405,7 +460,7 @@ def run(
                     name: json.dumps([dataclasses.asdict(protocol), chosen, repr(policy)])
                     for name, policy in {COLD: COLD, **settings}.items()
                 }
-                # What is not in the file is answered: cold first, as the settings are compared with it.
+                # Compute missing parts: the cold run first, because settings are compared with it.
                 missing = {name: policy for name, policy in settings.items() if log.get(keys[name]) is None}
                 if missing or log.get(keys[COLD]) is None:
                     cold = cold or answer_cold(llm, samples, protocol, chosen, max_tokens=max_tokens)
@@ -413,7 +468,7 @@ def run(
                         log.add(keys[COLD], [dataclasses.astuple(row) for row in cold.results])
                     for name, rows in evaluate(llm, samples, missing, protocol, chosen, cold, max_tokens=max_tokens):
                         log.add(keys[name], [dataclasses.astuple(row) for row in rows])
-                # From the file, so that a run that goes on gives what an unbroken one does.
+                # Take results from the log, so that a resumed run returns the same as one without interruption.
                 for name, key in keys.items():
                     all_results[protocol][name] += [AccuracyResult(*row) for row in log.get(key)]
                 bar.update(len(chosen))
@@ -424,7 +479,7 @@ def run(
 
 
 def identity(llm: LLM, samples: Sequence[DataclassInstance], max_tokens: int) -> str:
-    """What finished parts of work belong to: the weights, their dtype, and the questions."""
+    """Return a digest of weights, dtype, `max_tokens` and questions, which identifies finished parts of work."""
     digest = hashlib.sha256(repr((llm.fingerprint, str(llm.service.device.runner.dtype), max_tokens)).encode())
     for sample in samples:
         digest.update(repr(dataclasses.astuple(sample)).encode())

@@ -1,8 +1,8 @@
-"""The rates by which an engine decides whether to link an image or to compute it, measured on this machine.
+"""Calibration: rates of this machine, by which an engine decides whether to load or to compute an image.
 
-Pictures of noise of two sizes are computed cold and then linked, in turn. Of the runs of a size the fastest counts, as
-whatever else happens on a machine only adds to it. A rate is a slope: the difference in time over the difference in
-size, so that what every prompt takes is not in it.
+Images of noise of two sizes are alternately computed without reuse and linked. The fastest run of each size counts,
+because other load can only add time. A rate is a slope: the difference in time divided by the difference in size. The
+constant time of a prompt is therefore not part of it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from vlcache_jax.outputs import RequestOutput
 
 GRIDS = ((22, 23), (30, 34))
-"""Rows and columns of tokens of the two pictures. Prompts with them nearly fill rungs of the ladders: 512 or 544 and
-1024 rows, 2048 and 4096 patches."""
+"""Rows and columns of tokens of the two images. Their prompts nearly fill buckets: 512 or 544 and 1024 tokens, 2048 and
+4096 patches."""
 
-MOVED = (4 << 20, 16 << 20)  # bytes, for what is measured without the engine
+MOVED = (4 << 20, 16 << 20)  # bytes of copies that are timed without the engine
 ATTEMPTS = 5
 
-Seconds = Mapping[str, Mapping[int, Sequence[float]]]  # by rate and by how many units were done
+Seconds = Mapping[str, Mapping[int, Sequence[float]]]  # seconds of each run, by rate and by number of units
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found.
+    """Result of a calibration.
 
     Attributes:
-      identity: what the rates hold for.
-      rates: these.
-      image: the larger picture, and what is kept of it.
+      identity: model, data type, codec and device that the rates are valid for.
+      rates: the measured rates.
+      image: sizes of the larger image and of its cache entries.
     """
 
     identity: Identity
@@ -65,20 +65,20 @@ def calibrate(
     grids: tuple[tuple[int, int], tuple[int, int]] = GRIDS,
     repeats: int = 7,
 ) -> Calibration:
-    """Opens a model and measures; writes nothing.
+    """Open a model and measure its rates. Writes no file.
 
     Args:
       model, dtype, tensor_parallel_size: see `EngineConfig`.
       codec: see `CacheConfig`.
-      grids: rows and columns of tokens of a small picture and of a large one.
-      repeats: runs of each picture and kind, after two that warm up.
+      grids: rows and columns of tokens of a small and of a large image.
+      repeats: timed runs of each image, without reuse and linked, after two warm-up runs.
 
     Raises:
-      ValueError: an argument is wrong; or a rate is not positive, however often it is measured.
+      ValueError: an argument is invalid, or a rate is not positive in each of `ATTEMPTS` attempts.
     """
     from vlcache_jax.llm import LLM
 
-    cache = CacheConfig(codec=codec, load="link")
+    cache = CacheConfig(codec=codec, load="kv")
     vision = load_config(locate(model, weights=False).directory).vision
     pixels = [math.prod(grid) * (vision.patch_size * vision.merge_size) ** 2 for grid in grids]
     with LLM(
@@ -91,7 +91,7 @@ def calibrate(
         max_num_seqs=1,
         mm_processor_kwargs={"min_pixels": pixels[0], "max_pixels": pixels[1]},
     ) as llm:
-        llm.service.ahead.stop()  # what it compiles would run beside what is measured
+        llm.service.ahead.stop()  # its compilation would run during the measurement
         for _ in range(ATTEMPTS):
             seconds, image = _measure(llm, grids, repeats)
             slopes = {name: _slope(of) for name, of in seconds.items()}
@@ -100,8 +100,8 @@ def calibrate(
                 break
         else:
             raise ValueError(
-                f"rates must be positive, got {wrong} seconds in the last of {ATTEMPTS} attempts: see that nothing "
-                "else runs on this machine"
+                f"rates must be positive, got {wrong} seconds in the last of {ATTEMPTS} attempts. Stop other programs "
+                "on this machine and try again"
             )
         transfer, hit = slopes.pop("transfer", 0.0), slopes.pop("hit")
         assert image.kv_bytes is not None
@@ -110,7 +110,7 @@ def calibrate(
 
 
 def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[Seconds, Image]:
-    """Seconds of each rate, those of hits as a whole, and the larger picture."""
+    """Return (seconds by rate and number of units, the larger image). Hits have one rate for transfer and link."""
     vision = llm.service.device.runner.config.vision
     cell = vision.patch_size * vision.merge_size
     prompts = [
@@ -124,7 +124,7 @@ def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[
     hit = None
     with Progress("measuring", (2 + repeats) * len(grids)) as bar:
         for prompt in prompts:
-            _run(llm, prompt, "exact")  # is kept
+            _run(llm, prompt, "exact")  # fills the cache
         for repeat in range(2 + repeats):  # the first ones compile
             for prompt, grid in zip(prompts, grids, strict=True):
                 cold, hit = _run(llm, prompt, "off"), _run(llm, prompt, "full")
@@ -132,14 +132,17 @@ def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[
                 tokens = math.prod(grid)
                 [found] = hit.cache.images
                 if (found.kv, found.tokens, found.recomputed[-1]) != ("host", tokens, 0):
-                    raise ValueError(f"an image of {tokens} tokens must be linked as a whole, got {found}")
+                    raise ValueError(
+                        f"an image of {tokens} tokens must be loaded into the KV cache without recomputation, "
+                        f"got {found}"
+                    )
                 if repeat < 2:
                     continue
                 patches, metrics = tokens * vision.merge_size**2, cold.metrics
                 seconds["decode"][patches].append(metrics.decode_image + metrics.preprocess)
                 seconds["encode"][patches].append(metrics.encode)
                 seconds["row"][tokens].append(metrics.prefill)
-                # As a whole: steps this short begin and end before the clock that times them looks.
+                # The whole time of a hit: its parts are too short for the engine's own clock.
                 seconds["hit"][tokens].append(hit.metrics.ttft - hit.metrics.identified)
     assert hit is not None
     text, dtype = llm.service.device.runner.config.text, np.dtype(llm.service.device.runner.dtype)
@@ -147,8 +150,8 @@ def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[
     devices = llm.service.device.runner.devices
     whole = _timed(lambda data: devices.put(_stage(data)), shape, dtype, repeats)
     measured: dict[str, Mapping[int, Sequence[float]]] = {**seconds, "stage": whole}
-    if not llm.service.device.runner.is_host:  # else records are read where they lie
-        # By the clock: the engine's own figure begins only when the copy has been handed over.
+    if not llm.service.device.runner.is_host:  # on a CPU, cache entries are read in place
+        # Timed here: the engine's own time starts after the copy has been enqueued.
         measured["transfer"] = _timed(lambda data: devices.put(data, FIRST), (-1,), np.dtype(np.uint8), repeats)
     [found] = hit.cache.images
     encoder = shape[0] * shape[2] * dtype.itemsize * found.tokens
@@ -162,7 +165,7 @@ def _run(llm: LLM, prompt: dict[str, Any], reuse: str) -> RequestOutput:
 
 
 def _noise(rows: int, columns: int, cell: int) -> bytes:
-    """A JPEG file of coloured noise, a quarter of a cell fine; `cell` is the side of the pixels that become a token."""
+    """Return a JPEG file of color noise with a grain of `cell` / 4. `cell` is the side of a token in pixels."""
     noise = np.random.default_rng(0).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
     file = io.BytesIO()
     size = columns * cell, rows * cell
@@ -171,17 +174,20 @@ def _noise(rows: int, columns: int, cell: int) -> bytes:
 
 
 def _stage(data: np.ndarray) -> np.ndarray:
-    """What the host does with stored encoder rows before they go to the device."""
+    """Return a copy of encoder output, as the host makes it before it sends the output to the device."""
     return data[:, np.arange(data.shape[1])]
 
 
 def _timed(
     put: Callable[[np.ndarray], jax.Array], shape: tuple[int, ...], dtype: np.dtype, repeats: int
 ) -> dict[int, list[float]]:
-    """Seconds until what is put on the device, of host memory, is there, by bytes.
+    """Return the seconds of each copy of `MOVED` bytes from host memory to the device, by bytes.
 
     Args:
-      shape: of the memory; -1 is as large as the bytes ask for.
+      put: starts the copy of an array and returns the device array.
+      shape: shape of the array; the size of an axis of -1 follows from the bytes.
+      dtype: data type of the array.
+      repeats: number of timed copies of each size, after two warm-up copies.
     """
     unit = -math.prod(shape) * dtype.itemsize
     arrays = [np.ones([size // unit if n < 0 else n for n in shape], dtype) for size in MOVED]
@@ -196,6 +202,6 @@ def _timed(
 
 
 def _slope(seconds: Mapping[int, Sequence[float]]) -> float:
-    """More seconds a unit, from the fastest runs of two sizes."""
+    """Return the seconds that one more unit takes, from the fastest runs of two sizes."""
     (small, short), (large, long) = sorted(seconds.items())
     return (min(long) - min(short)) / (large - small)

@@ -1,4 +1,4 @@
-"""What settings lose against the cold run, question by question: tables, intervals and tests of paired answers."""
+"""Comparison of settings with the cold run, question by question: tables, intervals and tests of paired answers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from vlcache_jax.study.accuracy import COLD, AccuracyResult, Protocol
 from vlcache_jax.study.questions import Sample, rows_of_questions
 from vlcache_jax.study.report import figures, save_figure, show
 
-# What else a table of totals has.
+# Columns of a table of totals other than tasks.
 _COLUMNS = (
     "size", "arrangement", "donors", "images", "group", "reuse", "questions", "mean", "difference", "low", "high",
     "worst", "at most", "logit MSE", "agreement", "rows %", "rows x layers %", "MB read", "ms", "by layer %",
 )  # fmt: skip
-_Z = 1.959964  # of an interval of 95 %
+_TITLES = {
+    "image_first": "same context", "text_first": "new text", "question_first": "new question",
+    "apart": "separately",
+}  # fmt: skip
+_Z = 1.959964  # quantile of a 95 % interval
 
 
 @dataclasses.dataclass(frozen=True)
 class PairCase:
-    """The answers to questions about one image, or to those about several, from a cache filled in one way.
+    """Answers to the questions about one image, or about several images, under one protocol.
 
     Attributes:
-      protocol: how it was filled, with seed 0.
-      images: "one" or "several".
-      samples: all of them, that results have their numbers of.
-      runs: results by setting, one entry for each auxiliary prompt.
+      protocol: the protocol, with seed 0.
+      images: "one" or "several" images in a question.
+      samples: all samples, to which the indices of the results refer.
+      runs: results by setting, one dict for each auxiliary prompt.
     """
 
     protocol: Protocol
@@ -42,25 +46,29 @@ class PairCase:
 
     @functools.cached_property
     def tasks(self) -> list[str]:
-        """The tasks that have such questions."""
+        """Names of the tasks with such questions."""
         return list(dict.fromkeys(self.samples[result.sample].task for result in self.runs[0][COLD]))
 
     @property
     def shown(self) -> dict[str, str]:
-        """What it is called in tables."""
+        """Columns that identify the case in tables."""
         return {"arrangement": self.protocol.arrangement, "donors": self.protocol.donors, "images": self.images}
 
     @property
     def title(self) -> str:
-        several = f"several images, cached {self.protocol.donors}"
-        return f"{self.protocol.arrangement.replace('_', ' ')}, {several if self.images == 'several' else 'one image'}"
+        """Title of the case in tables."""
+        shown = "one image" if self.images == "one" else f"several images, cached {_title(self.protocol.donors)}"
+        return f"{_title(self.protocol.arrangement)}, {shown}"
 
     def results(self, setting: str, task: str) -> list[list[AccuracyResult]]:
-        """Of a task's questions, [auxiliary prompts][rows]."""
+        """Return the results of a task's rows, [auxiliary prompts][rows]."""
         return [[result for result in run[setting] if self.samples[result.sample].task == task] for run in self.runs]
 
     def scores(self, setting: str, task: str) -> list[list[float]]:
-        """Of a task's questions, [auxiliary prompts][questions]; of one with several rows, the least of theirs."""
+        """Return the scores of a task's questions, [auxiliary prompts][questions].
+
+        The score of a question with several rows is their minimum.
+        """
         found = []
         for results in self.results(setting, task):
             rows = rows_of_questions([self.samples[result.sample] for result in results])
@@ -68,12 +76,16 @@ class PairCase:
         return found
 
     def compare(self, setting: str, reference: str) -> list[dict[str, float]]:
-        """`paired` of each task."""
+        """Return the paired difference of a setting to a reference setting for each task, see `paired`."""
         return [paired(self.scores(reference, task), self.scores(setting, task)) for task in self.tasks]
 
 
+def _title(name: str) -> str:
+    return _TITLES.get(name, name)
+
+
 def cases_of(samples: Sequence[Sample], results: dict[Protocol, dict[str, list[AccuracyResult]]]) -> list[PairCase]:
-    """The cases of results. Protocols that differ in their seed alone are one, with several auxiliary prompts."""
+    """Return the cases of results. Protocols that differ in their seed only form one case."""
     by_protocol: dict[Protocol, list[dict[str, list[AccuracyResult]]]] = {}
     for protocol, by_setting in results.items():
         by_protocol.setdefault(protocol.case, []).append(by_setting)
@@ -93,17 +105,19 @@ def cases_of(samples: Sequence[Sample], results: dict[Protocol, dict[str, list[A
 
 
 def paired(reference: npt.ArrayLike, other: npt.ArrayLike) -> dict[str, float]:
-    """Difference of accuracies in points, its interval of 95 % and the p of McNemar's test.
+    """Return the difference of accuracies in percentage points, its 95 % interval and the p of McNemar's test.
 
     With several auxiliary prompts, a question's mean difference is one observation. The interval is that of Agresti and
-    Min (2005): half a question more in each cell, so that it has a width where no answer differs; with so few questions
-    that it would leave out the difference itself, it ends there. The test is exact
-    where every difference is -1, 0 or 1; with fractions between them it is the asymptotic form, their sum over the root
-    of the sum of their squares.
+    Min (2005), which adds half a question to each cell and so has a width even if no answer differs. It is extended to
+    the difference itself if there are very few questions. The test is exact if every difference is -1, 0 or 1. With
+    fractions it is the asymptotic form: the sum of the differences over the root of the sum of their squares.
 
     Args:
       reference, other: scores from 0 to 1, for the same questions in the same order, [questions] or [prompts,
         questions].
+
+    Returns:
+      "difference", "low", "high" (percentage points) and "p".
     """
     from scipy import stats
 
@@ -127,10 +141,10 @@ def _with_interval(found: dict[str, float], low: float, high: float) -> dict[str
 
 
 def mean_of(tasks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean difference and interval over tasks, each counted alike, whose questions are drawn independently.
+    """Return the mean difference over tasks of equal weight, and its interval. Tasks are taken as independent.
 
     Args:
-      tasks: `paired` of each.
+      tasks: result of `paired` for each task.
     """
     centre = sum(task["low"] + task["high"] for task in tasks) / 2 / len(tasks)
     width = math.sqrt(sum(((task["high"] - task["low"]) / 2) ** 2 for task in tasks)) / len(tasks)
@@ -139,10 +153,10 @@ def mean_of(tasks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def summarize(cases: Iterable[PairCase]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Tables: one row for each case, setting and task, and one for each case and setting.
+    """Return two tables: a row for each case, setting and task, and a row for each case and setting.
 
-    Means over tasks count every task alike. The worst task is the one that loses most against the cold run; "at most"
-    is what the interval of some task still allows to be lost.
+    Tasks have equal weight in means. The worst task loses most against the cold run. "at most" is the largest loss
+    inside of the interval of any task.
     """
     details: list[dict[str, Any]] = []
     totals: list[dict[str, Any]] = []
@@ -155,7 +169,7 @@ def summarize(cases: Iterable[PairCase]) -> tuple[list[dict[str, Any]], list[dic
 
 
 def details_of(case: PairCase, setting: str) -> list[dict[str, Any]]:
-    """A setting's answers, task by task."""
+    """Return a row for each task: accuracy, difference from the cold run, error and cost of a setting."""
     return [_detail(case, setting, task) for task in case.tasks]
 
 
@@ -184,10 +198,10 @@ def _detail(case: PairCase, setting: str, task: str) -> dict[str, Any]:
 
 
 def overall(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How right a setting's answers are: task by task, in the mean and in the worst one.
+    """Return the accuracy of a setting in each task, in the mean and in the worst task.
 
     Args:
-      rows: one a task: its name, questions, accuracy, `paired`, logit MSE and agreement.
+      rows: a row for each task with its name, questions, accuracy, result of `paired`, logit MSE and agreement.
     """
     worst = min(rows, key=lambda row: row["difference"])
     return {
@@ -204,7 +218,7 @@ def overall(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a setting's details come to."""
+    """Return the row of totals of a setting: `overall`, and the computed tokens, bytes and time."""
     return overall(rows) | {
         "rows %": 100 * float(np.max(np.mean([row["image rows by layer"] for row in rows], axis=0))),
         "rows x layers %": 100 * _mean(rows, "image rows"),
@@ -218,18 +232,18 @@ def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def column(task: str) -> str:
-    """What a table calls a task, whose name may be that of another column."""
+    """Return the column name of a task, with a prefix if another column has the same name."""
     return f"task {task}" if task in _COLUMNS or task.startswith(("worst ", "over ")) else task
 
 
 def interval(found: dict[str, Any], of: str = "", digits: int = 1) -> str:
-    """A difference with its interval, as tables show it; `of` stands before the names of the three."""
+    """Return a difference with its interval as text. `of` is the prefix of the three keys in `found`."""
     difference, low, high = (f"{found[f'{of}{name}']:+.{digits}f}" for name in ("difference", "low", "high"))
     return f"{difference} [{low}, {high}]"
 
 
 def printed(row: dict[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
-    """A row of totals as a table shows it: intervals in one column each, and no columns of these names."""
+    """Return a row of totals for print: each interval in one column, and without the columns `without`."""
     hidden = {*without, "low", "high"}
     shown = {}
     for name, value in row.items():
@@ -244,7 +258,7 @@ def printed(row: dict[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def show_tables(cases: Iterable[PairCase], details: Sequence[dict[str, Any]], totals: Sequence[dict[str, Any]]) -> None:
-    """Print what was right, case by case, and then the differences from the cold run; see `summarize`."""
+    """Print the accuracy of each case, and then the differences from the cold run; see `summarize`."""
     for case in cases:
         rows = [printed(row, case.shown) for row in totals if case.shown.items() <= row.items()]
         show(f"Accuracy, {case.title} ({case.protocol.auxiliary} auxiliary query)", rows)
@@ -260,7 +274,7 @@ def show_tables(cases: Iterable[PairCase], details: Sequence[dict[str, Any]], to
 
 
 def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """Draws accuracy and agreement against the share of image rows that are recomputed."""
+    """Draw accuracy and agreement over the ratio of recomputed image tokens."""
     pyplot = figures()
     names = ("arrangement", "donors", "images")
     cases = list(dict.fromkeys(tuple(row[name] for name in names) for row in details))
@@ -268,17 +282,18 @@ def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     figure, axes = pyplot.subplots(2, len(cases), figsize=size, squeeze=False, sharex=True, sharey="row")
     tasks = list(dict.fromkeys(row["task"] for row in details))
     for column, case in enumerate(cases):
-        for colour, task in enumerate(tasks):
+        for number, task in enumerate(tasks):
             rows = [row for row in details if (*(row[name] for name in names), row["task"]) == (*case, task)]
             reused = sorted((row for row in rows if row["reuse"] != COLD), key=lambda row: row["image rows"])
             share = [100 * row["image rows"] for row in reused]
-            look: dict[str, Any] = {"color": f"C{colour}"}
+            look: dict[str, Any] = {"color": f"C{number}"}
             axes[0, column].plot(share, [row["difference"] for row in reused], "o-", label=task, markersize=3, **look)
             low, high = ([row[end] for row in reused] for end in ("low", "high"))
             axes[0, column].fill_between(share, low, high, alpha=0.15, **look)
             axes[1, column].plot(share, [row["agreement"] for row in reused], "o-", markersize=3, **look)
         arrangement, donors, images = case
-        axes[0, column].set_title(f"{arrangement.replace('_', ' ')}, {images} image{'s' * (images != 'one')}, {donors}")
+        shown = f"{images} image{'s' * (images != 'one')}"
+        axes[0, column].set_title(f"{_title(arrangement)}, {shown}, cached {_title(donors)}")
         axes[0, column].axhline(0, color="black", linewidth=0.5)
         axes[1, column].set_xlabel("image tokens recomputed [%]")
     axes[0, 0].set_ylabel("change of accuracy [points]")

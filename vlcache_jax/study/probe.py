@@ -1,7 +1,7 @@
-"""Prompts run one by one with everything kept that happens inside: for sensitivities and for the analysis of errors.
+"""Probe: forward passes of single prompts that return all intermediate values, for sensitivities and error analysis.
 
-All rows of a prompt pass through all layers, and a mask says for each layer whose K, V are their own; the others' are
-a donor's. So reuse can be taken apart in ways that serving never needs. Not fast, and nothing is cached.
+All tokens of a prompt pass through all layers. For each layer, a mask selects the tokens with their own KV; the others
+have the KV of a donor prompt. The probe is slow, and does not use the cache.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Values = tuple[jax.Array, jax.Array]  # keys before rotation and values, each [L
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A prompt and a continuation, ready to run.
+    """Embedded prompt with a continuation.
 
     Attributes:
-      layout: of both, n tokens.
-      prompt_length: tokens before the continuation.
-      x: what enters the first layer, [N, M]; N is n rounded up.
-      deepstack: what is added to the outputs of the first layers, [J, N, M].
+      layout: layout of both, n tokens.
+      prompt_length: number of tokens before the continuation.
+      x: input of the first layer, [N, M]; N is n rounded up to a bucket.
+      deepstack: DeepStack features that are added to the outputs of the first J layers, [J, N, M].
     """
 
     layout: Layout
@@ -47,7 +47,7 @@ class Placed:
 
     @property
     def is_image(self) -> npt.NDArray[np.bool_]:
-        """Which of the n tokens are an image's, [n]."""
+        """Mask of the image tokens, [n]."""
         mask = np.zeros(len(self.layout), bool)
         for span in self.images:
             mask[span.tokens] = True
@@ -56,13 +56,13 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What happened in a run of n tokens, padded to N rows.
+    """Intermediate values of a run of n tokens, padded to N.
 
     Attributes:
       inputs: hidden states that enter each layer, [L, N, M].
-      values: what each row's K, V are or would be, see `Values`.
-      attended: output of each layer's attention, [L, N, M].
-      logits: float32 [c, V], those that predict the continuation's c tokens.
+      values: KV that each token computes, also if the run uses that of the donor; see `Values`.
+      attended: output of the attention in each layer, [L, N, M].
+      logits: logits that predict the continuation's c tokens, float32 [c, V].
     """
 
     inputs: jax.Array
@@ -72,18 +72,18 @@ class Trace:
 
 
 class Probe:
-    """Runs prompts of an engine.
+    """Dense forward passes with the model of an engine.
 
     Args:
-      llm: an open engine; its weights, tokenizer and image processor are used, its cache is not.
+      llm: an open engine. The probe uses its weights, tokenizer and image processor, but not its cache.
 
     Raises:
-      ValueError: it is spread over devices.
+      ValueError: the engine uses several devices.
     """
 
     def __init__(self, llm: LLM):
         if (count := llm.service.device.runner.devices.count) > 1:
-            raise ValueError(f"llm must be on one device to be looked into, got one on {count}")
+            raise ValueError(f"llm must be on one device, got an engine on {count}; use tensor_parallel_size=1")
         self._llm = llm
         self.runner = llm.service.device.runner
         self.config = llm.service.device.runner.config
@@ -99,16 +99,16 @@ class Probe:
         return self.config.text.num_layers
 
     def place(self, conversation: Any, continuation: Sequence[int] = ()) -> Placed:
-        """Renders a conversation, encodes its images and appends a continuation."""
+        """Return a conversation with encoded images and the token ids `continuation` after it."""
         llm, runner = self._llm, self.runner
         prompt = llm.service.renderer.from_conversation(conversation)
-        [request] = llm.service.intake.identifier.identify([prompt], None, lookup=False)
+        [request] = llm.service.preparation.identifier.identify([prompt], None, lookup=False)
         merge_size = self.config.vision.merge_size
         layout = make_layout(request.token_ids, request.starts, request.images, merge_size, moments=request.moments)
         prompt_length = len(layout)
         if len(continuation):
             layout = layout.extended(continuation)
-        size = round_up(len(layout), runner.ladder.rows)
+        size = round_up(len(layout), runner.buckets.rows)
         source = np.zeros(size, np.int32)
         source[: len(layout)] = layout.token_ids
         width = self.config.text.hidden_size
@@ -124,12 +124,15 @@ class Probe:
         return Placed(layout, prompt_length, x, deepstack)
 
     def run(self, placed: Placed, write: npt.NDArray[np.bool_] | None = None, donor: Values | None = None) -> Trace:
-        """Runs all rows through all layers.
+        """Run all tokens through all layers.
 
         Args:
           placed: the prompt.
-          write: whose K, V are their own, [L, n]; None is everyone's (a cold run).
-          donor: K, V of the others, at their places in this prompt (`transplant`).
+          write: mask of the tokens with their own KV, [L, n]; None (default): all, which is a cold run.
+          donor: KV of the other tokens, at their positions in this prompt (`transplant`).
+
+        Returns:
+          All intermediate values.
         """
         size, n = len(placed.x), len(placed.layout)
         masks = np.ones((self.num_layers, size), bool)
@@ -141,7 +144,7 @@ class Probe:
         position = np.zeros((3, size), np.int32)
         position[:, :n] = placed.layout.positions
         weights, x, layers = self.runner.text["layers"], placed.x, []
-        for i in range(self.num_layers):  # one program for all that are alike
+        for i in range(self.num_layers):  # layers with the same structure share a program
             inputs = x
             x, *found = self._layer(weights[i], np.int32(i), x, placed.deepstack, position, masks, donor, np.int32(n))
             layers.append((inputs, *found))
@@ -150,7 +153,7 @@ class Probe:
         return Trace(inputs, (raw_k, v), attended, self.logits(np.asarray(x)[wanted]))
 
     def logits(self, hidden: jax.Array | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Logits of hidden states that left the last layer."""
+        """Return the logits of outputs of the last layer, float32 [N, V] of [N, M]."""
         runner = self.runner
         count = len(hidden)
         size = max(64, 1 << max(0, count - 1).bit_length())
@@ -160,21 +163,21 @@ class Probe:
         return np.asarray(logits)[:count]
 
     def project(self, placed: Placed, trace: Trace, layer: int) -> tuple[jax.Array, ...]:
-        """(q, k, keys before rotation, v) of all rows in a layer, [N, H, D] and [N, K, D]."""
+        """Return (q, k, keys before rotation, v) of all tokens in a layer, q [N, H, D] and the others [N, K, D]."""
         position = np.zeros((3, len(placed.x)), np.int32)
         position[:, : len(placed.layout)] = placed.layout.positions
         return self._project(self.runner.text["layers"][layer], trace.inputs[layer], position)
 
     def transplant(self, donors: Sequence[tuple[Placed, Trace]], target: Placed) -> Values:
-        """The donors' K, V of images, moved to where the same images stand in the target.
+        """Return the donors' KV of images, at the positions of the same images in the target.
 
         Raises:
-          ValueError: the target's images are not the donors', in their order.
+          ValueError: the target's images are not those of the donors, in their order.
         """
         images = [(span, trace) for donor, trace in donors for span in donor.images]
         found = [(span.image.key, span.length) for span, _ in images]
         if found != [(span.image.key, span.length) for span in target.images]:
-            raise ValueError(f"donor must show the target's images in their order, got {found}")
+            raise ValueError(f"donors must have the same images as the target in the same order, got {found}")
         k = v = self._zeros(len(target.x))
         for mine, (span, trace) in zip(target.images, images, strict=True):
             source = np.full(len(target.x), -1, np.int32)
@@ -183,11 +186,11 @@ class Probe:
         return k, v
 
     def text_only(self, placed: Placed) -> npt.NDArray[np.bool_]:
-        """The mask under which every image is the donor's in every layer, [L, n]."""
+        """Return the mask of text tokens, [L, n], with which all images have the donor's KV in every layer."""
         return np.tile(~placed.is_image, (self.num_layers, 1))
 
     def first_tokens(self, placed: Placed, count: Callable[[int], int]) -> npt.NDArray[np.bool_]:
-        """The first `count(T)` of the T tokens of each image, [n]."""
+        """Return the mask of the first `count(T)` of the T tokens of each image, [n]."""
         mask = np.zeros(len(placed.layout), bool)
         for span in placed.images:
             mask[span.start : span.start + count(span.length)] = True
@@ -219,14 +222,14 @@ class Probe:
         donor: Values,
         n: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """All rows through layer `i`: what leaves it, their keys before rotation and values, and attention's output."""
+        """Run layer `i` and return (output, keys before rotation, values, output of the attention)."""
         config, size = self.config.text, len(x)
         index = jnp.arange(size, dtype=jnp.int32)
         cos, sin = rope.text_rotation(
             position, config.rope_theta, config.mrope_section, config.mrope_interleaved, x.dtype
         )
         layer = self.runner.shapes.bind_layer(params)
-        # K, V of rows that do not write go nowhere: their slots are beyond the pool.
+        # Tokens with the donor's KV do not write their own: their slots are outside of the pool.
         slot = jnp.where(write[i] & (index < n), index, size + index)
         rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)
         k, v = rope.rotate(donor[0][i], cos, sin), donor[1][i]
@@ -242,5 +245,5 @@ class Probe:
 
 
 def _moved(whole: jax.Array, part: jax.Array, source: jax.Array) -> jax.Array:
-    """[L, N, ...] with rows of another, those `source` [N] names; -1 leaves a row as it is."""
+    """Return `whole`, [L, N, ...], with token `source[i]` of `part` at i; -1 leaves the token unchanged."""
     return jnp.where((source >= 0)[:, None, None], part[:, source], whole)

@@ -1,4 +1,4 @@
-"""Questions of benchmark files, and the user turns that ask them."""
+"""Questions of benchmark files, and user turns with images and a question."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vlcache_jax.study.scoring import METHODS, OPTION, Rules, option, rules_of
 
 ARRANGEMENTS = ("image_first", "text_first", "question_first")
 _NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-# Queries about any picture, and about several: what auxiliary prompts ask.
+# Queries of auxiliary prompts, about one image and about several.
 RELATED = (
     ("What is shown in this picture?", "What is shown in these pictures?"),
     ("Which objects can be seen?", "Which objects can be seen in both?"),
@@ -36,24 +36,25 @@ RELATED = (
     ("What could this be used for?", "What could these be used for?"),
     ("What is unusual about it?", "How do they differ?"),
 )
-_CIRCLE = 1_000_000  # rows of a circular question have one index modulo this
+_CIRCLE = 1_000_000  # rows of a circular question have the same index modulo this
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A row of a benchmark.
+    """Row of a benchmark file.
 
     Attributes:
-      index: of the file's row.
-      task: its category, or the file's name.
-      images: encoded files.
-      question: as the user asks it, with the options if there are any.
-      answers: the accepted ones; with options, the right letter.
-      options: texts by letter that the score knows; MMMU's questions without options have two that are not shown.
-      method: how answers are scored, a name of `scoring.METHODS` or `scoring.OPTION`.
-      question_id: equal for rows that are one question, right only if all of them are; empty for a row of its own.
-      numbered: whether several images are numbered in the prompt.
-      related: what auxiliary prompts ask about one image, and about several; more than one text each.
+      index: index of the row in its file.
+      task: category of the row, or the name of the file.
+      images: encoded image files.
+      question: text of the question, with its options.
+      answers: accepted answers; with options, the right letter.
+      options: (letter, text) of the options for the score. MMMU's questions without options have two that are not
+        shown.
+      method: scoring method, a name of `scoring.METHODS` or `scoring.OPTION`.
+      question_id: id of a question with several rows, which is right only if all rows are; empty: a row is a question.
+      numbered: True if several images are numbered in the prompt.
+      related: queries of auxiliary prompts, pairs of one about a single image and one about several; at least two.
     """
 
     index: str
@@ -68,29 +69,30 @@ class Sample:
     related: tuple[tuple[str, str], ...] = RELATED
 
     def score(self, text: str) -> float:
-        """How right an answer is, from 0 to 1."""
+        """Return the score of an answer, from 0 to 1."""
         if self.method == OPTION:
             return option(dict(self.options), self.answers, text)
         return METHODS[self.method](self.answers, text)
 
 
 def read_tsv(path: pathlib.Path) -> list[Sample]:
-    """Reads a file of VLMEvalKit: columns index, image, question, answer, and, if any, A to Z, hint, category, g_index.
+    """Read a TSV file of VLMEvalKit.
 
-    An image is base64, a list of base64 (Python or JSON), or the index of the row that holds it; rows without one are
-    left out, as the kit does. An answer is a text, a list of accepted texts (Python or JSON), or with options a letter.
-    How questions are asked and scored follows from the file's name (`scoring.rules_of`).
+    Required columns are index, image, question and answer. A to Z (options), hint, category and g_index are optional.
+    An image is base64, a list of base64 (Python or JSON), or the index of the row that has the image. Rows without an
+    image are left out, as VLMEvalKit does. An answer is a text, a list of accepted texts (Python or JSON), or, with
+    options, a letter. The name of the file determines prompts and scores (`scoring.rules_of`).
 
     Raises:
-      ValueError: a column is missing, no row has an image, two have one index, or a row has no answer or an image that
-        cannot be read.
+      ValueError: a column is missing, no row has an image, two rows have the same index, or a row has no answer or an
+        invalid image.
     """
     every = _rows(path)
     rows = [row for row in every if (row["image"] or "").strip()]
     if not rows:
-        raise ValueError(f"{path} must have a row with an image, has none")
+        raise ValueError(f"{path} must have at least one row with an image, got none")
     if len(rows) < len(every):
-        say(f"{len(every) - len(rows)} of {len(every)} rows of {path.name} have no image, and are left out")
+        say(f"{len(every) - len(rows)} of {len(every)} rows of {path.name} have no image and are left out")
     cells = {row["index"]: row["image"] for row in rows}
     options = [_options(row) for row in rows]
     answers = [_answers(row, bool(found), _where(row, path)) for row, found in zip(rows, options, strict=True)]
@@ -127,13 +129,14 @@ def _rows(path: pathlib.Path) -> list[dict[str, str]]:
         raise ValueError(f"data must be a readable TSV file in UTF-8, got {path}: {error}") from error
     if missing := {"index", "image", "question", "answer"} - columns:
         raise ValueError(
-            f"{path} must have the columns index, image, question and answer, lacks {', '.join(sorted(missing))}"
+            f"{path} must have the columns index, image, question and answer, "
+            f"got none named {', '.join(sorted(missing))}"
         )
     if not rows:
-        raise ValueError(f"{path} must have at least one row, has none")
+        raise ValueError(f"{path} must have at least one row, got none")
     for index, count in collections.Counter(row["index"] for row in rows).items():
         if count > 1:
-            raise ValueError(f"index must be different in each row of {path}, got {index!r} {count} times")
+            raise ValueError(f"index must be unique in {path}, got {index!r} in {count} rows")
     return rows
 
 
@@ -146,7 +149,7 @@ def _options(row: dict[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _answers(row: dict[str, str], has_options: bool, where: str) -> tuple[str, ...]:
-    """The accepted answers: those of a list, or the cell's text alone."""
+    """Return the accepted answers: the items of a list, or the text of the cell."""
     cell = (row["answer"] or "").strip()
     if not cell:
         raise ValueError(f"answer in {where} must be {'an option' if has_options else 'a text'}, got ''")
@@ -162,13 +165,13 @@ def _answers(row: dict[str, str], has_options: bool, where: str) -> tuple[str, .
             if not accepted:
                 raise ValueError(f"answer in {where} must be a text or a list of texts, got {cell!r}")
             return tuple(map(str, accepted))
-    return (cell,)  # a text with a bracket in front
+    return (cell,)  # a text that begins with a bracket
 
 
 def _scored(
     row: dict[str, str], options: tuple[tuple[str, str], ...], accepted: tuple[str, ...], rules: Rules, where: str
 ) -> dict[str, Any]:
-    """What scores a row: its method, and the answers and options that go with it."""
+    """Return the fields of `Sample` that score a row: "method", "answers" and, with options, "options"."""
     if not options:
         if rules.open:
             pair = ("A", row["answer"].strip()), ("B", "Other Answers")
@@ -185,23 +188,25 @@ def _scored(
 
 
 def _circle(row: dict[str, str], where: str) -> int:
-    """The number that all rows of a circular question have."""
+    """Return the number that all rows of a circular question share."""
     try:
         return int(row.get("g_index") or int(row["index"]) % _CIRCLE)
     except ValueError as error:
-        raise ValueError(f"index and g_index in {where} must be integers, as the set is circular: {error}") from error
+        raise ValueError(
+            f"index and g_index in {where} must be integers because the data set is circular: {error}"
+        ) from error
 
 
 def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` of the samples, from all tasks alike as far as they have them, in their order."""
+    """Return `count` samples in their order, the same number from each task if it has enough."""
     tasks = list(dict.fromkeys(sample.task for sample in samples))
     by_task = {task: [i for i, sample in enumerate(samples) if sample.task == task] for task in tasks}
-    turns = [i for turn in itertools.zip_longest(*by_task.values()) for i in turn if i is not None]
-    return [samples[i] for i in sorted(turns[:count])]
+    interleaved = [i for group in itertools.zip_longest(*by_task.values()) for i in group if i is not None]
+    return [samples[i] for i in sorted(interleaved[:count])]
 
 
 def rows_of_questions(samples: Sequence[Sample]) -> list[list[int]]:
-    """Numbers of the samples of each question, in their order."""
+    """Return the indices of the samples of each question, in order."""
     questions: dict[Hashable, list[int]] = {}
     for i, sample in enumerate(samples):
         questions.setdefault(sample.question_id or i, []).append(i)
@@ -209,17 +214,20 @@ def rows_of_questions(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def first(samples: Sequence[Sample], count: int | None) -> list[Sample]:
-    """The samples of the first questions, in their order; None is all."""
+    """Return the samples of the first `count` questions, in order; None: all."""
     return [samples[i] for i in sorted(itertools.chain(*rows_of_questions(samples)[:count]))]
 
 
 def picture_problem(content: bytes) -> str | None:
-    """Why a file cannot be read as a picture; None: it can. One that is cut off would end long work midway."""
+    """Return why `content` is not a complete image file, or None if it is one.
+
+    The check precedes long work, which a truncated file would stop midway.
+    """
     try:
         with Image.open(io.BytesIO(content)) as image:
             image.load()
     except UnidentifiedImageError:
-        return "of no kind that Pillow knows"
+        return "Pillow does not support its format"
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         return str(error)
     return None
@@ -240,7 +248,7 @@ def _images(cell: str, where: str) -> Iterator[bytes]:
         raise ValueError(f"image in {where} must not be empty")
     for content in files:
         if (problem := picture_problem(content)) is not None:
-            raise ValueError(f"image in {where} must be a picture in base64, got {len(content)} bytes: {problem}")
+            raise ValueError(f"image in {where} must be an image file in base64, got {len(content)} bytes: {problem}")
         yield content
 
 
@@ -259,15 +267,18 @@ def _question(row: dict[str, str], options: Sequence[tuple[str, str]], rules: Ru
 def user_turn(
     images: Sequence[Any], question: str, arrangement: str, other: str = "", *, numbered: bool = True
 ) -> list[dict[str, Any]]:
-    """The content of a user turn that shows images and asks.
+    """Return the content of a user turn with images and a question.
 
     Args:
-      images: one or more.
-      question: its text.
+      images: one or more images.
+      question: text of the question.
       arrangement: "image_first": images, question; "text_first": `other`, images, question; "question_first": question,
         images.
-      other: the text of "text_first".
-      numbered: whether several images are numbered in the text.
+      other: text before the images of "text_first".
+      numbered: True (default) if several images are numbered in the text.
+
+    Raises:
+      ValueError: `arrangement` is unknown.
     """
     shown: list[dict[str, Any]] = []
     for i, image in enumerate(images):
@@ -285,7 +296,7 @@ def user_turn(
 
 
 def number_name(number: int) -> str:
-    """How prompts call the image of this number: "one", "two", ...; digits are left to places and counts."""
+    """Return the number of an image as prompts write it: "one" to "ten", then digits. Digits also mean counts there."""
     return _NUMBERS[number - 1] if number <= len(_NUMBERS) else str(number)
 
 

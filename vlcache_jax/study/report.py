@@ -1,4 +1,4 @@
-"""What measurements need: the machine, a table, a JSON file, a picture, and finished parts to continue from."""
+"""Reports of measurements: the machine, tables, JSON files, figures, and files of finished parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlcache_jax.common.files import check_writable, write_whole
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Date, processor and the versions of those packages that are installed, for the head of a result."""
+    """Return date, processor, cores and versions of installed `packages`, for the head of a result."""
     model = platform.processor()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -40,7 +40,7 @@ def _version(package: str) -> str | None:
 
 
 def figures() -> Any:
-    """pyplot, which draws into files and needs no screen; imported only where something is drawn."""
+    """Return pyplot with a backend that needs no screen. Imports matplotlib on the first call."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,10 +83,10 @@ def _compact(value: Any) -> str:
 
 
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the rows as a table.
+    """Print the rows as a table. Numbers have two decimals.
 
     Raises:
-      ValueError: there are no rows, or they differ in their columns.
+      ValueError: there are no rows, or their columns differ.
     """
     _check(rows)
     cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
@@ -97,14 +97,18 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path) -> None:
-    """Writes the rows, with their head, to a JSON file; the same checks as `show`."""
+    """Write the rows and the keys of `head` to a JSON file.
+
+    Raises:
+      ValueError: there are no rows, or their columns differ.
+    """
     _check(rows)
     write_whole(out, to_json({"title": title, **head, "rows": list(rows)}))
     print(f"written to {out}")
 
 
 def publish(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None) -> None:
-    """Prints the rows as a table and, if `out` is given, writes them too."""
+    """Print the rows as a table and, if `out` is given, write them to it."""
     show(title, rows)
     if out is not None:
         write(title, rows, head, out)
@@ -116,11 +120,11 @@ def _check(rows: Sequence[dict[str, Any]]) -> None:
 
 
 class WorkLog:
-    """One JSON line for each finished part. A line that was cut off, or belongs to other work, counts for nothing.
+    """File of finished parts, one JSON line each. Truncated lines and lines of other work are ignored.
 
     Args:
-      path: of the file; None keeps parts in memory only.
-      identity: of the work: the same parts of other work have another one.
+      path: the file; None keeps parts in memory only.
+      identity: digest of the settings of the work.
 
     Raises:
       ValueError: the file cannot be written, or is another kind of file.
@@ -134,26 +138,28 @@ class WorkLog:
         if self._path is not None and self._path.is_file():
             lines = [line for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines() if line]
             if lines and not lines[0].startswith('["'):
-                raise ValueError(f"work must be a file of finished parts, or a new one, got {path}")
+                raise ValueError(
+                    f"work must be a new file or one that an earlier run of this command wrote, got {path}"
+                )
             for line in lines:
                 match _parse(line):
                     case [str(found), str(key), value] if found == identity:
                         self._parts[key] = value
 
     def get(self, key: str) -> Any:
-        """A finished part, or None."""
+        """Return a finished part, or None."""
         return self._parts.get(key)
 
     def add(self, key: str, value: Any) -> None:
-        """Writes a finished part, anything but None that JSON can hold."""
+        """Write a finished part, any JSON value except null."""
         self._parts[key] = value
         if self._path is not None:
             with open(self._path, "a", encoding="utf-8") as file:
-                file.write(f"\n{json.dumps([self._identity, key, value])}\n")  # also after a line that was cut off
+                file.write(f"\n{json.dumps([self._identity, key, value])}\n")  # the first newline ends a truncated line
 
 
 def _parse(line: str) -> Any:
-    """What a line holds; None if it was cut off."""
+    """Return the content of a line, or None if it was truncated."""
     try:
         return json.loads(line)
     except ValueError:

@@ -1,10 +1,11 @@
-"""How answers to benchmark files are scored, and how their questions are asked: as VLMEvalKit does without a judge.
+"""Prompts and scores of benchmark files, as in VLMEvalKit without a judge model.
 
-Each method takes the accepted answers and the text of an answer, and gives a score from 0 to 1. The kit knows a file by
-its name, and so does `rules_of`. What the kit would ask a judge model counts as wrong, as under its `exact_matching`.
+Each method takes the accepted answers and the text of an answer, and returns a score from 0 to 1. `rules_of` selects
+the method by the name of the file, as VLMEvalKit does. An answer that VLMEvalKit would pass to a judge model is wrong,
+as with its `exact_matching`.
 
-Prompts are those of the kit's class for Qwen3-VL, for every model: where files are read, the model's family is not
-known.
+All models get the prompts of VLMEvalKit's class for Qwen3-VL, because the model's family is not known when files are
+read.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _CONTRACTED = """
     what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've
     wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've
 """
-# Each is also written with one of its apostrophes left out. The kit has one entry the other way round.
+# Each word is also found with one of its apostrophes left out. VLMEvalKit has one entry that is reversed.
 _CONTRACTIONS = {
     word[:i] + word[i + 1 :]: word for word in _CONTRACTED.split() for i, letter in enumerate(word) if letter == "'"
 } | {"somebody'd": "somebodyd"}
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _THOUSANDS = re.compile(r"\d,\d")
 _FULL_STOP = re.compile(r"(?<!\d)\.(?!\d)")
-_FULL_STOPS = 32  # the kit removes no more of them
+_FULL_STOPS = 32  # maximum number that VLMEvalKit removes
 
 _AROUND_LETTERS = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 _SAID = re.compile(r"answer\s+is\s+\**([ABCD])\**", re.IGNORECASE)
 _WORD_BEHIND = r"(?=[ \t]+(?!is\b)[^\W\d_])"
-_ARTICLE = re.compile(rf"(?:\A|[.!?]\s|\n)\s*A{_WORD_BEHIND}")  # where a sentence begins
+_ARTICLE = re.compile(rf"(?:\A|[.!?]\s|\n)\s*A{_WORD_BEHIND}")  # at the beginning of a sentence
 _SMALL_ARTICLE = re.compile(rf"a{_WORD_BEHIND}")
 _REFUSALS = (
     "Sorry, I can't help with images of people yet.",
@@ -52,7 +53,7 @@ _REFUSALS = (
 
 
 def words(answers: Sequence[str], text: str) -> float:
-    """1 for the same words as an accepted answer; case, blanks and a full stop at the end do not count."""
+    """Return 1 if the words are those of an accepted answer. Case, spaces and a full stop at the end are ignored."""
     return float(_plain(text) in map(_plain, answers))
 
 
@@ -61,10 +62,10 @@ def _plain(text: str) -> str:
 
 
 def vqa(answers: Sequence[str], text: str) -> float:
-    """A third for each person who gave this answer, at most 1: the mean over leaving out one person at a time.
+    """Return the VQA score: min(1, n / 3) for n people with this answer, averaged over leaving out one person.
 
-    Marks and articles are dropped, numbers written in digits and apostrophes put into contractions before. With one
-    accepted answer nobody is left, so that the score is always 0.
+    Before the comparison, punctuation and articles are removed, numbers are written in digits and contractions get
+    their apostrophes. With one accepted answer the score is always 0, because that person is left out.
     """
     given, said = [_processed(answer) for answer in answers], _processed(text)
     alike = given.count(said)
@@ -81,7 +82,11 @@ def _processed(text: str) -> str:
 
 
 def _without_marks(text: str) -> str:
-    """Drops marks next to a blank, puts blanks for the others; numbers with thousands have all marks dropped."""
+    """Return the text without punctuation marks.
+
+    A mark with a space next to it anywhere in the text is removed, others become a space. If the text has a number with
+    a thousands separator, all marks are removed.
+    """
     drop_all = _THOUSANDS.search(text) is not None
     drops = {mark: drop_all or f"{mark} " in text or f" {mark}" in text for mark in _MARKS}
     plain = text.translate({ord(mark): "" if dropped else " " for mark, dropped in drops.items()})
@@ -89,13 +94,13 @@ def _without_marks(text: str) -> str:
 
 
 def anls(answers: Sequence[str], text: str) -> float:
-    """How like the nearest accepted answer it is, in letters: 1 less edits over length, and 0 below a half."""
+    """Return the similarity to the nearest accepted answer: 1 - edits / length, or 0 if that is below 0.5."""
     score = 1 - min(_edits_by_length(answer, text) for answer in answers)
     return score if score >= 0.5 else 0.0
 
 
 def _edits_by_length(answer: str, text: str) -> float:
-    """Edits between two texts, over the length of the longer; 1 where the lengths alone say that it is above a half."""
+    """Return the edits between two texts divided by the longer length; 1 if the lengths alone make it exceed 0.5."""
     length = max(len(answer.upper()), len(text.upper()))
     one, other = (" ".join(part.lower().split()) for part in (answer, text))
     if 2 * abs(len(one) - len(other)) > length:
@@ -104,10 +109,11 @@ def _edits_by_length(answer: str, text: str) -> float:
 
 
 def edits(one: str, other: str) -> int:
-    """Levenshtein distance: letters to insert, drop or replace.
+    """Return the Levenshtein distance: the number of characters to insert, remove or replace.
 
-    Myers' and Hyyrö's way: a column of the table of distances is two numbers, whose bits say where it rises and falls
-    by one. Each letter of `other` takes a few operations on them, which keeps thousands of letters fast.
+    The algorithm is that of Myers and Hyyrö. Two integers represent a column of the distance table: their bits are set
+    if the distance rises or falls by one. Each character of `other` takes a few integer operations, which is fast for
+    thousands of characters.
     """
     if not one:
         return len(other)
@@ -120,19 +126,19 @@ def edits(one: str, other: str) -> int:
         equal = places.get(letter, 0)
         down = equal | falls
         across = (((equal & rises) + rises) ^ rises) | equal
-        more, less = falls | (whole & ~(across | rises)), rises & across
-        distance += bool(more & last) - bool(less & last)
-        more, less = more << 1 | 1, less << 1
-        rises, falls = (less | ~(down | more)) & whole, more & down & whole
+        plus, minus = falls | (whole & ~(across | rises)), rises & across
+        distance += bool(plus & last) - bool(minus & last)
+        plus, minus = plus << 1 | 1, minus << 1
+        rises, falls = (minus | ~(down | plus)) & whole, plus & down & whole
     return distance
 
 
 def rouge_l(reference: str, text: str) -> float:
-    """How like a reference a text is: harmonic mean of what the longest common subsequence of words is of each."""
+    """Return ROUGE-L: the longest common subsequence of words relative to each text, as a harmonic mean."""
     one, other = (part.casefold().split() for part in (reference, text))
     if not one or not other:
         return float(one == other)
-    lengths = [0] * (len(other) + 1)  # of what the words of `one` so far have in common with the first of `other`
+    lengths = [0] * (len(other) + 1)  # common subsequence of the words of `one` so far and the first i of `other`
     for word in one:
         before = lengths
         lengths = [0]
@@ -142,7 +148,7 @@ def rouge_l(reference: str, text: str) -> float:
 
 
 def relaxed(answers: Sequence[str], text: str) -> float:
-    """1 for a number within 5 % of an accepted one, or for the same text; percent signs divide by 100."""
+    """Return 1 for a number within 5 % of an accepted one, or for the same text. A percent sign divides by 100."""
     return float(any(_near(answer, text.strip()) for answer in answers))
 
 
@@ -161,12 +167,12 @@ def _number(text: str) -> float | None:
 
 
 def same(answers: Sequence[str], text: str) -> float:
-    """1 for the text of an accepted answer; case and blanks around it do not count."""
+    """Return 1 for the text of an accepted answer. Case and surrounding spaces are ignored."""
     return float(_matches(answers, text) > 0)
 
 
 def same_in_mean(answers: Sequence[str], text: str) -> float:
-    """The share of accepted answers with this text; case and blanks around it do not count."""
+    """Return the fraction of accepted answers with this text. Case and surrounding spaces are ignored."""
     return _matches(answers, text) / len(answers)
 
 
@@ -175,23 +181,23 @@ def _matches(answers: Sequence[str], text: str) -> int:
 
 
 def yes_no(answers: Sequence[str], text: str) -> float:
-    """1 where the right one of the words yes and no is in the text, and the other is not."""
+    """Return 1 if the text has the right one of the words "yes" and "no", and not the other."""
     found = {"yes", "no"} & set(_without_marks(text.lower()).split())
     return float(found in [{answer.strip().lower()} for answer in answers])
 
 
 def option(options: Mapping[str, str], answers: Sequence[str], text: str) -> float:
-    """1 where the text chooses the right one of the options, which are texts by letter."""
+    """Return 1 if the text chooses the right option. `options` has the texts by letter."""
     return float(chosen_option(options, text) in answers)
 
 
 def chosen_option(options: Mapping[str, str], text: str) -> str | None:
-    """The letter that a text chooses.
+    """Return the letter of the option that a text chooses, or None.
 
-    That is the one letter among its words, if it stands among the last four, or the one in "the answer is B", or that
-    of the one option whose text is in it. In one case this is not what the kit finds: a bare A that begins a sentence,
-    in front of a word other than "is", is an article, and the options' texts decide; so is a small one in "the answer
-    is a dog".
+    It is the only option letter among the words, if it is one of the last four words. Otherwise it is the letter in
+    "the answer is B", or that of the only option whose text occurs. One case differs from VLMEvalKit: an A that begins
+    a sentence, before a word other than "is", is an article, and the texts of the options decide. The "a" in "the
+    answer is a dog" is an article too.
     """
     if any(refusal in text for refusal in _REFUSALS):
         return None
@@ -201,9 +207,9 @@ def chosen_option(options: Mapping[str, str], text: str) -> str | None:
         if letters[0] != "A" or "A" in _ARTICLE.sub("", text).translate(_AROUND_LETTERS).split():
             return letters[0]
         if said[said.index("A") + 1 :] == options["A"].translate(_AROUND_LETTERS).split():
-            return "A"  # and its own text
+            return "A"  # followed by the text of option A
     elif not letters and "Z" in said:
-        return None  # how the kit calls none of them
+        return None  # VLMEvalKit's letter for no option
     elif (
         (match := _SAID.search(text)) and match[1].upper() in options and not _SMALL_ARTICLE.match(text, match.start(1))
     ):
@@ -226,16 +232,16 @@ OPTION = "option"
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How the questions of a file are asked and scored.
+    """Prompts and scores of a benchmark file.
 
     Attributes:
-      method: of questions without options; None leaves it to the number of accepted answers.
-      numbered: whether several images are numbered in the prompt.
-      ending: what stands behind a question without options.
-      choose: the line behind options.
-      open: MMMU's questions without options have two for the score: the answer, A, and "Other Answers", B. Answers that
-        are no letter stand for A.
-      circular: whether rows with one index modulo a million are one question, right only if all of them are.
+      method: scoring method of questions without options; None: by the number of accepted answers.
+      numbered: True if several images are numbered in the prompt.
+      ending: text after a question without options.
+      choose: line after the options.
+      open: True for MMMU: questions without options are scored with two, A (the answer) and B ("Other Answers"). An
+        accepted answer that is no letter counts as A.
+      circular: True if rows with the same index modulo a million form one question, right only if all rows are.
     """
 
     method: str | None = None
@@ -246,10 +252,10 @@ class Rules:
     circular: bool = False
 
     def method_of(self, answers: Sequence[str]) -> str:
-        """The method of a question without options.
+        """Return the method of a question without options.
 
-        In files that no rule knows, several accepted answers are scored as the kit does by default, `vqa`. That scores
-        a single answer 0 always, so `words` scores those.
+        Without a rule for the file, several accepted answers are scored by `vqa`, VLMEvalKit's default. `vqa` is always
+        0 for a single accepted answer, so `words` scores it.
         """
         return self.method or ("vqa" if len(answers) > 1 else "words")
 
@@ -272,12 +278,12 @@ _CIRCULAR = re.compile(r"mmbench|ccbench|circular|mmcr")
 
 
 def rules_of(name: str, answers: Sequence[Sequence[str]]) -> Rules:
-    """The rules of a file.
+    """Return the rules of a file.
 
     Args:
-      name: of the file, without its ending.
-      answers: the accepted ones of each of its questions. A set of a name that is not known is one of yes and no if
-        all its answers are.
+      name: name of the file without its extension.
+      answers: accepted answers of each question. A file with an unknown name has the rules of yes/no questions if all
+        answers are "yes" or "no".
     """
     circular = _CIRCULAR.search(name.lower()) is not None
     if _MMMU.search(name):

@@ -1,8 +1,8 @@
-"""The search for a schedule: which layers should recompute how much, given what each layer gains from it.
+"""Search for a schedule: the ratio of each layer, from the sensitivities of the layers.
 
-The paper minimises the sum of the layers' sensitivities under a budget, with ratios that do not increase from layer to
-layer (VLCache, eq. 6-9), and says "greedy". The layers do not interact in that sum, so a dynamic programme solves it
-exactly; it is the default, and the greedy search is kept for comparison.
+The paper minimizes the sum of the layers' sensitivities under a budget, with ratios that do not increase from layer to
+layer (VLCache, eq. 6-9), by a "greedy" search. The layers do not interact in that sum, so a dynamic program solves it
+exactly. It is the default. The greedy search is available for comparison.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ _TIMES = ("rows", "microseconds")
 
 @dataclass(frozen=True, eq=False)
 class LayerScores:
-    """The sensitivity of each layer: the error of the logits if only that layer recomputes (VLCache, eq. 5).
+    """Sensitivity of each layer: the error of the logits if only that layer recomputes (VLCache, eq. 5).
 
     Attributes:
-      values: S_i(r), float64 [L, levels + 1]; column n is the ratio n / 500.
-      model_type, fingerprint: of the model; the fingerprint is that of the source's weights.
-      samples: how many were averaged.
+      values: S_i(r), float64 [L, levels + 1]; column n has the ratio n / 500.
+      model_type: model type of the model.
+      fingerprint: digest of the model's source weights.
+      samples: number of samples that were averaged.
 
     Raises:
-      ValueError: values that are not finite or negative, or of the wrong shape.
+      ValueError: values are not finite, are negative, or have the wrong shape.
     """
 
     values: npt.NDArray[np.float64]
@@ -57,7 +58,7 @@ class LayerScores:
         if not np.isfinite(values).all() or values.min() < 0:
             bad = np.argwhere(~np.isfinite(values) | (values < 0))[0]
             raise ValueError(
-                f"scores must be finite and at least 0, got {values[tuple(bad)]} for layer {bad[0]}, level {bad[1]}"
+                f"scores must be finite and non-negative, got {values[tuple(bad)]} for layer {bad[0]}, level {bad[1]}"
             )
 
     @property
@@ -70,16 +71,16 @@ class LayerScores:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the values."""
+        """SHA-256 of the values in hexadecimal."""
         return hashlib.sha256(np.ascontiguousarray(self.values, "<f8").tobytes()).hexdigest()
 
     def isotonic(self) -> LayerScores:
-        """The same, but no value above one at a smaller ratio: measured scores are noisy (running minimum)."""
+        """Return the running minimum over ratios, which removes noise: no value is above one at a smaller ratio."""
         lowest = np.minimum.accumulate(self.values, axis=1)
         return LayerScores(lowest, self.model_type, self.fingerprint, self.samples)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file of NumPy arrays (npz); it appears only when it is complete."""
+        """Write a file of NumPy arrays (npz). The file appears when it is complete."""
         buffer = io.BytesIO()
         np.savez_compressed(
             buffer,
@@ -93,23 +94,28 @@ class LayerScores:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LayerScores:
-        """Reads what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-          ValueError: another kind of file, or values that cannot be scores.
+          ValueError: it is another kind of file, or its values are invalid.
         """
         try:
             with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
                 content = {name: file[name] for name in file.files}
         except OSError as error:
-            raise ValueError(f"scores must be a file of `vlcache schedule profile`, got {path}: {error}") from error
+            raise ValueError(
+                f"scores must be a file written by `vlcache schedule profile`, got {path}: {error}"
+            ) from error
         except (ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(  # NumPy's own words speak of pickles
-                f"scores must be a file of `vlcache schedule profile`, got {path}, which is not one, or damaged"
+            raise ValueError(  # NumPy's message is about pickles
+                f"scores must be a file written by `vlcache schedule profile`, got {path}, "
+                "which is another kind of file or damaged"
             ) from error
         wanted = {"format", "values", "model_type", "fingerprint", "samples"}
         if set(content) != wanted or str(content["format"]) != _FORMAT:
-            raise ValueError(f"scores must be a file of `vlcache schedule profile`, got {path} with {sorted(content)}")
+            raise ValueError(
+                f"scores must be a file written by `vlcache schedule profile`, got {path} with {sorted(content)}"
+            )
         try:
             return cls(
                 content["values"].astype(np.float64),
@@ -118,12 +124,20 @@ class LayerScores:
                 int(content["samples"]),
             )
         except (ValueError, TypeError) as error:
-            raise ValueError(f"scores must be a file of `vlcache schedule profile`, got {path}: {error}") from error
+            raise ValueError(
+                f"scores must be a file written by `vlcache schedule profile`, got {path}: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule's levels, the predicted sum of scores and the budget that they use."""
+    """Levels of a schedule.
+
+    Attributes:
+      levels: level of each layer, in units of 1/500.
+      value: predicted sum of scores.
+      cost: used part of the budget.
+    """
 
     levels: tuple[int, ...]
     value: float
@@ -138,33 +152,33 @@ def solve(
     max_distinct: int | None = None,
     count_layer0: bool = True,
 ) -> Solution:
-    """The levels with the smallest sum of scores, exactly.
+    """Return the levels with the smallest sum of scores, which is exact.
 
-    Levels do not increase from layer to layer. Where several choices are equally good, levels are small.
+    Levels do not increase from layer to layer. Of several optimal choices, the levels are the smallest.
 
     Args:
       scores: S_i(n) of layer i at level n, [L, N + 1].
-      budget: what the levels may cost together.
-      costs: cost of layer i at level n, integers [L, N + 1], non-decreasing in n; by default n.
-      max_distinct: how many different levels a schedule may have; None is any number. Each is a shape to compile.
-      count_layer0: whether the first layer costs anything. It computes what the second one needs (property P7), so that
-        giving it the second one's level costs nothing.
+      budget: maximum sum of costs.
+      costs: cost of layer i at level n, integers [L, N + 1], non-decreasing in n; default: n.
+      max_distinct: maximum number of different levels, each of which is a shape to compile; None (default): no limit.
+      count_layer0: False if the first layer costs nothing. It computes the tokens that the second layer needs (property
+        P7), so the second layer's level has no cost there.
 
     Raises:
-      ValueError: no schedule fits the budget, or an argument is wrong.
+      ValueError: no schedule fits the budget, or an argument is invalid.
     """
     scores, costs = _checked(scores, budget, costs, count_layer0)
     layers, levels = scores.shape
     counters = min(layers, levels) if max_distinct is None else max_distinct
     if counters < 1:
         raise ValueError(f"max_distinct must be at least 1, got {max_distinct}")
-    # best[c, n, b]: layers from here on with at most c + 1 different levels, n the first, at a cost of at most b.
-    # Before any layer all are 0, and "the first level" is free of cost and not yet counted.
+    # best[c, n, b]: smallest sum over the layers from here on, with up to c + 1 different levels, first level n, and a
+    # cost up to b. Without any layer all are 0, and the first level neither costs nor counts.
     best = np.zeros((counters, levels, budget + 1))
     following: list[npt.NDArray[np.int16]] = []  # per layer: the next layer's level
     for layer in reversed(range(layers)):
         last = layer == layers - 1
-        # Next layer on the same level, or below it with one more difference; ties take the smaller level.
+        # The next layer has the same level, or a lower one with one more difference; ties take the lower level.
         if last:
             tail, choice = best, np.zeros(best.shape, np.int16)
         else:
@@ -180,7 +194,9 @@ def solve(
     n = int(np.argmin(first))
     value = float(first[n])
     if not np.isfinite(value):
-        raise ValueError(f"budget must allow the smallest levels, which cost {costs[:, 0].sum()}, got {budget}")
+        raise ValueError(
+            f"budget must be at least {costs[:, 0].sum()}, the cost of the lowest level in every layer, got {budget}"
+        )
     found, left, counter = [n], budget, counters - 1
     for layer in range(layers - 1):
         left -= int(costs[layer, n])
@@ -192,7 +208,10 @@ def solve(
 
 
 def _next_levels(best: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int16]]:
-    """For each level n of this layer: the best of the next layer at n, or at a lower level with one difference less."""
+    """Return, for each level n, the best sum of the next layers and the next layer's level.
+
+    That level is n, or a lower one, which leaves one difference less.
+    """
     counters, levels, _ = best.shape
     tail, choice = best.copy(), np.empty(best.shape, np.int16)
     choice[:] = np.arange(levels, dtype=np.int16)[:, None]
@@ -215,9 +234,16 @@ def solve_greedily(
     costs: npt.NDArray[np.int64] | None = None,
     count_layer0: bool = True,
 ) -> Solution:
-    """The paper's "simple greedy", with moves that lift a layer and all before it (which alone may start at layer 0).
+    """Return the levels of the paper's "simple greedy" search, which is never better than `solve`.
 
-    Each step takes the move with the largest gain per cost that still fits. Never better than `solve`.
+    A move raises a layer and all layers before it. Each step takes the move with the largest gain per cost that fits
+    the budget.
+
+    Args:
+      scores, budget, costs, count_layer0: see `solve`.
+
+    Raises:
+      ValueError: no schedule fits the budget, or an argument is invalid.
     """
     scores, costs = _checked(scores, budget, costs, count_layer0)
     layers, levels = scores.shape
@@ -225,7 +251,9 @@ def solve_greedily(
     each = np.arange(layers)
     left = budget - int(costs[:, 0].sum())
     if left < 0:
-        raise ValueError(f"budget must allow the smallest levels, which cost {costs[:, 0].sum()}, got {budget}")
+        raise ValueError(
+            f"budget must be at least {costs[:, 0].sum()}, the cost of the lowest level in every layer, got {budget}"
+        )
     while True:
         best: tuple[float, int, int, int] | None = None
         for layer in range(layers):
@@ -248,7 +276,7 @@ def _checked(
     scores: npt.NDArray[np.float64], budget: int, costs: npt.NDArray[np.int64] | None, count_layer0: bool
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     if scores.ndim != 2 or 0 in scores.shape or not np.isfinite(scores).all():
-        raise ValueError(f"scores must be finite, of shape [layers, levels], got {scores.shape}")
+        raise ValueError(f"scores must be finite values of shape [layers, levels], got shape {scores.shape}")
     if budget < 0:
         raise ValueError(f"budget must be at least 0, got {budget}")
     if costs is None:
@@ -256,8 +284,8 @@ def _checked(
     costs = np.array(costs, np.int64)
     if costs.shape != scores.shape or costs.min() < 0 or (np.diff(costs, axis=1) < 0).any():
         raise ValueError(
-            f"costs must be integers of at least 0 that do not fall with the level, of shape {scores.shape}, "
-            f"got {costs.shape}"
+            f"costs must be non-negative integers of shape {scores.shape} that do not decrease from level to level, "
+            f"got shape {costs.shape}"
         )
     if not count_layer0:
         costs[0] = 0
@@ -273,18 +301,18 @@ def find_schedule(
     count_layer0: bool = True,
     isotonic: bool = True,
 ) -> Schedule:
-    """The schedule of a mean ratio (VLCache writes the budget as a sum and reports means; this is the mean).
+    """Return the schedule with the smallest predicted error for a mean ratio over the layers.
 
     Args:
-      scores: of the model.
-      mean: of the ratios of all layers, at most; a decimal is taken exactly.
-      method: "dp", exact, or "greedy", the paper's.
-      max_distinct: different ratios at most; "greedy" does not bound them.
+      scores: sensitivities of the model.
+      mean: maximum mean ratio of all layers; a decimal is used exactly.
+      method: "dp" (default, exact) or "greedy" (the paper's).
+      max_distinct: maximum number of different ratios; "greedy" ignores it; None: no limit.
       count_layer0: see `solve`.
-      isotonic: smooth the scores first (`LayerScores.isotonic`).
+      isotonic: True (default) smooths the scores first (`LayerScores.isotonic`).
 
     Raises:
-      ValueError: a mean that is negative or beyond the grid.
+      ValueError: `mean` is negative or above the largest ratio of the scores, or another argument is invalid.
     """
     try:
         number = mean if isinstance(mean, Fraction) else Decimal(str(mean))
@@ -293,9 +321,9 @@ def find_schedule(
     if isinstance(number, Decimal) and not (number.is_finite() and -_DIGITS <= number.adjusted() <= _DIGITS):
         raise ValueError(f"mean must be a number of at most {_DIGITS} digits, got {mean}")
     ratio = Fraction(number)
-    most = Fraction(scores.max_level, UNITS)
-    if not 0 <= ratio <= most:
-        raise ValueError(f"mean must be from 0 to {float(most):g}, the largest ratio of the scores, got {mean}")
+    max_ratio = Fraction(scores.max_level, UNITS)
+    if not 0 <= ratio <= max_ratio:
+        raise ValueError(f"mean must be from 0 to {float(max_ratio):g}, the largest ratio of the scores, got {mean}")
     if method not in ("dp", "greedy"):
         raise ValueError(f"method must be 'dp' or 'greedy', got {method!r}")
     budget = int(ratio * UNITS * scores.num_layers)
@@ -315,14 +343,14 @@ def find_schedule(
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What a layer step costs, by the size it is compiled for.
+    """Time of a layer at each size that it is compiled for.
 
     Attributes:
-      rows: sizes, ascending.
-      microseconds: of a layer step of each size, non-decreasing.
+      rows: numbers of tokens, ascending.
+      microseconds: time of a layer for each number of tokens, non-decreasing.
 
     Raises:
-      ValueError: sizes or times that are not such.
+      ValueError: sizes or times are not ascending integers, or there are none.
     """
 
     rows: tuple[int, ...]
@@ -331,34 +359,49 @@ class LayerTimes:
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.microseconds):
             raise ValueError(
-                f"rows and microseconds must be lists of one length, got {self.rows} and {self.microseconds}"
+                f"rows and microseconds must be non-empty lists of the same length, "
+                f"got {self.rows} and {self.microseconds}"
             )
-        for name, values, least in (("rows", self.rows, 1), ("microseconds", self.microseconds, 0)):
-            numbers = all(type(value) is int and value >= least for value in values)
+        for name, values, min_value in (("rows", self.rows, 1), ("microseconds", self.microseconds, 0)):
+            numbers = all(type(value) is int and value >= min_value for value in values)
             if not numbers or not all(a <= b for a, b in itertools.pairwise(values)):
-                raise ValueError(f"{name} must be ascending integers of at least {least}, got {values}")
+                raise ValueError(f"{name} must be ascending integers of at least {min_value}, got {values}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LayerTimes:
-        """Reads what `vlcache schedule times` wrote."""
+        """Read a file of `vlcache schedule times`.
+
+        Raises:
+          ValueError: it is another kind of file, or its values are invalid.
+        """
         try:
             content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
             if not isinstance(content, dict) or not all(isinstance(content.get(name), list) for name in _TIMES):
-                raise ValueError(f"it must hold the lists {' and '.join(_TIMES)}")
+                raise ValueError(f"it must have the lists {' and '.join(_TIMES)}")
             return cls(tuple(content["rows"]), tuple(content["microseconds"]))
         except (OSError, ValueError) as error:
-            raise ValueError(f"times must be a file of `vlcache schedule times`, got {path}: {error}") from error
+            raise ValueError(
+                f"times must be a file written by `vlcache schedule times`, got {path}: {error}"
+            ) from error
 
     def costs(self, num_layers: int, max_level: int, *, image_tokens: int, text_rows: int) -> npt.NDArray[np.int64]:
-        """Microseconds of each layer at each level, [L, max_level + 1], for one image among text.
+        """Return the microseconds of each layer at each level, [L, max_level + 1], for a prompt with one image.
+
+        Args:
+          num_layers: number of layers.
+          max_level: largest level, in units of 1/500.
+          image_tokens: number of image tokens in the prompt.
+          text_rows: number of text tokens in the prompt.
 
         Raises:
-          ValueError: more rows than the largest size measured.
+          ValueError: the largest level needs more tokens than the largest measured size.
         """
         level = np.arange(max_level + 1)
         rows = text_rows + level * image_tokens // UNITS
         if rows[-1] > self.rows[-1]:
-            raise ValueError(f"times must reach {rows[-1]} rows, got up to {self.rows[-1]}")
+            raise ValueError(
+                f"times must cover {rows[-1]} tokens, got up to {self.rows[-1]}; run `vlcache schedule times` again"
+            )
         times = np.array(self.microseconds)[np.searchsorted(self.rows, rows)]
         return np.broadcast_to(times, (num_layers, max_level + 1)).astype(np.int64)
 
@@ -373,21 +416,25 @@ def find_schedule_within(
     max_distinct: int | None = 6,
     isotonic: bool = True,
 ) -> Schedule:
-    """The schedule whose layers together take at most so long, by measured times (exact, in 1/2000 of the budget).
+    """Return the schedule with the smallest predicted error for a time of all layers (resolution: 1/2000 of it).
 
     Args:
-      scores: of the model.
-      microseconds: that all layers may take.
-      times: of layer steps.
-      image_tokens, text_rows: of the prompt that the schedule is made for.
+      scores: sensitivities of the model.
+      microseconds: maximum time of all layers.
+      times: measured time of a layer.
+      image_tokens: number of image tokens in the prompt that the schedule is made for.
+      text_rows: number of text tokens in that prompt.
       max_distinct, isotonic: see `find_schedule`.
+
+    Raises:
+      ValueError: `microseconds` is below the time of full reuse, or another argument is invalid.
     """
     costs = times.costs(scores.num_layers, scores.max_level, image_tokens=image_tokens, text_rows=text_rows)
-    if microseconds < (least := int(costs[:, 0].sum())):
-        raise ValueError(f"microseconds must allow at least full reuse, which takes {least}, got {microseconds}")
+    if microseconds < (min_cost := int(costs[:, 0].sum())):
+        raise ValueError(f"microseconds must be at least {min_cost}, the time of full reuse, got {microseconds}")
     unit = max(1, microseconds // _LATENCY_STEPS)
     values = (scores.isotonic() if isotonic else scores).values
-    # The first layer computes what the second one needs: its rows come with the second one's level.
+    # The first layer computes the tokens that the second layer needs, so it has the second layer's level.
     solution = solve(values, microseconds // unit, costs=-(-costs // unit), max_distinct=max_distinct)
     made_by = {
         "method": "dp",

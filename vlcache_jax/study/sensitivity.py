@@ -1,11 +1,12 @@
-"""How much each layer gains from recomputing: the scores that schedules are searched with (VLCache, eq. 5).
+"""Sensitivity of the layers: the gain of each layer from recomputation, for the search of schedules (VLCache, eq. 5).
 
-S_i(r) is the error of the logits, against a cold run, if the K, V of images come from another prompt in every layer,
-and only layer i recomputes the first floor(r T) tokens of each image. Image tokens are carried up to layer i with the
-donor's K, V in all layers before; what they become there is what layer i writes.
+S_i(r) is the error of the logits relative to a cold run, if the KV of images comes from another prompt in every layer,
+and only layer i recomputes the first floor(r T) tokens of each image. Up to layer i, image tokens are computed with the
+donor's KV in all layers before. Layer i writes the KV of the resulting hidden states.
 
-Measured fast and exactly: one run with the donor's K, V everywhere keeps the hidden states of text rows and the fresh
-K, V of image rows, layer by layer; then S_i(r) needs only the text rows of layers i and up, for many ratios at once.
+The measurement is fast and exact. One run with the donor's KV in all layers returns the hidden states of text tokens
+and the computed KV of image tokens of each layer. S_i(r) then needs only the text tokens in layers i and later, for
+many ratios at once.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
     from vlcache_jax.study.questions import Sample
 
 _CANDIDATES = 32  # ratios that run together
-_ROUND = 32  # text rows are padded to a multiple of this
+_ROUND = 32  # text tokens are padded to a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
 class ProfileCase:
-    """A sample of the profile.
+    """Sample of the profile.
 
     Attributes:
       formal: the conversation that is answered.
-      donors: others that fill the cache, with the same images in the same order, together or one after the other.
+      donors: conversations that fill the cache, with the same images in the same order, in one or in several prompts.
       answer: token ids of the cold run's greedy answer.
     """
 
@@ -53,7 +54,14 @@ class ProfileCase:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The runs of a case that every measurement starts from."""
+    """Runs of a case from which every measurement starts.
+
+    Attributes:
+      placed: the formal prompt with the cold answer.
+      donor: KV of images from the donors, at their positions in the formal prompt.
+      cold: the run without reuse.
+      overridden: the run with the donor's KV of images in every layer.
+    """
 
     placed: Placed
     donor: Values
@@ -62,21 +70,21 @@ class Runs:
 
 
 def prepare(probe: Probe, case: ProfileCase) -> Runs:
-    """Runs donor and formal prompt, and the formal prompt with the donor's K, V of images in every layer.
+    """Run the donor prompts, the formal prompt, and the formal prompt with the donor's KV of images in every layer.
 
     Raises:
-      ValueError: the images of the two prompts differ, or there are none.
+      ValueError: the images of the prompts differ, or there are none.
     """
     placed = probe.place(case.formal, case.answer)
     if not placed.images:
-        raise ValueError("a sample must show at least one image, got none")
+        raise ValueError("formal prompt of a case must have at least one image, got none")
     others = [probe.place(donor) for donor in case.donors]
     donor = probe.transplant([(other, probe.run(other)) for other in others], placed)
     return Runs(placed, donor, probe.run(placed), probe.run(placed, probe.text_only(placed), donor))
 
 
 def direct(probe: Probe, runs: Runs, layer: int, level: int) -> float:
-    """S_i(r) of one case by a whole run of its own: the definition, for tests."""
+    """Return S_i(r) of a case at r = `level` / 500 by a full run, as a reference for tests."""
     write = probe.text_only(runs.placed)
     write[layer] |= probe.first_tokens(runs.placed, lambda tokens: level * tokens // UNITS)
     trace = probe.run(runs.placed, write, runs.donor)
@@ -84,16 +92,16 @@ def direct(probe: Probe, runs: Runs, layer: int, level: int) -> float:
 
 
 def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tokens: int) -> list[ProfileCase]:
-    """The cases of samples: each is answered cold, and its donors are the protocol's auxiliary prompts.
+    """Return the cases of samples, with answers without reuse and the auxiliary prompts of the protocol as donors.
 
     Raises:
-      ValueError: a sample without images.
+      ValueError: a sample has no image.
     """
     from vlcache_jax.sampling import SamplingParams
 
     for sample in samples:
         if not sample.images:
-            raise ValueError(f"sample {sample.index} must show at least one image, got none")
+            raise ValueError(f"sample {sample.index} must have at least one image, got none")
     formal = [protocol.formal(samples, i) for i in range(len(samples))]
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     outputs = llm.chat(formal, params, reuse="off")
@@ -105,11 +113,14 @@ def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tok
 
 
 class Profiler:
-    """Measures S_i(r) of cases, fast.
+    """Fast measurement of S_i(r).
 
     Args:
       llm: an open engine.
-      max_level: ratios 0, 1/500, ... up to this many 500ths.
+      max_level: largest ratio in units of 1/500. Smaller ones are measured too.
+
+    Raises:
+      ValueError: `max_level` is out of range, or the engine uses several devices.
     """
 
     def __init__(self, llm: LLM, max_level: int = MAX_LEVEL):
@@ -120,15 +131,15 @@ class Profiler:
         self._layer = jax.jit(self._text_layer)
 
     def measure(self, case: ProfileCase) -> npt.NDArray[np.float64]:
-        """S_i(n / 500) of one case, [L, max_level + 1]."""
+        """Return S_i(n / 500) of a case, [L, max_level + 1]."""
         return self.scores(prepare(self.probe, case))
 
     def scores(self, runs: Runs) -> npt.NDArray[np.float64]:
-        """S_i(n / 500), [L, max_level + 1], from the runs of a case."""
+        """Return S_i(n / 500), [L, max_level + 1], from the runs of a case."""
         probe, placed = self.probe, runs.placed
         lengths = [span.length for span in placed.images]
         counts = [tuple(level * length // UNITS for length in lengths) for level in range(self.max_level + 1)]
-        distinct = list(dict.fromkeys(counts))  # small images know few different ratios
+        distinct = list(dict.fromkeys(counts))  # small images have few different counts
         base = squared_error(runs.overridden.logits, runs.cold.logits)
         size = len(placed.x)
         masks = np.zeros((len(distinct), size), bool)
@@ -137,7 +148,7 @@ class Profiler:
                 mask[span.start : span.start + tokens] = True
         values = np.full((probe.num_layers, len(distinct)), base)
         fresh = [k for k in range(len(distinct)) if any(distinct[k])]
-        for layer in range(1, probe.num_layers):  # K, V of layer 0 do not depend on context (P4)
+        for layer in range(1, probe.num_layers):  # KV of layer 0 does not depend on the context (P4)
             for first in range(0, len(fresh), _CANDIDATES):
                 chosen = fresh[first : first + _CANDIDATES]
                 for k, logits in zip(chosen, self._candidates(runs, layer, masks[chosen]), strict=True):
@@ -146,10 +157,10 @@ class Profiler:
         return values[:, [where[count] for count in counts]]
 
     def _candidates(self, runs: Runs, layer: int, masks: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-        """Logits [R, c, V] if layer `layer` recomputes the rows of each mask [R, N], and no other layer does."""
+        """Return the logits [R, c, V] if only layer `layer` recomputes the tokens of each mask [R, N]."""
         probe, placed = self.probe, runs.placed
         n, size = len(placed.layout), len(placed.x)
-        # Text before the first image sees no image: its K, V are what they are in every run.
+        # Text before the first image does not attend to images: its KV is the same in every run.
         first = placed.images[0].start
         text = np.flatnonzero(~placed.is_image)
         text = text[text >= first]
@@ -191,15 +202,18 @@ class Profiler:
         rows: jax.Array,
         position: jax.Array,
     ) -> jax.Array:
-        """One layer over the text rows of all candidates, each with a pool of its own.
+        """Run a layer over the text tokens of all candidates, each with a KV pool of its own.
 
         Args:
-          x: [R x n, M], hidden states of the n text rows of each of R candidates.
-          own, donor: keys before rotation and values of all rows, [N, K, D]: what the rows compute, and the donor's.
-          masks: image rows that are their own, [R, N].
-          before: rows of text before the images, [N].
-          rows: places of the n text rows in the prompt, N for padding.
-          position: M-RoPE triples of all rows, [3, N].
+          x: hidden states of the n text tokens of each of R candidates, [R x n, M].
+          own, donor: computed KV and the donor's KV of all tokens, keys before rotation, each [N, K, D].
+          masks: image tokens with their computed KV, [R, N].
+          before: text tokens before the images, [N].
+          rows: indices of the n text tokens in the prompt, N for padding.
+          position: M-RoPE positions of all tokens, [3, N].
+
+        Returns:
+          The hidden states after the layer, [R x n, M].
         """
         probe = self.probe
         config, size, candidates = probe.config.text, position.shape[1], len(masks)
@@ -234,7 +248,7 @@ class Profiler:
 
 
 def squared_error(logits: npt.NDArray[np.float32], cold: npt.NDArray[np.float32]) -> float:
-    """Mean over positions and vocabulary."""
+    """Return the mean squared difference of logits over positions and vocabulary."""
     return float(np.mean(np.square(logits.astype(np.float64) - cold)))
 
 
@@ -246,17 +260,17 @@ def profile(
     work: str | os.PathLike[str] | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> LayerScores:
-    """The scores of a model: S_i(r), the mean over cases.
+    """Return the scores of a model: S_i(r), averaged over cases.
 
     Args:
       llm: an open engine.
-      cases: samples, each of weight 1.
-      max_level: the largest ratio, in 500ths.
-      work: file of finished cases; a second call goes on from it.
-      progress: is told how many cases are done.
+      cases: samples of equal weight.
+      max_level: largest ratio in units of 1/500.
+      work: file of finished cases, which a later call resumes; None (default): no file.
+      progress: called with the number of finished cases.
 
     Raises:
-      ValueError: no cases, or one without images.
+      ValueError: there are no cases, or one has no images.
     """
     if not cases:
         raise ValueError("cases must not be empty")

@@ -12,12 +12,12 @@ REUSE = ("exact", "approximate", "full")
 
 
 def setup(folder: Path) -> tuple[str, dict[str, str]]:
-    """Needs no more than is here."""
+    """Return this environment; nothing is installed."""
     return sys.executable, {}
 
 
 class OwnEngine:
-    """See `engines`."""
+    """This engine, with the interface that `engines` documents."""
 
     def __init__(self, model: str, dtype: str, options: dict[str, int]):
         from vlcache_jax import LLM, SamplingParams

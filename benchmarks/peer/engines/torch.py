@@ -1,4 +1,4 @@
-"""transformers + torch, in float32: what the others' answers are compared with. One request after the other."""
+"""transformers + torch in float32, the reference of the other engines' outputs. Requests run one after the other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ REUSE = ("exact",)
 
 
 def setup(folder: Path) -> tuple[str, dict[str, str]]:
-    """Needs torch in this environment."""
+    """Return this environment, which must have torch."""
     if importlib.util.find_spec("torch") is None:
-        raise RuntimeError("torch is not installed, which comes with `--group test`")
+        raise RuntimeError("torch is not installed: run `uv run --group test`")
     return sys.executable, {}
 
 
 class TorchEngine:
-    """See `engines`."""
+    """transformers, with the interface that `engines` documents."""
 
     def __init__(self, model: str, dtype: str, options: dict[str, int]):
         import torch
@@ -33,16 +33,16 @@ class TorchEngine:
         self._processor = AutoImageProcessor.from_pretrained(model)
 
     def warm(self, reuse: Sequence[str]) -> None:
-        """It has nothing to compile."""
+        """Do nothing; there is nothing to compile."""
 
     def answer(self, requests: Sequence[dict[str, Any]], reuse: str, logprobs: int) -> list[dict[str, Any]]:
         return [self._answer(one, logprobs) for one in requests]
 
     def settle(self) -> None:
-        """It does nothing in the background."""
+        """Do nothing; there is no work in the background."""
 
     def forget(self) -> None:
-        """It keeps nothing."""
+        """Do nothing; nothing is cached."""
 
     def close(self) -> None:
         del self._model
@@ -56,10 +56,10 @@ class TorchEngine:
             inputs = dict(self._processor(images=request["images"], return_tensors="pt"))
             merged = self._processor.merge_size**2
             counts = iter((inputs["image_grid_thw"].prod(-1) // merged).tolist())
-            # A marker stands for all tokens of its image.
+            # A marker represents all tokens of its image.
             marked = [token for one in marked for token in [one] * (next(counts) if one == image_token else 1)]
         ids = torch.tensor([marked])
-        self._model.model.rope_deltas = None  # of the request before
+        self._model.model.rope_deltas = None  # of the previous request
         with torch.inference_mode():
             out = self._model.generate(
                 input_ids=ids,

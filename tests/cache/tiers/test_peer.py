@@ -272,7 +272,7 @@ def test_no_file_of_another_length_is_read(folder, tier):
 def test_a_place_of_another_size_is_noticed(folder, tier):
     folder.add(CASES["kv"])
     meta = found(tier, CASES["kv"])
-    with pytest.raises(DamagedError, match="another size"):
+    with pytest.raises(DamagedError, match="got a buffer of"):
         list(tier.read(meta, meta.parts, lambda part: (np.zeros((2, 5, 2, 8), np.float32),)))
 
 
@@ -299,7 +299,7 @@ def test_a_record_deleted_while_it_is_read_comes_whole(folder, tier):
 
 def test_a_server_for_other_machines_needs_a_token(folder):
     for host in ("0.0.0.0", "", "10.0.0.7", "example.com", "::"):
-        with pytest.raises(ValueError, match=r"^token must be given"):
+        with pytest.raises(ValueError, match=r"^token is required"):
             PeerServer(folder, host, 0)
     for token in ("", "two words", "ä", "a\r\nb"):
         with pytest.raises(ValueError, match=r"^token must be"):
@@ -333,14 +333,14 @@ def test_other_models_and_codecs_are_refused(folder):
     folder.add(CASES["kv"])
     with serving(folder, models=("00ab", "77"), codecs=("bfloat16",)) as server:
         for model, codec, refused in (
-            ("00aa", "bfloat16", "'model', has ['00ab', '77']"),
+            ("00aa", "bfloat16", "'model' of this engine and has ['00ab', '77']"),
             ("", "bfloat16", "'model'"),
-            ("77", "bfloat16 int8", "'codec', has ['bfloat16']"),
+            ("77", "bfloat16 int8", "'codec' of this engine and has ['bfloat16']"),
             ("00a", "float32", "'model'"),
         ):
             with asking(server, model=model, codec=codec) as tier, pytest.raises(RefusedError) as caught:
                 tier.find(key(1))
-            assert f"refuses our {refused}" in str(caught.value)
+            assert f"rejects the {refused}" in str(caught.value)
         with asking(server, model=lambda: "00abcd", codec=lambda: "bfloat16") as tier:
             assert_whole(tier, CASES["kv"])
 
@@ -348,11 +348,11 @@ def test_other_models_and_codecs_are_refused(folder):
 def test_another_format_is_refused_by_both(folder, server, tier, monkeypatch):
     folder.add(CASES["kv"])
     monkeypatch.setattr("vlcache_jax.cache.tiers.peer.FORMAT_VERSION", FORMAT_VERSION + 1)
-    with pytest.raises(RefusedError, match=f"'format', has {FORMAT_VERSION}"):
+    with pytest.raises(RefusedError, match=f"'format' of this engine and has {FORMAT_VERSION}"):
         tier.find(key(1))
     monkeypatch.undo()
     assert_whole(tier, CASES["kv"])
-    with scripted(hello(format=1)) as url, pytest.raises(RefusedError, match=f"format must be {FORMAT_VERSION}, has 1"):
+    with scripted(hello(format=1)) as url, pytest.raises(RefusedError, match=f"format must be {FORMAT_VERSION}, got 1"):
         PeerTier(url).find(key(1))
 
 

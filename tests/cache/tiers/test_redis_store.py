@@ -109,14 +109,14 @@ def test_parts_come_in_the_order_that_is_asked_for(tier):
     places = parts(make(context=key(7), seed=5))
     got = list(tier.read(KV.meta, iter([("kv", 2), ("kv", 0)]), places.__getitem__))
     assert [part for part, _ in got] == [("kv", 2), ("kv", 0)]
-    for part, planes in got:
-        assert planes is places[part]
-        np.testing.assert_array_equal(planes[0][:, :6], KV.data[part[1], :, :6])
+    for part, buffers in got:
+        assert buffers is places[part]
+        np.testing.assert_array_equal(buffers[0][:, :6], KV.data[part[1], :, :6])
 
 
 def test_a_place_of_another_size_is_an_error(tier):
     write(tier, KV)
-    with pytest.raises(DamagedError, match="another size"):
+    with pytest.raises(DamagedError, match="got a buffer of"):
         list(tier.read(KV.meta, KV.meta.parts, lambda part: (np.zeros((2, 3, 2, 8), np.float32),)))
 
 
@@ -279,7 +279,7 @@ def test_data_that_went_before_they_were_visible(tier, server, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(tier._client, "eval", publish)
-    with pytest.raises(TierError, match="has not kept all"):
+    with pytest.raises(TierError, match="dropped a part of it"):
         write(tier, KV)
     assert server.client.dbsize() == 0
 

@@ -1,4 +1,4 @@
-"""The tier of peers that come and go: who may hold a record is told while the engine runs."""
+"""Tier of peers that change while the engine runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 from vlcache_jax.cache.keys import REMEMBERED, Bounded
-from vlcache_jax.cache.record import EntryGoneError, Found, Meta, Part, Place, Planes, TierError
+from vlcache_jax.cache.record import Buffers, EntryGoneError, Found, Meta, Part, Place, TierError
 from vlcache_jax.cache.tiers.peer import PeerTier, ReadOnlyTier
 
-_MOST = 16  # peers that are asked for a record
-_SECONDS = 60.0  # for which one that was named counts: who is gone is not named again
+_MAX_PEERS = 16  # peers that a lookup queries
+_SECONDS = 60.0  # lifetime of a named peer; peers that are gone are not named again
 _THREADS = 8
 
 
 class RecentPeers:
-    """Addresses of those that may hold what is asked for next; the last ones that were named count, for a minute.
-
-    It may be called from any thread.
+    """Addresses of the peers named in the last minute, the last 16 of them. Methods may be called from any thread.
 
     Args:
-      clock: seconds that only grow.
+      clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -31,12 +29,12 @@ class RecentPeers:
         self._urls: OrderedDict[str, float] = OrderedDict()
 
     def note(self, urls: Collection[str]) -> None:
-        """They may hold what comes next, the first ones most likely."""
+        """Add peers that may have the next records, the most likely ones first."""
         with self._lock:
             for url in reversed(list(urls)):
                 self._urls[url] = self._clock()
                 self._urls.move_to_end(url)
-            while len(self._urls) > _MOST:
+            while len(self._urls) > _MAX_PEERS:
                 self._urls.popitem(last=False)
 
     def __call__(self) -> Collection[str]:
@@ -45,16 +43,16 @@ class RecentPeers:
             return [url for url, named in self._urls.items() if named >= oldest]
 
     def __reduce__(self) -> tuple[type[RecentPeers], tuple[()]]:
-        """Elsewhere nobody has been named."""
+        """Pickle it without addresses."""
         return RecentPeers, ()
 
 
-class NeighbourTier(ReadOnlyTier):
-    """Records of whichever peers are named when one is asked for.
+class DiscoveredPeerTier(ReadOnlyTier):
+    """Records of the peers that are named at the time of a lookup.
 
     Args:
-      urls: gives their addresses now; see `PeerTier`.
-      connect: makes the tier of one.
+      urls: returns their current addresses; see `PeerTier`.
+      connect: creates the tier of an address.
     """
 
     def __init__(self, urls: Callable[[], Collection[str]], connect: Callable[[str], PeerTier]):
@@ -65,25 +63,25 @@ class NeighbourTier(ReadOnlyTier):
         self._threads = ThreadPoolExecutor(_THREADS, "vlcache-neighbours")
 
     def find(self, entry: str) -> list[Found]:
-        asked = {self._threads.submit(peer.find, entry): peer for peer in self._current()}
+        lookups = {self._threads.submit(peer.find, entry): peer for peer in self._current()}
         errors = []
-        for answer in as_completed(asked):
+        for answer in as_completed(lookups):
             try:
                 found = _result(answer)
-            except TierError as error:  # it may have gone; the others answer
+            except TierError as error:  # the peer may be gone; the others respond
                 errors.append(error)
                 continue
-            if found:  # the first one that has it: others may be slow, or gone
+            if found:  # use the first peer that has it: others may be slow or gone
                 for one in found:
-                    self._where.put(one.meta.name, asked[answer])
+                    self._where.put(one.meta.name, lookups[answer])
                 return found
-        if errors and len(errors) == len(asked):
+        if errors and len(errors) == len(lookups):
             raise errors[0]
         return []
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Buffers]]:
         if (peer := self._where.get(meta.name)) is None:
-            raise EntryGoneError(f"{meta.name}: nobody is known to hold it")
+            raise EntryGoneError(f"{meta.name}: none of the discovered peers has this cache entry")
         yield from peer.read(meta, parts, place)
 
     def close(self) -> None:
@@ -94,7 +92,7 @@ class NeighbourTier(ReadOnlyTier):
             self._peers.clear()
 
     def _current(self) -> list[PeerTier]:
-        """Those that are named now; connections to others are closed."""
+        """Return the tiers of the peers named now, and close those of other peers."""
         urls = self._urls()
         with self._lock:
             gone = [self._peers.pop(url) for url in self._peers.keys() - set(urls)]
@@ -110,5 +108,5 @@ class NeighbourTier(ReadOnlyTier):
 def _result(answer: Future[list[Found]]) -> list[Found]:
     try:
         return answer.result()
-    except RuntimeError as error:  # it was closed meanwhile
+    except RuntimeError as error:  # closed in the meantime
         raise TierError(str(error)) from error

@@ -1,7 +1,7 @@
-"""The disk tier: a directory of record files, and an index of them.
+"""Disk tier: a directory of record files with an index.
 
-A file appears under its name when it is complete and on the disk, and never changes. Several processes may use one
-directory: who changes what is visible does so within a transaction of the index, so that index and files tell the same.
+A file appears under its name when it is complete and synced, and never changes. Several processes may use one
+directory. Visible changes happen within a transaction of the index, so that index and files agree.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from vlcache_jax.cache.folders import LIBRARIES_FOLDER, MOST, held, log_older, older_bytes, remove_folder
 from vlcache_jax.cache.keys import FORMAT_VERSION, Quotas, payer
 from vlcache_jax.cache.record import (
+    Buffers,
     DamagedError,
     EntryGoneError,
     Found,
@@ -32,7 +33,6 @@ from vlcache_jax.cache.record import (
     Outcome,
     Part,
     Place,
-    Planes,
     Tier,
     TierError,
     blocks,
@@ -51,25 +51,25 @@ from vlcache_jax.common.files import make_folder
 
 _log = logging.getLogger(__name__)
 
-FOLDER = f"vlcache-{FORMAT_VERSION}"  # of the directory: what lies beside it is not ours
+FOLDER = f"vlcache-{FORMAT_VERSION}"  # folder within the directory; its siblings belong to others
 _PART = ".part"
-_WRITER = ".writer"  # files that their owners keep locked as long as they live
+_WRITER = ".writer"  # files that live writers keep locked
 _BEING_WRITTEN = re.compile(rf"[0-9a-f.]+{SUFFIX}\.(?P<writer>[0-9a-f]{{32}})\.\d+{_PART}")
 
 
 class DiskTier(Tier):
-    """Records in a directory, under a budget of bytes; the least recently used leave first.
+    """Records in a directory with a limit of bytes; the least recently used are evicted first.
 
     Args:
-      directory: is made if it does not exist, for its owner alone.
-      capacity: bytes of all files, at most.
-      shares: of it, of those who pay for records; None: they have no limits.
-      ttl: seconds after which a record leaves, with the next one that is written; None: it stays. Until then it is
-        found, and whoever finds it looks at when it was written.
-      clock: seconds since the epoch.
+      directory: directory, which is created with access for its owner only.
+      capacity: maximum size of all files in bytes.
+      shares: quotas of payers within the capacity; None: no quotas.
+      ttl: lifetime of records in seconds; expired records are deleted by the next write. Until then they are found, and
+        the caller checks their time. None: no limit.
+      clock: returns seconds since the epoch.
 
     Raises:
-      ValueError: it is no directory, or cannot be used; or another process has been opening it for a minute.
+      ValueError: the directory or its index cannot be used, or another process has been opening it for a minute.
     """
 
     label = "disk"
@@ -87,13 +87,13 @@ class DiskTier(Tier):
         self.capacity, self._shares, self._ttl = capacity, shares or Quotas(), ttl
         self._clock = clock
         self._me, self._pid = uuid.uuid4().hex, os.getpid()
-        self._numbers = itertools.count()  # of files that are being written
-        self._gone: set[str] = set()  # records whose file was not found
+        self._numbers = itertools.count()  # for names of temporary files
+        self._gone: set[str] = set()  # records whose file is missing
         try:
             self.directory = pathlib.Path(directory).expanduser() / FOLDER
             make_folder(self.directory)
             log_older(self.directory.parent, FOLDER)
-            with held(self.directory / "lock", most=MOST):  # two that open at once would mend what the other is making
+            with held(self.directory / "lock", most=MOST):  # a concurrent opener would delete unfinished files
                 self._alive = open(self.directory / f"{self._me}{_WRITER}", "wb")  # noqa: SIM115
                 fcntl.flock(self._alive, fcntl.LOCK_EX)
                 try:
@@ -102,10 +102,10 @@ class DiskTier(Tier):
                     self._die()
                     raise
         except (OSError, sqlite3.Error, RuntimeError, ValueError) as error:
-            told = f"its index: {error}; {advice(error)}" if isinstance(error, sqlite3.Error) else error
-            raise ValueError(f"disk must be a directory that can be used, got {str(directory)!r}: {told}") from error
+            reason = f"its index: {error}; {advice(error)}" if isinstance(error, sqlite3.Error) else error
+            raise ValueError(f"disk must be a usable directory, got {str(directory)!r}: {reason}") from error
 
-    # The interface of a tier.
+    # Interface of a tier.
 
     def find(self, entry: str) -> list[Found]:
         with self._reporting(entry):
@@ -121,34 +121,34 @@ class DiskTier(Tier):
                         self._remove(name)
             return found
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Buffers]]:
         name, size = meta.name, meta.part_bytes
         with self._reporting(name), self._open(name) as file:
             header = make_header(meta)
-            is_ours = _header(file.fileno()) == header  # under its name it may be gone by now
+            is_ours = _header(file.fileno()) == header  # the file may have been replaced
             if not is_ours or os.fstat(file.fileno()).st_size != file_bytes(meta):
                 raise DamagedError(f"{name}: file is damaged")
             self._index.use(name, self._clock())
             for part in parts:
-                planes = place(part)
-                buffers = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, planes)]
-                if sum(map(len, buffers)) != size:
-                    raise DamagedError(f"{name}: {part} must have {size} bytes, got place for another size")
-                _read_all(file.fileno(), buffers, len(header) + meta.parts.index(part) * size)
-                yield part, planes
+                buffers = place(part)
+                views = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, buffers)]
+                if sum(map(len, views)) != size:
+                    raise DamagedError(f"{name}: {part} must have {size} bytes, got a buffer of {sum(map(len, views))}")
+                _read_all(file.fileno(), views, len(header) + meta.parts.index(part) * size)
+                yield part, buffers
 
-    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
+    def write(self, meta: Meta, parts: Mapping[Part, Buffers]) -> Outcome:
         with self._reporting(meta.name):
             with self._changing():
                 if self._has(meta.name):
-                    return "known"  # or about to be
+                    return "known"  # exists, or is being written
                 if not self._make_room(meta):
                     return "refused"
                 self._index.claim(meta, self._me, self._clock())
             try:
                 return "stored" if self._write(meta, parts) else "refused"
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):  # if need be, whoever opens the directory next does it
+                with contextlib.suppress(sqlite3.Error):  # else the next process that opens the directory does it
                     self._index.give_up(meta.name, self._me)
                 raise
 
@@ -174,7 +174,7 @@ class DiskTier(Tier):
 
     def date(self, name: str, written: float) -> None:
         with self._reporting(name), self._changing():
-            with contextlib.suppress(FileNotFoundError):  # it may have left again
+            with contextlib.suppress(FileNotFoundError):  # it may be evicted already
                 os.utime(self.directory / file_name(name), (written, written))
             self._index.date(name, written)
 
@@ -184,7 +184,7 @@ class DiskTier(Tier):
         return {"records": records, "bytes": size, "capacity": self.capacity}
 
     def close(self) -> None:
-        if os.getpid() != self._pid:  # a forked child: index and files are its parent's
+        if os.getpid() != self._pid:  # in a forked child: index and files belong to the parent
             return
         self._index.close()
         self._die()
@@ -205,29 +205,29 @@ class DiskTier(Tier):
     # Files.
 
     def _meta(self, name: str, header: bytes) -> Meta:
-        """What the index says of a record, or where that is damaged, its file."""
+        """Return the description of a record from the index, or from its file if the index is damaged."""
         with contextlib.suppress(DamagedError):
             if (meta := read_header(header)).name == name:
                 return meta
         if (meta := read_header(_header(self.directory / file_name(name)))).name != name:
-            raise DamagedError(f"{name}: its file is that of {meta.name}")
+            raise DamagedError(f"{name}: its file contains {meta.name}")
         return meta
 
     @property
     def _oldest(self) -> float | None:
-        """What was written before is not used any more."""
+        """Time before which written records are expired; None: none are."""
         return None if self._ttl is None else self._clock() - self._ttl
 
     def _open(self, name: str) -> BinaryIO:
-        """A record's file; if it is gone, so will be its line in the index."""
+        """Open the file of a record. If it is missing, the next transaction removes it from the index."""
         try:
             return cast(BinaryIO, open(self.directory / file_name(name), "rb", buffering=0))
         except FileNotFoundError as error:
             self._gone.add(name)
-            raise EntryGoneError(f"{name}: its file is gone") from error
+            raise EntryGoneError(f"{name}: its file is missing") from error
 
-    def _write(self, meta: Meta, parts: Mapping[Part, Planes]) -> bool:
-        """The file of a record that has its room; then it is visible, unless it was deleted meanwhile."""
+    def _write(self, meta: Meta, parts: Mapping[Part, Buffers]) -> bool:
+        """Write the file of a claimed record and publish it; return False if it was deleted in the meantime."""
         path = self.directory / file_name(meta.name)
         part_file = path.with_name(f"{path.name}.{self._me}.{next(self._numbers)}{_PART}")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ class DiskTier(Tier):
             descriptor = os.open(part_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "wb", buffering=0) as file:
                 if hasattr(os, "posix_fallocate"):  # macOS has none
-                    os.posix_fallocate(descriptor, 0, file_bytes(meta))  # a full disk is known before the work
+                    os.posix_fallocate(descriptor, 0, file_bytes(meta))  # fails early on a full disk
                 _write_all(descriptor, memoryview(make_header(meta)))
                 for part in meta.parts:
                     for rows in blocks(meta, parts[part]):
@@ -251,7 +251,7 @@ class DiskTier(Tier):
             _discard(part_file)
 
     def _has(self, name: str) -> bool:
-        """Within a transaction: whether a record is there, or somebody who lives is writing it."""
+        """Return whether a record exists, or a live writer is writing it. Call it within a transaction."""
         if (row := self._index.writer(name)) is None:
             return False
         [writer] = row
@@ -262,7 +262,7 @@ class DiskTier(Tier):
         return False
 
     def _make_room(self, meta: Meta) -> bool:
-        """Within a transaction; False if what is being written or pinned leaves none."""
+        """Evict records for a new one; return whether it fits. Call it within a transaction."""
         size = file_bytes(meta)
         self._index.set_right(self._clock())
         names, fits = self._index.leaving(size, self.capacity, before=self._oldest)
@@ -276,13 +276,13 @@ class DiskTier(Tier):
         return fits
 
     def _remove(self, name: str) -> None:
-        """Within a transaction, so that nobody writes it anew meanwhile."""
+        """Delete a record. Call it within a transaction, so that it is not written concurrently."""
         self._index.forget(name)
         _discard(self.directory / file_name(name))
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """A transaction, in which records whose file was not found are forgotten."""
+        """Begin a transaction, which also removes records with missing files from the index."""
         with self._index.changing():
             while self._gone:
                 name = self._gone.pop()
@@ -295,7 +295,7 @@ class DiskTier(Tier):
         self._alive.close()
 
     def _open_index(self, *, is_new: bool = False) -> None:
-        """Opens the index, and lets it tell what the files tell; one that is damaged is made anew."""
+        """Open the index and synchronize it with the files. A damaged index is rebuilt."""
         self._index = Index(self.directory)
         try:
             self._index.check()
@@ -304,12 +304,12 @@ class DiskTier(Tier):
             self._index.close()
             if is_new or not is_damage(error):
                 raise
-            _log.warning("the index of %s is damaged, and is made anew: %s", self.directory, error)
+            _log.warning("the index of %s is damaged and rebuilt: %s", self.directory, error)
             self._index.discard()
             self._open_index(is_new=True)
 
     def _agree(self) -> None:
-        """Index and files tell the same again, whatever happened to whoever used them."""
+        """Synchronize index and files, and delete the remains of dead writers."""
         with self._changing():
             writers = (path for path in self.directory.glob(f"*{_WRITER}") if path.is_file())
             alive = {path.stem for path in writers if _is_locked(path)}
@@ -319,7 +319,7 @@ class DiskTier(Tier):
                 ours = _BEING_WRITTEN.fullmatch(part_file.name)
                 if ours and ours["writer"] not in alive:
                     _discard(part_file)
-            there = set(self._look_through())
+            there = set(self._scan())
             for name in self._index.names() - there:
                 if not (self.directory / file_name(name)).is_file():
                     self._index.forget(name)
@@ -327,8 +327,8 @@ class DiskTier(Tier):
             for name in self._index.leaving(0, self.capacity, before=self._oldest)[0]:
                 self._remove(name)
 
-    def _look_through(self) -> Iterator[str]:
-        """Enters what the index lacks or has otherwise, deletes what is damaged; the names of whole files."""
+    def _scan(self) -> Iterator[str]:
+        """Update the index from the files and delete damaged files; yield the names of intact records."""
         for path in self.directory.glob(f"??/*{SUFFIX}"):
             name = name_of(str(path.relative_to(self.directory)))
             if name is None or not path.is_file():
@@ -338,11 +338,11 @@ class DiskTier(Tier):
                 about = path.stat()
                 if meta.name != name or about.st_size != file_bytes(meta):
                     raise DamagedError(f"{path} is damaged")
-            except OSError as error:  # it may pass
+            except OSError as error:  # possibly temporary
                 _log.warning("%s could not be read: %s", path, error)
                 continue
             except DamagedError:
-                _log.warning("%s is damaged, and is deleted", path)
+                _log.warning("%s is damaged and deleted", path)
                 self.damaged += 1
                 _discard(path)
                 continue
@@ -352,7 +352,7 @@ class DiskTier(Tier):
 
     @contextlib.contextmanager
     def _reporting(self, name: str) -> Iterator[None]:
-        """Whatever goes wrong is a TierError."""
+        """Convert errors of files and the index to TierError."""
         try:
             yield
         except (OSError, sqlite3.Error) as error:
@@ -360,19 +360,19 @@ class DiskTier(Tier):
 
 
 def _header(path: str | os.PathLike[str] | int) -> bytes:
-    """The header of a file, or of an open one at its beginning, with its length."""
+    """Return the header of a file, given by path or open descriptor, with its length prefix."""
     with open(path, "rb", closefd=not isinstance(path, int)) as file:
         return take_header(file, path)
 
 
-def _read_all(descriptor: int, buffers: list[memoryview], offset: int) -> None:
-    """Fills the buffers. Raises DamagedError if the file ends before."""
-    for buffer in buffers:
-        while buffer:
-            got = os.preadv(descriptor, [buffer], offset)
+def _read_all(descriptor: int, views: list[memoryview], offset: int) -> None:
+    """Fill the views from a file. Raises DamagedError if the file ends early."""
+    for view in views:
+        while view:
+            got = os.preadv(descriptor, [view], offset)
             if not got:
-                raise DamagedError("file ends too early")
-            buffer, offset = buffer[got:], offset + got
+                raise DamagedError("file ends early")
+            view, offset = view[got:], offset + got
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -389,13 +389,13 @@ def _sync_folder(path: pathlib.Path) -> None:
 
 
 def _discard(path: pathlib.Path) -> None:
-    """Deletes a file, if it can."""
+    """Delete a file, ignoring errors."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _is_locked(path: pathlib.Path) -> bool:
-    """Whether its owner lives; deletes it if not."""
+    """Return whether the owner of a writer file lives; otherwise delete the file."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""The index of a directory of records (SQLite): what there is, how large, whose, since when, and what was used last.
+"""Index of a directory of records (SQLite): name, header, size, owner, and times of writing and last use.
 
-It can be made anew from the files at any time. Several processes may use it; who changes what is visible does so within
-a transaction, so that index and files tell the same.
+It can be rebuilt from the files at any time. Several processes may use it. Visible changes happen within a transaction,
+so that index and files agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlcache_jax.cache.tiers.record_file import file_bytes, make_header
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE = 10.0  # seconds that another process may keep the index
+_PATIENCE = 10.0  # seconds to wait for another process that locks the index
 _TABLE = """CREATE TABLE records (
   name TEXT PRIMARY KEY, header BLOB NOT NULL, bytes INTEGER NOT NULL, used REAL NOT NULL, written REAL NOT NULL,
   owner TEXT NOT NULL,  -- digest of the salt
@@ -36,19 +36,19 @@ AND pinned IN (0, 1) AND (writer IS NULL OR writer GLOB '{_WRITER}')
 """
 _OF_IMAGE = "WHERE (name = ? OR (name >= ? AND name < ?)) AND writer IS NULL"  # see `_names`
 _FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal")
-_KEPT = "another process keeps it: try again when that has ended"
-# What SQLite says when the index may be whole, and what to do then. Anything else, and it is to be made anew.
-_PASSING = {sqlite3.SQLITE_BUSY: _KEPT, sqlite3.SQLITE_LOCKED: _KEPT, sqlite3.SQLITE_PROTOCOL: _KEPT} | {
-    sqlite3.SQLITE_FULL: "make room on its disk",
-    sqlite3.SQLITE_CANTOPEN: "let this process open more files",
-    sqlite3.SQLITE_IOERR: "see whether its disk is well",
-    sqlite3.SQLITE_NOMEM: "give this process more memory",
-    sqlite3.SQLITE_PERM: "let this user read and write it",
+_LOCKED = "another process locks it: try again after that process has ended"
+# Errors of an index that may be intact, with their remedies. After other errors it is rebuilt.
+_REMEDIES = {sqlite3.SQLITE_BUSY: _LOCKED, sqlite3.SQLITE_LOCKED: _LOCKED, sqlite3.SQLITE_PROTOCOL: _LOCKED} | {
+    sqlite3.SQLITE_FULL: "free space on its disk",
+    sqlite3.SQLITE_CANTOPEN: "raise the limit of open files (ulimit -n)",
+    sqlite3.SQLITE_IOERR: "check its disk",
+    sqlite3.SQLITE_NOMEM: "free memory for this process",
+    sqlite3.SQLITE_PERM: "allow this user to read and write it",
 }
 
 
 class IndexRow(NamedTuple):
-    """Of a record that is complete."""
+    """Index row of a complete record; `written` is in seconds since the epoch."""
 
     name: str
     header: bytes
@@ -56,10 +56,10 @@ class IndexRow(NamedTuple):
 
 
 class Index:
-    """The index of one directory.
+    """Index of one directory.
 
     Args:
-      directory: exists.
+      directory: an existing directory.
 
     Raises:
       sqlite3.Error, OSError: its files cannot be opened.
@@ -67,65 +67,65 @@ class Index:
 
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
-        self._lock = threading.RLock()  # of whoever changes something, who may wait for other processes
+        self._lock = threading.RLock()  # for changes, which may wait for other processes
         self._looking = threading.Lock()
-        self._used: dict[str, float] = {}  # since the last change, when each record was used
+        self._used: dict[str, float] = {}  # time of last use by name, since the last change
         _prepare(directory)
         self._index = self._connect()
         self._view = self._connect()
 
     def check(self) -> None:
-        """Sees that the index is one, and takes out the rows that are none.
+        """Create the table if necessary, check the index, and delete invalid rows.
 
         Raises:
-          sqlite3.Error, UnicodeDecodeError: it cannot be used; see `is_damage`.
+          sqlite3.Error, UnicodeDecodeError: the index cannot be used; see `is_damage`.
         """
         self._index.execute("PRAGMA journal_mode = WAL")
-        self._index.execute("PRAGMA synchronous = NORMAL")  # what a crash takes from it, the files give back
+        self._index.execute("PRAGMA synchronous = NORMAL")  # after a crash the files restore lost rows
         schema = "SELECT sql FROM sqlite_master"
         if not self._index.execute(schema).fetchall():
             self._index.execute(_TABLE)
-        [said] = self._index.execute("PRAGMA integrity_check(1)").fetchone()  # the quick one sees no wrong order
-        if said != "ok" or self._index.execute(schema).fetchall() != [(_TABLE,)]:
-            raise sqlite3.DatabaseError(f"it must be whole and hold records alone, its check says {said}")
+        [result] = self._index.execute("PRAGMA integrity_check(1)").fetchone()  # quick_check misses a wrong order
+        if result != "ok" or self._index.execute(schema).fetchall() != [(_TABLE,)]:
+            raise sqlite3.DatabaseError(f"integrity check: {result}, or its tables are not those of an index")
         if wrong := self._index.execute(f"DELETE FROM records WHERE ({_IS_ROW}) IS NOT TRUE").rowcount:
-            _log.warning("of the index of %s %d rows are damaged, and are made anew", self.directory, wrong)
+            _log.warning("the index of %s has %d damaged rows, which are rebuilt", self.directory, wrong)
 
     def discard(self) -> None:
-        """Deletes its files, when it is closed."""
+        """Delete its files. Call it after `close`."""
         for name in _FILES:
             (self.directory / name).unlink(missing_ok=True)
 
-    # Looking, which waits for nobody who changes something.
+    # Reading, which does not wait for changes.
 
     def find(self, entry: str) -> list[IndexRow]:
-        """The complete records of an image, the one that was used last at the end."""
+        """Return the complete records of an image, most recently used last."""
         rows = self._look(f"SELECT name, header, written FROM records {_OF_IMAGE} ORDER BY used", *_names(entry))
         return [IndexRow(*row) for row in rows]
 
     def pinned(self, entry: str) -> set[str]:
-        """Names of the records of an image that make no room."""
+        """Return the names of an image's pinned records."""
         return {name for (name,) in self._look(f"SELECT name FROM records {_OF_IMAGE} AND pinned", *_names(entry))}
 
     def lines(self) -> list[Line]:
-        """Of all complete records, the one that was used last at the end."""
+        """Return all complete records, most recently used last."""
         rows = self._look("SELECT name, bytes, used FROM records WHERE writer IS NULL ORDER BY used")
         return [Line(*row) for row in rows]
 
     def totals(self) -> tuple[int, int]:
-        """Complete records, and their bytes."""
+        """Return the number of complete records and their size in bytes."""
         [(records, size)] = self._look("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM records WHERE writer IS NULL")
         return records, size
 
     def use(self, name: str, at: float) -> None:
-        """Notes a use, to be written down with the next change."""
+        """Note a use, which the next transaction writes."""
         self._used[name] = at
 
     # Changing.
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """A transaction that no other thread or process changes anything in."""
+        """Begin a transaction that excludes changes by other threads and processes."""
         with self._lock:
             self._index.execute("BEGIN IMMEDIATE")
             try:
@@ -135,59 +135,59 @@ class Index:
                 yield
                 self._index.execute("COMMIT")
             except BaseException:
-                if self._index.in_transaction:  # a disk that is full may have ended it
+                if self._index.in_transaction:  # an error such as a full disk may have ended it
                     self._index.execute("ROLLBACK")
                 raise
 
     def writer(self, name: str) -> tuple[str | None] | None:
-        """Who writes a record; (None,) if it is complete, None if there is none."""
+        """Return the writer of a record; (None,) if it is complete, None if it does not exist."""
         return self._execute("SELECT writer FROM records WHERE name = ?", name).fetchone()
 
     def claim(self, meta: Meta, writer: str, at: float) -> None:
-        """Somebody is about to write a record."""
+        """Enter a record that `writer` is about to write."""
         self._insert(meta, at, at, writer)
 
     def publish(self, name: str, writer: str, at: float) -> bool:
-        """The record is complete; False if it was deleted while it was written."""
+        """Mark a record as complete; return False if it was deleted while it was written."""
         mine = "UPDATE records SET writer = NULL, used = ?, written = ? WHERE name = ? AND writer = ?"
         return bool(self._execute(mine, at, at, name, writer).rowcount)
 
     def give_up(self, name: str, writer: str) -> None:
-        """Who was to write a record will not; needs no transaction."""
+        """Remove a record that `writer` will not complete. It needs no transaction."""
         self._execute("DELETE FROM records WHERE name = ? AND writer = ?", name, writer)
 
     def enter(self, meta: Meta, written: float) -> None:
-        """A file was found that the index does not know, or knows otherwise."""
+        """Enter the record of a file that the index lacks or describes differently."""
         self._insert(meta, written, written, None)
 
     def forget(self, name: str) -> None:
-        """A record is there no more."""
+        """Remove a record."""
         self._execute("DELETE FROM records WHERE name = ?", name)
 
     def pin(self, name: str, is_pinned: bool) -> None:
-        """A record makes no room as long as it is pinned."""
+        """Pin a record, which excludes it from eviction, or unpin it."""
         self._execute("UPDATE records SET pinned = ? WHERE name = ?", int(is_pinned), name)
 
     def date(self, name: str, written: float) -> None:
-        """Since when a complete record is kept."""
+        """Set the time of writing of a complete record."""
         self._execute("UPDATE records SET written = ? WHERE name = ? AND writer IS NULL", written, name)
 
     def abandoned(self, is_alive: Callable[[str], bool]) -> list[str]:
-        """Records whose writers do not live any more."""
+        """Return the names of records whose writers are not alive."""
         rows = self._execute("SELECT name, writer FROM records WHERE writer IS NOT NULL").fetchall()
         return [name for name, writer in rows if not is_alive(writer)]
 
     def names(self) -> set[str]:
-        """Of the complete records."""
+        """Return the names of all complete records."""
         return {name for (name,) in self._execute("SELECT name FROM records WHERE writer IS NULL")}
 
     def knows(self, meta: Meta) -> bool:
-        """Whether a complete record is entered as what it is."""
-        told = "SELECT header, bytes, owner FROM records WHERE name = ? AND writer IS NULL"
-        return self._execute(told, meta.name).fetchone() == (make_header(meta), file_bytes(meta), meta.owner)
+        """Return whether a complete record is entered with this header, size and owner."""
+        query = "SELECT header, bytes, owner FROM records WHERE name = ? AND writer IS NULL"
+        return self._execute(query, meta.name).fetchone() == (make_header(meta), file_bytes(meta), meta.owner)
 
     def set_right(self, now: float) -> None:
-        """Times that are still to come, of a clock that was ahead, count as now; the order of use stays."""
+        """Set times in the future, from a clock that was ahead, to now. The order of use is preserved."""
         query = """UPDATE records SET written = MIN(written, ?),
           used = CASE WHEN used > ? THEN used - ((SELECT MAX(used) FROM records) - ?) ELSE used END
         WHERE written > ? OR used > ?"""
@@ -196,12 +196,16 @@ class Index:
     def leaving(
         self, size: int, capacity: int, who: str | None = None, before: float | None = None
     ) -> tuple[list[str], bool]:
-        """The records that make room for one of a number of bytes, and whether that is enough.
+        """Select the records to evict for a new one.
 
         Args:
-          capacity: for all records, or for those of a payer.
-          who: pays for the records that count; None: all of them do.
-          before: what was written before leaves in any case: seconds since the epoch.
+          size: size of the new record in bytes.
+          capacity: maximum size in bytes, of all records or of those of a payer.
+          who: payer whose records count; None: all records count.
+          before: also evict records written before this time, in seconds since the epoch.
+
+        Returns:
+          Names of the records, and whether the new one then fits.
         """
         query = "SELECT name, bytes, written, pinned, owner FROM records WHERE writer IS NULL ORDER BY used"
         coming = "SELECT bytes, owner FROM records WHERE writer IS NOT NULL"
@@ -217,7 +221,7 @@ class Index:
         return names, left <= capacity
 
     def close(self) -> None:
-        """Uses that were noted are written down."""
+        """Write the noted uses and close the connections."""
         if self._used:
             with self._lock, contextlib.suppress(sqlite3.Error), self.changing():
                 pass
@@ -248,31 +252,31 @@ class Index:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an index must be made anew as it is no index; if not, it may be whole."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # of what Python itself cannot read there is none
-    return isinstance(error, sqlite3.Error | UnicodeDecodeError) and code & 0xFF not in _PASSING
+    """Return whether an error means that the index must be rebuilt; otherwise it may be intact."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # errors raised by Python have no code
+    return isinstance(error, sqlite3.Error | UnicodeDecodeError) and code & 0xFF not in _REMEDIES
 
 
 def advice(error: sqlite3.Error) -> str:
-    """What to do about an index that cannot be used."""
-    return "delete it, it is made anew" if is_damage(error) else _PASSING[error.sqlite_errorcode & 0xFF]
+    """Return the remedy for an index that cannot be used."""
+    return "delete it; it will be rebuilt" if is_damage(error) else _REMEDIES[error.sqlite_errorcode & 0xFF]
 
 
 def _prepare(directory: pathlib.Path) -> None:
-    """Sees that the index's files are files, and its owner's."""
+    """Check that the index's files are regular files, and restrict access to their owner."""
     for path in (directory / name for name in _FILES):
         with contextlib.suppress(FileNotFoundError):
             mode = path.lstat().st_mode
             if stat.S_ISREG(mode):
                 path.chmod(0o600)
             elif stat.S_ISDIR(mode):
-                raise IsADirectoryError(f"{path} must be a file, is a folder: move it away")
-            else:  # a link is nothing of ours, and what it leads to is not touched
-                _log.warning("%s is no file, and is deleted", path)
+                raise IsADirectoryError(f"{path} must be a file, got a folder: move it away")
+            else:  # a link or device; the target of a link is not touched
+                _log.warning("%s is not a regular file and is deleted", path)
                 path.unlink()
     (directory / _FILES[0]).touch(0o600)
 
 
 def _names(entry: str) -> tuple[str, str, str]:
-    """Of an image: its encoder rows, and from where to where those of K, V lie."""
+    """Return the name of an image's encoder output, and the range of names of its KV."""
     return f"enc/{entry}", f"kv/{entry}/", f"kv/{entry}0"

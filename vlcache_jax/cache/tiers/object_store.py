@@ -1,7 +1,7 @@
-"""The remote tier over an object store: S3, Google Cloud, Azure, or a directory that machines share.
+"""Remote tier on an object store: S3, Google Cloud, Azure, or a directory that machines share.
 
-An object holds what the disk tier's file holds. It appears whole or not at all, is written once, and never changes.
-What there is, listings tell; nobody keeps an index.
+An object has the content of a file of the disk tier. It appears atomically, is written once, and never changes. Lookups
+list the objects; there is no index.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from obstore.store import LocalStore, from_url
 from vlcache_jax.cache.folders import is_older
 from vlcache_jax.cache.keys import FORMAT_VERSION
 from vlcache_jax.cache.record import (
+    Buffers,
     DamagedError,
     EntryGoneError,
     Found,
@@ -33,7 +34,6 @@ from vlcache_jax.cache.record import (
     Outcome,
     Part,
     Place,
-    Planes,
     Tier,
     TierError,
     blocks,
@@ -56,26 +56,25 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-FOLDER = f"vlcache-{FORMAT_VERSION}"  # of the store: what lies beside it is not ours
-_FIRST = 2**16  # bytes; most headers are shorter
-_HEADERS = 8  # that are read side by side
-_PARTS = 4  # that are read side by side
-_RECORDS = 16  # of an image, whose headers are read at most
-_PAGE = 64  # objects that a listing gives at once
+FOLDER = f"vlcache-{FORMAT_VERSION}"  # folder within the store; its siblings belong to others
+_FIRST = 2**16  # bytes of the first read; most headers are shorter
+_HEADERS = 8  # headers that are read concurrently
+_PARTS = 4  # parts that are read concurrently
+_RECORDS = 16  # maximum number of records of an image in a lookup
+_PAGE = 64  # objects per page of a listing
 
 
 class ObjectTier(Tier):
-    """Records in an object store that any number of machines use. It has no budget: who owns the store sees to that.
+    """Records in an object store that any number of machines use. The tier has no limit of its size.
 
     Args:
-      url: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory, which is made for its
-        owner alone if it does not exist. Region, credentials and the like come from the environment, as the clouds'
-        own tools take them.
-      timeout: seconds for each request.
-      store: in the place of the URL's.
+      url: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory, which is created with
+        access for its owner only. Region and credentials come from the environment variables of the cloud's own tools.
+      timeout: time limit of each request in seconds.
+      store: store to use instead of the URL's; None: open the URL.
 
     Raises:
-      ValueError: there is no such store, or the environment does not say enough to use it.
+      ValueError: the store cannot be opened, or the environment lacks settings of it.
     """
 
     label = "remote"
@@ -87,12 +86,12 @@ class ObjectTier(Tier):
     def find(self, entry: str) -> list[Found]:
         with _reporting("find", entry):
             objects = sorted(self._objects(entry), key=lambda one: one["last_modified"])
-            rows = [one for one in objects if _name(one) == f"enc/{entry}"]  # there is one at most; it always counts
+            rows = [one for one in objects if _name(one) == f"enc/{entry}"]  # at most one, which is always included
             newest = [one for one in objects if one not in rows][len(rows) - _RECORDS :]
             found = [one for _, one in self._side_by_side(self._found, newest + rows, _HEADERS) if one is not None]
             return sorted(found, key=lambda one: one.written)
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Buffers]]:
         path, first, size = _path(meta.name), len(make_header(meta)), meta.part_bytes
 
         def fetch(part: Part) -> npt.NDArray[np.uint8]:
@@ -103,26 +102,28 @@ class ObjectTier(Tier):
             try:
                 for part, data in self._side_by_side(fetch, parts, _PARTS):
                     if len(data) != size:
-                        raise DamagedError(f"{meta.name}: object ends too early")
-                    planes = place(part)
-                    rows = [rows.reshape(-1).view(np.uint8) for rows in blocks(meta, planes)]
+                        raise DamagedError(f"{meta.name}: object ends early")
+                    buffers = place(part)
+                    rows = [rows.reshape(-1).view(np.uint8) for rows in blocks(meta, buffers)]
                     if sum(map(len, rows)) != size:
-                        raise DamagedError(f"{meta.name}: {part} must have {size} bytes, got place for another size")
+                        raise DamagedError(
+                            f"{meta.name}: {part} must have {size} bytes, got a buffer of {sum(map(len, rows))}"
+                        )
                     for block in rows:
                         block[:], data = data[: len(block)], data[len(block) :]
-                    yield part, planes
+                    yield part, buffers
             except FileNotFoundError as error:
-                raise EntryGoneError(f"{meta.name} is not there any more") from error
+                raise EntryGoneError(f"{meta.name} no longer exists") from error
 
-    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
+    def write(self, meta: Meta, parts: Mapping[Part, Buffers]) -> Outcome:
         with _reporting("write", meta.name):
             path = _path(meta.name)
             with contextlib.suppress(FileNotFoundError):
                 obstore.head(self._store, path)
-                return "known"  # before all of it is sent
-            buffers = (rows.reshape(-1).view(np.uint8) for part in meta.parts for rows in blocks(meta, parts[part]))
+                return "known"  # without sending it
+            views = (rows.reshape(-1).view(np.uint8) for part in meta.parts for rows in blocks(meta, parts[part]))
             try:
-                obstore.put(self._store, path, [make_header(meta), *buffers], mode="create", use_multipart=False)
+                obstore.put(self._store, path, [make_header(meta), *views], mode="create", use_multipart=False)
             except AlreadyExistsError:
                 return "known"
             return "stored"
@@ -132,7 +133,7 @@ class ObjectTier(Tier):
             obstore.delete(self._store, _path(name))
 
     def lines(self) -> list[Line]:
-        """Of all complete records, in the order in which they were written."""
+        """Return a listing of all complete records, in the order of writing."""
         with _reporting("list", FOLDER):
             pages = obstore.list(self._store, FOLDER, chunk_size=_PAGE)
             ours = ((_name(one), one) for page in pages for one in page)
@@ -157,7 +158,9 @@ class ObjectTier(Tier):
         self._pool.shutdown(cancel_futures=True)
 
     def _objects(self, entry: str) -> Iterator[ObjectMeta]:
-        """An image's. Stores list whole folders, but begin where they are told to, and all but directories in order."""
+        """Yield the objects of an image. Listings cover a folder and start at an offset; they are ordered except in
+        directories.
+        """
         folder = f"{FOLDER}/{entry[:2]}"
         for page in obstore.list(self._store, folder, offset=f"{folder}/{entry}", chunk_size=_PAGE):
             for one in page:
@@ -168,14 +171,14 @@ class ObjectTier(Tier):
                     return
 
     def _found(self, one: ObjectMeta) -> Found | None:
-        """What an object says of itself; None: it has gone, or is damaged, and is deleted."""
+        """Return the record of an object; None: it no longer exists, or is damaged and deleted."""
         try:
             return Found(self._meta(one), _written(one))
         except FileNotFoundError:
             return None
         except DamagedError as error:
             self.report(DamagedError(f"{error}, and is deleted"))
-            with contextlib.suppress(Exception):  # who may not delete may not
+            with contextlib.suppress(Exception):  # the credentials may not allow it
                 obstore.delete(self._store, one["path"])
             return None
 
@@ -198,7 +201,7 @@ class ObjectTier(Tier):
     def _side_by_side(
         self, work: Callable[[_Item], _Result], items: Iterable[_Item], most: int
     ) -> Iterator[tuple[_Item, _Result]]:
-        """Items and what work makes of them, in their order; at most so many at a time."""
+        """Yield items and the results of `work`, in order, with at most `most` running at a time."""
         waiting: deque[tuple[_Item, Future[_Result]]] = deque()
         try:
             for item in items:
@@ -230,7 +233,7 @@ def _open(url: str, timeout: float) -> ObjectStore:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"remote must be a store that can be used, got {url!r}: {_first_line(error)}") from error
+        raise ValueError(f"remote must be a reachable store, got {url!r}: {_first_line(error)}") from error
 
 
 def _path(name: str) -> str:
@@ -238,7 +241,7 @@ def _path(name: str) -> str:
 
 
 def _name(one: ObjectMeta) -> str | None:
-    """The record whose object this is; None: it is not ours."""
+    """Return the name of an object's record; None: it is not the object of a record."""
     return name_of(one["path"].removeprefix(f"{FOLDER}/"))
 
 
@@ -248,15 +251,15 @@ def _written(one: ObjectMeta) -> float:
 
 @contextlib.contextmanager
 def _reporting(operation: str, name: str) -> Iterator[None]:
-    """Whatever goes wrong is a TierError."""
+    """Convert every error to TierError."""
     try:
         yield
     except (TierError, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library's panics are no Exceptions
+    except BaseException as error:  # panics of the library are not subclasses of Exception
         raise TierError(f"{operation} {name}: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
-    """What it says, without the library's own view of it."""
+    """Return the first line of an error message, without debugging details of the library."""
     return str(error).partition("\n")[0]

@@ -1,10 +1,10 @@
-"""The tier that reads the records of another machine, from its `PeerServer`.
+"""Tier that reads the records of another machine from its `PeerServer`.
 
-A peer may be slow, gone, or not what it says: every wait ends at a deadline, every size is known before it is used, and
-what a peer sends is checked as what a disk gives.
+A peer may be slow, gone or malicious. Every wait has a deadline, every size is checked before use, and the data are
+verified like those of a disk.
 
-It stands on `http.client`. Of the libraries that were tried, the time limits of httpx and urllib3 begin anew with each
-byte, and httpx takes what lies behind an answer for the next answer, and brings a record at half the rate.
+The client uses `http.client`. The time limits of httpx and urllib3 restart with each byte. In addition, httpx takes
+bytes after a response for the next response, and transfers a record at half the rate.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
 from vlcache_jax.cache.record import (
+    Buffers,
     DamagedError,
     EntryGoneError,
     Found,
@@ -34,7 +35,6 @@ from vlcache_jax.cache.record import (
     Outcome,
     Part,
     Place,
-    Planes,
     RefusedError,
     Tier,
     TierError,
@@ -45,49 +45,49 @@ from vlcache_jax.cache.tiers.remote import masked
 from vlcache_jax.cache.tiers.wire import MOST_RECORDS, TOKEN, WRITTEN, Deadline, Wire
 from vlcache_jax.common.checks import check_text, short
 
-_MOST_KEPT = 4  # connections
-_MOST_JSON = 2**16  # bytes
+_MOST_KEPT = 4  # idle connections
+_MAX_JSON = 2**16  # bytes
 _MOST_FOUND = MOST_RECORDS * (WRITTEN.size + LENGTH.size + MOST_HEADER)
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?/?", re.ASCII)
 
 
 class ReadOnlyTier(Tier):
-    """Records of peers, which are only read."""
+    """Records of peers, which can only be read."""
 
     label = "peer"
     is_read_only = True
 
-    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
-        """Refuses: a peer keeps what it computes."""
+    def write(self, meta: Meta, parts: Mapping[Part, Buffers]) -> Outcome:
+        """Refuse: a peer stores only what it computes."""
         return "refused"
 
     def delete(self, name: str) -> None:
-        """Does nothing: its records are not ours."""
+        """Do nothing: the records belong to the peer."""
 
     def lines(self) -> Iterable[Line]:
-        """None: a peer does not tell what it has."""
+        """Return an empty listing: peers do not list their records."""
         return ()
 
 
 class PeerTier(ReadOnlyTier):
     """Records of another machine.
 
-    Each connection begins with a greeting, in which the peer may refuse us; connections are kept for the next calls. A
-    call that fails leaves nothing behind: the next one tries anew.
+    Each connection begins with a greeting, in which the peer may refuse access. Connections are reused. A failed call
+    has no effect on later ones, which try again.
 
     Args:
-      url: of the peer, such as "http://10.0.0.7:8600".
-      token: what it wants to be told.
-      timeout: seconds in which it must be reached and `find` must end, and in which each part must come.
-      model: fingerprint of the model, or what gives it; that is called when it is needed.
-      codec: of stored K, V as entry keys name it, likewise.
+      url: address of the peer, such as "http://10.0.0.7:8600".
+      token: token that the peer requires.
+      timeout: time limit in seconds for connecting and `find` together, and for each part of a record.
+      model: fingerprint of the model, or a function that returns it when it is needed.
+      codec: codec of stored KV as in entry keys, or a function that returns it.
 
     Attributes:
-      url: of the peer.
+      url: address of the peer.
 
     Raises:
-      ValueError: of `check_peers`.
+      ValueError: see `check_peers`.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class PeerTier(ReadOnlyTier):
         self._is_closed = False
 
     def find(self, entry: str) -> list[Found]:
-        with self._reporting(entry), self._asking(f"/v1/records/{entry}", Deadline(self._timeout)) as response:
+        with self._reporting(entry), self._requesting(f"/v1/records/{entry}", Deadline(self._timeout)) as response:
             self._check(response, 200)
             return _read_found(entry, _read_body(response, _MOST_FOUND))
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Buffers]]:
         with self._reporting(meta.name):
             numbers = [meta.parts.index(part) for part in parts]
             for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
@@ -124,31 +124,32 @@ class PeerTier(ReadOnlyTier):
                 connection.close()
             self._kept.clear()
 
-    # What is asked.
+    # Requests.
 
-    def _read(self, meta: Meta, numbers: list[int], place: Place) -> Iterator[tuple[Part, Planes]]:
-        """Parts that lie one behind the other, in one answer: it is one file from its beginning to its end, even if it
-        is deleted meanwhile."""
+    def _read(self, meta: Meta, numbers: list[int], place: Place) -> Iterator[tuple[Part, Buffers]]:
+        """Read consecutive parts in one response, which comes from one file even if it is deleted meanwhile."""
         size, whole = meta.part_bytes, file_bytes(meta)
         first = whole - (len(meta.parts) - numbers[0]) * size
         last = first + len(numbers) * size - 1
         deadline = Deadline(self._timeout)
-        asked = {"Range": f"bytes={first}-{last}"}
-        with self._asking(f"/v1/files/{file_name(meta.name)}", deadline, asked) as response:
+        headers = {"Range": f"bytes={first}-{last}"}
+        with self._requesting(f"/v1/files/{file_name(meta.name)}", deadline, headers) as response:
             self._check(response, 206, {404: EntryGoneError, 416: DamagedError})
             got, expected = response.headers.get("Content-Range"), f"bytes {first}-{last}/{whole}"
             if got != expected or response.length != last - first + 1:
                 raise DamagedError(f"{self.url}: {meta.name}: expected {expected}, got {short(got)}")
             for number in numbers:
                 part = meta.parts[number]
-                planes = place(part)
-                buffers = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, planes)]
-                if sum(map(len, buffers)) != size:
-                    raise DamagedError(f"{meta.name}: {part} must have {size} bytes, got place for another size")
-                for buffer in buffers:
-                    _read_into(response, buffer)
-                yield part, planes
-                deadline.renew()  # of the next part; what was done with this one does not count
+                buffers = place(part)
+                views = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, buffers)]
+                if sum(map(len, views)) != size:
+                    raise DamagedError(
+                        f"{meta.name}: {part} must have {size} bytes, got a buffer of {sum(map(len, views))}"
+                    )
+                for view in views:
+                    _read_into(response, view)
+                yield part, buffers
+                deadline.renew()  # for the next part; the caller's work on this one does not count
 
     def _greet(self, connection: _Connection, deadline: Deadline) -> None:
         model = self._model if isinstance(self._model, str) else self._model()
@@ -158,20 +159,22 @@ class PeerTier(ReadOnlyTier):
             self._check(response, 200)
             has = _read_json(response).get("format")
         if has != FORMAT_VERSION:
-            raise RefusedError(f"{self.url}: format must be {FORMAT_VERSION}, has {short(has)}")
+            raise RefusedError(f"{self.url}: format must be {FORMAT_VERSION}, got {short(has)}")
         if not connection.is_usable:
-            raise TierError(f"{self.url}: hung up after the greeting")
+            raise TierError(f"{self.url}: the peer closed the connection after the greeting")
 
     def _check(
         self, response: http.client.HTTPResponse, expected: int, errors: Mapping[int, type[TierError]] | None = None
     ) -> None:
-        """Sees that an answer has the status it should."""
+        """Check the status of a response."""
         if response.status in (401, 409):
-            said: Mapping[str, Any] = {}
-            with contextlib.suppress(TierError):  # who stands between us may say it in other words
-                said = _read_json(response)
-            refusal, has = (short(said.get(name)) for name in ("refusal", "has"))
-            raise RefusedError(f"{self.url}: status {response.status}: refuses our {refusal}, has {has}")
+            body: Mapping[str, Any] = {}
+            with contextlib.suppress(TierError):  # a proxy may respond in another format
+                body = _read_json(response)
+            refusal, has = (short(body.get(name)) for name in ("refusal", "has"))
+            raise RefusedError(
+                f"{self.url}: status {response.status}: the peer rejects the {refusal} of this engine and has {has}"
+            )
         if response.status != expected:
             error = (errors or {}).get(response.status, TierError)
             raise error(f"{self.url}: status {response.status}, expected {expected}")
@@ -179,11 +182,11 @@ class PeerTier(ReadOnlyTier):
     # Connections.
 
     @contextlib.contextmanager
-    def _asking(
+    def _requesting(
         self, path: str, deadline: Deadline, headers: Mapping[str, str] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a question. Its connection is kept if it was read to its end."""
-        connection, response = self._ask(path, deadline, headers or {})
+        """Send a request and yield its response. The connection is reused if the response was read completely."""
+        connection, response = self._request(path, deadline, headers or {})
         try:
             with contextlib.closing(response):
                 yield response
@@ -196,13 +199,13 @@ class PeerTier(ReadOnlyTier):
             else:
                 connection.close()
 
-    def _ask(
+    def _request(
         self, path: str, deadline: Deadline, headers: Mapping[str, str]
     ) -> tuple[_Connection, http.client.HTTPResponse]:
         while (connection := self._take()) is not None:
             try:
                 return connection, connection.get(path, deadline, headers)
-            except (ConnectionError, http.client.BadStatusLine):  # the peer had closed it
+            except (ConnectionError, http.client.BadStatusLine):  # the peer has closed it
                 connection.close()
             except BaseException:
                 connection.close()
@@ -216,7 +219,7 @@ class PeerTier(ReadOnlyTier):
             raise
 
     def _take(self) -> _Connection | None:
-        """A connection that is kept."""
+        """Return an idle connection, or None."""
         with self._lock:
             while self._kept:
                 connection = self._kept.pop()
@@ -227,7 +230,7 @@ class PeerTier(ReadOnlyTier):
 
     @contextlib.contextmanager
     def _reporting(self, name: str) -> Iterator[None]:
-        """Whatever goes wrong is a TierError."""
+        """Convert errors of the connection to TierError."""
         try:
             yield
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -235,7 +238,7 @@ class PeerTier(ReadOnlyTier):
 
 
 class _Connection:
-    """A connection to a peer, with one question at a time."""
+    """Connection to a peer, with one request at a time."""
 
     def __init__(self, url: str, token: str | None, deadline: Deadline):
         target = urllib.parse.urlsplit(url)
@@ -246,7 +249,7 @@ class _Connection:
         self._response: http.client.HTTPResponse | None = None
 
     def get(self, path: str, deadline: Deadline, headers: Mapping[str, str] | None = None) -> http.client.HTTPResponse:
-        """The answer, of which nothing but the head is read yet."""
+        """Send a request and return the response, of which only the head is read."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         request = f"GET {urllib.parse.quote(path, safe='/?&=%+')} HTTP/1.1\r\n{self._head}{lines}\r\n"
         self._sock.settimeout(deadline.left())
@@ -262,7 +265,7 @@ class _Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the last answer was read to its end, and the peer has not hung up or said more than it was asked."""
+        """True if the last response was read completely, and the peer has neither closed nor sent more data."""
         if self._response is None or self._response.will_close or self._response.length != 0:
             return False
         poll = select.poll()
@@ -274,21 +277,21 @@ class _Connection:
 
 
 def check_peers(urls: Iterable[str], token: str | None) -> None:
-    """Sees that they can be peers, and what they are told.
+    """Check addresses of peers and their token.
 
     Raises:
-      ValueError: they cannot; it names `peers` or `peer_token`.
+      ValueError: one is invalid; the message begins with `peers` or `peer_token`.
     """
     if isinstance(urls, str) or not isinstance(urls, Iterable):
         raise ValueError(f"peers must be a list of URLs, got {short(urls)}")
     for url in urls:
-        expected = 'URLs like "http://host:port", with nothing behind the port'
+        expected = 'URLs like "http://host:port", with nothing after the port'
         check_text(url, "peers", expected)
         if not _URL.fullmatch(url) or not _has_port(url):
             raise ValueError(f"peers must be {expected}, got {short(masked(url))}")
     if token is not None and not (isinstance(token, str) and TOKEN.fullmatch(token)):
-        came = f"a string of {len(token)}" if isinstance(token, str) else type(token).__name__  # never the secret
-        raise ValueError(f"peer_token must be None or 1 to 512 visible ASCII characters, got {came}")
+        got = f"a string of {len(token)}" if isinstance(token, str) else type(token).__name__  # without the secret
+        raise ValueError(f"peer_token must be None or 1 to 512 visible ASCII characters, got {got}")
 
 
 def _has_port(url: str) -> bool:
@@ -315,15 +318,17 @@ def _dial(host: str, port: int, context: ssl.SSLContext | None, deadline: Deadli
 
 
 def _read_found(entry: str, body: bytes) -> list[Found]:
-    """What `PeerServer` tells of an image."""
+    """Return the records of an image in a response of `PeerServer`."""
     found: list[Found] = []
     while body:
         head = WRITTEN.size + LENGTH.size
         if len(body) < head or len(found) == MOST_RECORDS:
-            raise DamagedError(f"{entry}: {len(body)} bytes behind {len(found)} records")
+            raise DamagedError(
+                f"{entry}: the list of cache entries has {len(body)} excess bytes after {len(found)} entries"
+            )
         [written], [length] = WRITTEN.unpack_from(body), LENGTH.unpack_from(body, WRITTEN.size)
         if length > MOST_HEADER:
-            raise DamagedError(f"{entry}: a header of {length} bytes")
+            raise DamagedError(f"{entry}: the peer sent a header of {length} bytes, at most {MOST_HEADER} are allowed")
         meta = read_header(body[WRITTEN.size : head + length])
         if meta.entry != entry or name_of(file_name(meta.name)) != meta.name:
             raise DamagedError(f"{entry}: got the header of {short(meta.name)}")
@@ -333,23 +338,23 @@ def _read_found(entry: str, body: bytes) -> list[Found]:
 
 
 def _read_body(response: http.client.HTTPResponse, most: int) -> bytes:
-    """A whole answer of a length that it says, and that is not too long."""
+    """Return the body of a response with a Content-Length of at most `most`."""
     length = response.length
     if length is None or length > most:
-        raise DamagedError(f"an answer must say its length, up to {most} bytes, got {length}")
+        raise DamagedError(f"Content-Length of the response must be at most {most}, got {length}")
     body = response.read(length)
     if len(body) != length:
-        raise TierError(f"answer of {length} bytes ends after {len(body)}")
+        raise TierError(f"response of {length} bytes ends after {len(body)}")
     return body
 
 
 def _read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
     try:
-        value = json.loads(_read_body(response, _MOST_JSON))
+        value = json.loads(_read_body(response, _MAX_JSON))
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"an answer must be JSON: {type(error).__name__}") from error
+        raise DamagedError(f"response must be JSON: {type(error).__name__}") from error
     if not isinstance(value, dict):
-        raise DamagedError(f"an answer must be an object, got {short(value)}")
+        raise DamagedError(f"response must be a JSON object, got {short(value)}")
     return value
 
 
@@ -357,5 +362,5 @@ def _read_into(response: http.client.HTTPResponse, buffer: memoryview) -> None:
     while buffer:
         got = response.readinto(buffer)
         if not got:
-            raise TierError("answer ends too early")
+            raise TierError("response ends early")
         buffer = buffer[got:]

@@ -1,20 +1,19 @@
-"""Gives the records of a directory to other machines, over HTTP.
+"""HTTP server that serves the records of a directory to other machines.
 
-It only reads. Nothing lists what there is: who asks for a record names its entry key, a digest of the picture's pixels,
-the model and the salt. Records under a salt are served as any other: only who knows picture and salt can compute the
-key, so the key is the permission. The token says who may ask at all. Nothing is encrypted: this is for a network whose
+It is read-only and lists nothing. A client names the entry key of a record, a digest of the image's pixels, the model
+and the salt. Records with a salt are served like others: only clients that know the image and the salt can compute the
+key, so the key is the permission. The token authenticates clients. Nothing is encrypted: use it in a network whose
 machines trust each other.
 
-It stands on `http.server`. What is decided about connections (who gets a place, who is cut off) would lie below the
-application on uvicorn, too, and be as long; and its way through an event loop takes three times the processor time of
-`sendfile`, beside an engine that needs it.
+It uses `http.server`. With uvicorn, admission and eviction of connections would also be below the application, with as
+much code. Its event loop takes three times the CPU time of `sendfile`, and the engine needs that time.
 
     GET /v1/hello?format=&model=&codec=   200: JSON, {"format": FORMAT_VERSION, "server": "0.1.0"}
-    GET /v1/records/<entry>               200: of each record 8 bytes, when it was written (milliseconds since the
-                                          epoch, big-endian), and its file's header, which begins with its length
-    GET /v1/files/<xx>/<file>             206: the bytes that the Range header asks for
+    GET /v1/records/<entry>               200: for each record the time of writing (8 bytes, milliseconds since the
+                                          epoch, big-endian), and the header of its file with its length prefix
+    GET /v1/files/<xx>/<file>             206: the bytes of the Range header
 
-A refusal is 401 or 409 with JSON, {"refusal": "token" | "format" | "model" | "codec", "has": what is served}.
+A refusal is 401 or 409 with JSON, {"refusal": "token" | "format" | "model" | "codec", "has": the served values}.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ from vlcache_jax.common.checks import is_loopback
 
 _log = logging.getLogger(__name__)
 
-_POLL = 0.1  # seconds until `close` is noticed
-_STRANGE = 5.0  # seconds that a connection keeps its place from others without having shown who it is
+_POLL = 0.1  # seconds until `close` takes effect
+_UNAUTHENTICATED = 5.0  # seconds that an unauthenticated connection keeps its place on a full server
 _ENTRY = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
-_ONCE = ("Authorization", "Content-Length", "Host", "Range")  # headers that mean one thing
+_ONCE = ("Authorization", "Content-Length", "Host", "Range")  # headers that may occur only once
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class Directory(Protocol):
-    """What is served: a tier whose files lie in a directory, as `file_name` says."""
+    """Tier to serve, whose files are in a directory under the paths of `file_name`."""
 
     @property
     def directory(self) -> pathlib.Path: ...
@@ -72,7 +71,7 @@ class Directory(Protocol):
 
 @dataclass(frozen=True)
 class _Offer:
-    """Who is served with what."""
+    """Served tier and conditions for clients."""
 
     tier: Directory
     token: str | None
@@ -82,22 +81,22 @@ class _Offer:
 
 
 class PeerServer:
-    """Serves the records of a tier until it is closed.
+    """Server of the records of a tier, until it is closed.
 
     Args:
-      tier: whose records they are.
-      host, port: where it listens; port 0 takes a free one.
-      token: what clients must know; only a server that this machine alone can reach may do without.
-      max_clients: connections at a time. One more takes the place of one that has sent no whole request with the right
-        token for 5 seconds; if there is none, it is answered with 503.
-      idle_timeout: seconds after which a client is cut off that sends no request, or takes nothing of its answer.
-      models: fingerprints of models, or their first digits; others are refused. Empty: none is.
-      codecs: of K, V, likewise, whole names.
-      clock: seconds that only grow.
+      tier: tier to serve.
+      host, port: address to listen on; port 0 takes a free one.
+      token: token that clients must send; optional only on a loopback address.
+      max_clients: maximum number of connections. Another one replaces a connection that has not sent a complete request
+        with the right token for 5 seconds. If there is none, it gets status 503.
+      idle_timeout: seconds after which a client is disconnected that sends no request or reads nothing of a response.
+      models: fingerprints of models, or their first digits; others are refused. Empty: all are accepted.
+      codecs: full names of codecs of the KV; others are refused. Empty: all are accepted.
+      clock: returns monotonic seconds.
 
     Raises:
-      ValueError: there is no token and other machines can reach the address, or the token is none.
-      OSError: the address cannot be had.
+      ValueError: the token is invalid, or is missing on an address that other machines can reach.
+      OSError: the address is not available.
     """
 
     def __init__(
@@ -114,9 +113,9 @@ class PeerServer:
         clock: Callable[[], float] = time.monotonic,
     ):
         if token is None and not is_loopback(host):
-            raise ValueError(f"token must be given unless host is this machine alone, got host {host!r} and no token")
+            raise ValueError(f"token is required unless host is a loopback address, got host {host!r} without a token")
         if token is not None and not TOKEN.fullmatch(token):
-            raise ValueError("token must be 1 to 512 visible ASCII characters, got something else")
+            raise ValueError("token must be 1 to 512 visible ASCII characters")
         self._lock = threading.Lock()
         self._is_serving = self._is_closed = False
         offer = _Offer(tier, token, tuple(sorted(models)), tuple(sorted(codecs)), idle_timeout)
@@ -124,11 +123,11 @@ class PeerServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that it listens at."""
+        """Host and port that it listens on."""
         return self._http.server_address[:2]  # type: ignore[return-value]
 
     def serve_forever(self) -> None:
-        """Until another thread closes it."""
+        """Serve until another thread calls `close`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -136,7 +135,7 @@ class PeerServer:
         self._http.serve_forever(_POLL)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Stop serving and end all connections."""
         with self._lock:
             is_serving, self._is_serving, self._is_closed = self._is_serving, False, True
         if is_serving:
@@ -160,18 +159,18 @@ class _Server(http.server.ThreadingHTTPServer):
     def __init__(self, host: str, port: int, max_clients: int, offer: _Offer, clock: Callable[[], float]):
         self.offer = offer
         self._max_clients, self._clock = max_clients, clock
-        # In the order in which they came; since when they are strangers, None: they are not.
+        # In the order of arrival; time of arrival, or None if authenticated.
         self._clients: dict[socket.socket, float | None] = {}
         self._changed = threading.Condition()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # http.server would look up the host's name, which can take long
+        socketserver.TCPServer.server_bind(self)  # http.server would also resolve the host name, which can take long
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._changed:
-            is_full = len(self._clients) >= self._max_clients and not self._end_stranger()
+            is_full = len(self._clients) >= self._max_clients and not self._drop_unauthenticated()
             if not is_full:
                 self._clients[request] = self._clock()
         if is_full:
@@ -188,15 +187,15 @@ class _Server(http.server.ThreadingHTTPServer):
             self._changed.notify_all()
 
     def know(self, request: Any) -> None:
-        """A client has sent a whole request, and the token."""
+        """Mark a client as authenticated after a complete request with the token."""
         with self._changed:
             if request in self._clients:
                 self._clients[request] = None
 
-    def _end_stranger(self) -> bool:
-        """Hangs up on the client that has been strange for longest, and for too long; whether there was one."""
+    def _drop_unauthenticated(self) -> bool:
+        """Disconnect the oldest client that failed to authenticate in time; return whether there was one."""
         for client, since in self._clients.items():
-            if since is not None and self._clock() - since >= _STRANGE:
+            if since is not None and self._clock() - since >= _UNAUTHENTICATED:
                 del self._clients[client]
                 with contextlib.suppress(OSError):
                     client.shutdown(socket.SHUT_RDWR)
@@ -205,11 +204,11 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()
-        is_theirs = isinstance(error, OSError)  # who hangs up need not be told to anyone
+        is_theirs = isinstance(error, OSError)  # the client has disconnected
         _log.log(logging.DEBUG if is_theirs else logging.ERROR, "%s: %r", client_address, error, exc_info=not is_theirs)
 
     def hang_up(self) -> None:
-        """Ends what its clients are being told."""
+        """Disconnect all clients and wait for their threads."""
         with self._changed:
             for client in self._clients:
                 with contextlib.suppress(OSError):
@@ -220,7 +219,7 @@ class _Server(http.server.ThreadingHTTPServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.0"  # who names none gets an answer with a status all the same
+    default_request_version = "HTTP/1.0"  # requests without a version also get a status line
     disable_nagle_algorithm = True
     error_content_type = "text/plain; charset=utf-8"
     error_message_format = "%(message)s\n"
@@ -233,7 +232,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(Wire(self.connection, self._deadline))
 
     def handle_one_request(self) -> None:
-        self._deadline.renew()  # of the whole request, which may come byte by byte
+        self._deadline.renew()  # for the full request, which may arrive byte by byte
         super().handle_one_request()
 
     def parse_request(self) -> bool:
@@ -245,13 +244,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return False
         has_body = self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers
         is_clear = not self.headers.defects and all(len(self.headers.get_all(name, ())) < 2 for name in _ONCE)
-        if has_body or not is_clear:  # what others take for its body would be taken for the next request
+        if has_body or not is_clear:  # prevents request smuggling: the body would count as the next request
             self.send_error(HTTPStatus.BAD_REQUEST)
             return False
         return True
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        super().send_error(code)  # the base's own words quote what was sent
+        super().send_error(code)  # the default message would quote the request
 
     def do_GET(self) -> None:
         if not self._is_known():
@@ -278,18 +277,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     # Routes.
 
     def _is_known(self) -> bool:
-        said = self.headers.get("Authorization", "")
+        given = self.headers.get("Authorization", "")
         token = self._offer.token
-        return token is None or hmac.compare_digest(said.encode(), f"Bearer {token}".encode())
+        return token is None or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
     def _hello(self, query: str) -> None:
         try:
-            asked = dict(urllib.parse.parse_qsl(query, max_num_fields=8))
+            fields = dict(urllib.parse.parse_qsl(query, max_num_fields=8))
         except ValueError:
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
-        offer, model, codec = self._offer, asked.get("model", ""), asked.get("codec", "")
-        if asked.get("format") != str(FORMAT_VERSION):
+        offer, model, codec = self._offer, fields.get("model", ""), fields.get("codec", "")
+        if fields.get("format") != str(FORMAT_VERSION):
             self._send_json(HTTPStatus.CONFLICT, {"refusal": "format", "has": FORMAT_VERSION})
         elif offer.models and not model.startswith(offer.models):
             self._send_json(HTTPStatus.CONFLICT, {"refusal": "model", "has": offer.models})
@@ -304,8 +303,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except TierError as error:
             self._fail(error)
             return
-        told = (WRITTEN.pack(max(round(1000 * one.written), 0)) + make_header(one.meta) for one in found)
-        self._send(HTTPStatus.OK, "application/octet-stream", b"".join(told))
+        content = (WRITTEN.pack(max(round(1000 * one.written), 0)) + make_header(one.meta) for one in found)
+        self._send(HTTPStatus.OK, "application/octet-stream", b"".join(content))
 
     def _file(self, file: str) -> None:
         try:
@@ -318,17 +317,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         with content:
             size = os.fstat(content.fileno()).st_size
-            asked = _RANGE.fullmatch(self.headers.get("Range", ""))
-            first, last = (int(asked[1]), min(int(asked[2] or size), size - 1)) if asked else (0, -1)
+            wanted = _RANGE.fullmatch(self.headers.get("Range", ""))
+            first, last = (int(wanted[1]), min(int(wanted[2] or size), size - 1)) if wanted else (0, -1)
             if first > last:
                 self._head(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, 0, Content_Range=f"bytes */{size}")
                 return
             count = last - first + 1
             self._head(HTTPStatus.PARTIAL_CONTENT, count, Content_Range=f"bytes {first}-{last}/{size}")
-            if self.connection.sendfile(content, first, count) != count:  # somebody shortened the file
+            if self.connection.sendfile(content, first, count) != count:  # the file became shorter
                 self.close_connection = True
 
-    # Answers.
+    # Responses.
 
     def _send_json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
         self._send(status, "application/json", json.dumps(value).encode())
@@ -345,7 +344,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def _fail(self, error: Exception) -> None:
-        _log.warning("a record could not be served: %s", error)
+        _log.warning("a cache entry could not be served: %s", error)
         self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
@@ -353,12 +352,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def _version() -> str:
     try:
         return importlib.metadata.version("vlcache-jax")
-    except importlib.metadata.PackageNotFoundError:  # it is not installed, but runs from where its sources lie
+    except importlib.metadata.PackageNotFoundError:  # it runs from its sources without installation
         return "unknown"
 
 
 def _open(directory: pathlib.Path, file: str) -> BinaryIO | None:
-    """A record's file, if there is one; no link is followed, neither from it nor from its folder."""
+    """Open the file of a record without following links, also not of its folder; None if it does not exist."""
+
     folder, name = file.split("/")
     try:
         above = os.open(directory / folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,8 +1,8 @@
-"""A record as a file: a safetensors file that says all about itself.
+"""File format of a record: a self-describing safetensors file.
 
-The header is a function of what the record is and of its checksums, and of nothing else; a file whose header is not
-exactly what its own contents give is damaged. Behind it lie the parts in their order, without padding, so that layers
-can be read one after the other, or apart.
+The header depends only on the description of the record and its checksums. A file whose header differs from the one
+that its contents determine is damaged. The parts follow in order and without padding, so that layers can be read one by
+one.
 """
 
 from __future__ import annotations
@@ -20,79 +20,83 @@ from vlcache_jax.cache.keys import FORMAT_VERSION
 from vlcache_jax.cache.record import CHECKSUM, DamagedError, Meta
 
 SUFFIX = ".safetensors"
-LENGTH = struct.Struct("<Q")  # in front of the header: its length
-MOST_HEADER = 2**20  # bytes; for 200 layers it has 40 thousand
+LENGTH = struct.Struct("<Q")  # length of the header, which precedes it
+MOST_HEADER = 2**20  # maximum size of a header in bytes; with 200 layers it has 40 thousand
 _FORMAT = f"vlcache-jax record {FORMAT_VERSION}"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 _FILE = re.compile(rf"(?P<folder>..)/(?P<entry>[0-9a-f]{{64}})(\.(?P<context>[0-9a-f]{{64}}))?{SUFFIX}")
-_PARSED = 1024  # headers that are remembered, as a look and what follows it need the same ones; some KB apiece
+_PARSED = 1024  # cached headers, a few KB each: a lookup and the load after it parse the same ones
 _NO_DIGEST = "0" * 32
 
 
 def file_name(name: str) -> str:
-    """Where in a store the record of a name lies: a folder by the first digits, and a name that no other record has."""
+    """Return the path of a record in a store: a folder named by the first digits, and a unique file name."""
     _, entry, *context = name.split("/")
     return f"{entry[:2]}/{'.'.join([entry, *context])}{SUFFIX}"
 
 
 def name_of(file: str) -> str | None:
-    """The record whose file this is, by its path in a store; None: it is no record's."""
+    """Return the name of the record with this path in a store; None: it is not the path of a record."""
     if (ours := _FILE.fullmatch(file)) is None or ours["folder"] != ours["entry"][:2]:
         return None
     return f"enc/{ours['entry']}" if ours["context"] is None else f"kv/{ours['entry']}/{ours['context']}"
 
 
 def file_bytes(meta: Meta) -> int:
-    """Of a record's whole file."""
+    """Return the size of a record's file in bytes."""
     return len(make_header(meta)) + meta.part_bytes * len(meta.parts)
 
 
 @functools.lru_cache(_PARSED)
 def make_header(meta: Meta) -> bytes:
-    """The beginning of a complete record's file, a multiple of 64 bytes."""
+    """Return the header of a complete record's file with its length prefix; its size is a multiple of 64 bytes."""
     return _header(meta, xxhash.xxh3_128_hexdigest(_header(meta, _NO_DIGEST)))
 
 
 def take_header(file: IO[bytes], name: object) -> bytes:
-    """The header at the beginning of a file, with its length.
+    """Read the header at the beginning of a file, with its length prefix.
+
+    Args:
+      file: the file.
+      name: name of the file in errors.
 
     Raises:
-      DamagedError: there is none; it calls the file by its name.
+      DamagedError: the file has no header.
     """
     first = file.read(LENGTH.size)
     if len(first) < LENGTH.size or (length := LENGTH.unpack(first)[0]) > MOST_HEADER:
-        raise DamagedError(f"{name}: no header")
+        raise DamagedError(f"{name}: file must begin with a header of at most {MOST_HEADER} bytes")
     return first + file.read(length)
 
 
 @functools.lru_cache(_PARSED)
 def read_header(header: bytes) -> Meta:
-    """What a file's beginning says; its data have no room for padding.
+    """Return the description in a header, without padding.
 
     Raises:
-      DamagedError: it is not what `make_header` made.
+      DamagedError: `make_header` would not have made this header.
     """
     try:
-        said: Mapping[str, str] = json.loads(header[LENGTH.size :])["__metadata__"]
-        grid, shape, planes, checksums = (_numbers(said[name]) for name in ("grid", "shape", "planes", "checksums"))
-        if shape[0] != len(checksums):  # before anything is as large as it says
-            raise ValueError(f"{shape[0]} parts, {len(checksums)} checksums")
+        about: Mapping[str, str] = json.loads(header[LENGTH.size :])["__metadata__"]
+        grid, shape, buffers, checksums = (_numbers(about[name]) for name in ("grid", "shape", "planes", "checksums"))
+        if shape[0] != len(checksums):  # before anything of this size is allocated
+            raise ValueError(f"checksums must be {shape[0]}, one per part, got {len(checksums)}")
         meta = Meta(
-            entry=said["entry"],
-            owner=said["owner"],
-            context=said.get("context"),
-            canonical=said["canonical"] == "true",
+            entry=about["entry"],
+            owner=about["owner"],
+            context=about.get("context"),
+            canonical=about["canonical"] == "true",
             grid=(grid[0], grid[1], grid[2]),
-            tokens=int(said["tokens"]),
-            dtype=said["dtype"],
+            tokens=int(about["tokens"]),
+            dtype=about["dtype"],
             shape=shape,
-            planes=planes,
-            model=said["model"],
-            codec=said["codec"],
+            buffers=buffers,
+            model=about["model"],
+            codec=about["codec"],
             checksums=checksums,
         )
         is_whole = make_header(meta) == header
-    except Exception as error:  # whatever is wrong with it, it is damaged
+    except Exception as error:  # every error means damage
         raise DamagedError(f"header of {len(header)} bytes is damaged: {type(error).__name__}: {error}") from error
     if not is_whole:
         raise DamagedError(f"header of {len(header)} bytes is damaged")
@@ -111,7 +115,7 @@ def _header(meta: Meta, digest: str) -> bytes:
         "tokens": str(meta.tokens),
         "dtype": meta.dtype,
         "shape": _text(meta.shape),
-        "planes": _text(meta.planes),
+        "planes": _text(meta.buffers),
         "model": meta.model,
         "codec": meta.codec,
         "checksum": CHECKSUM,

@@ -1,8 +1,8 @@
-"""The remote tier over a Redis or Valkey server.
+"""Remote tier on a Redis or Valkey server.
 
-The records of an image are fields of one hash; their data lie beside it in chunks, under keys that each write has for
-itself. Chunks go by themselves after an hour, unless a script on the server makes the record visible: it adds the field
-and keeps the chunks, at once.
+The records of an image are fields of one hash. Their data are chunks under separate keys, which each write chooses
+itself. Chunks expire after an hour unless a script on the server publishes the record: it adds the field and makes the
+chunks persistent, atomically.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from redis.retry import Retry
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
 from vlcache_jax.cache.record import (
+    Buffers,
     DamagedError,
     EntryGoneError,
     Found,
@@ -33,7 +34,6 @@ from vlcache_jax.cache.record import (
     Outcome,
     Part,
     Place,
-    Planes,
     Tier,
     TierError,
     blocks,
@@ -42,14 +42,14 @@ from vlcache_jax.cache.tiers.record_file import file_bytes, make_header, read_he
 from vlcache_jax.common.checks import shorten
 
 _CHUNK = 2**23  # bytes
-_MOST_BYTES = 2**36  # of a record; what says more is none
-_PATIENCE = 3600  # seconds until the server deletes what a dead writer has left
-_ABOUT = struct.Struct(">16sQ")  # in front of a header: id of the write, and milliseconds since the epoch
+_MAX_BYTES = 2**36  # maximum size of a record; a larger claim means damage
+_PATIENCE = 3600  # seconds until the server deletes chunks of a dead writer
+_ABOUT = struct.Struct(">16sQ")  # before a header: id of the write, and milliseconds since the epoch
 _NAMESPACE = 16  # digits
-_PAGE = 1000  # keys that the server looks at, at a time
+_PAGE = 1000  # keys that the server scans at a time
 
-# Both are told the hash and the chunks; the field, and the id of the write. A script that fails changes nothing: HSET
-# comes first, which a server without memory refuses.
+# Keys of both scripts are the hash and the chunks; arguments are the field and the id of the write. A script that fails
+# changes nothing: HSET comes first, and a server without memory rejects it.
 _PUBLISH = """
 local there = redis.call('HGET', KEYS[1], ARGV[1])
 if there then
@@ -75,7 +75,7 @@ for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
 
 
 class _RedisEntry(NamedTuple):
-    """What a field says."""
+    """Content of a field: id of the write, time in seconds since the epoch, and description."""
 
     write: bytes
     written: float
@@ -83,17 +83,17 @@ class _RedisEntry(NamedTuple):
 
 
 class RedisTier(Tier):
-    """Records in a server that any number of machines use. It has no budget: the server's `maxmemory` sees to that.
+    """Records on a server that any number of machines use. The server's `maxmemory` limits their size.
 
     Args:
-      url: redis://, or rediss:// with TLS, with user, password and database as redis-py takes them.
-      timeout: seconds to connect, and for each answer.
-      namespace: the first 16 digits of the model's fingerprint, or what gives them when they are needed first. None:
-        records of all models.
-      clock: seconds since the epoch.
+      url: redis://, or rediss:// with TLS, with user, password and database in the format of redis-py.
+      timeout: time limit for connecting and for each response, in seconds.
+      namespace: first 16 digits of the model's fingerprint, or a function that returns them at first use. None: records
+        of all models.
+      clock: returns seconds since the epoch.
 
     Raises:
-      ValueError: redis-py does not take the URL.
+      ValueError: redis-py rejects the URL.
     """
 
     label = "remote"
@@ -108,7 +108,7 @@ class RedisTier(Tier):
     ):
         self._clock = clock
         self._given = namespace
-        # A connection that the server has closed meanwhile is opened once more; whatever else fails has failed.
+        # Reopen a connection once if the server has closed it. Other errors are not retried.
         again = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
         self._client: Any = redis.Redis.from_url(
             url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=again, protocol=2
@@ -119,31 +119,36 @@ class RedisTier(Tier):
             found = [Found(one.meta, one.written) for key in self._hashes(entry) for one in self._kept(key)]
             return sorted(found, key=lambda one: one.written)
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Buffers]]:
         with _reporting("read", meta.name):
             key = _key(_space(meta), meta.entry)
             value = self._client.hget(key, meta.name)
             if value is None or value[_ABOUT.size :] != make_header(meta):
-                raise EntryGoneError(f"{meta.name} is not there any more")
+                raise EntryGoneError(f"{meta.name} no longer exists")
             write = value[:16]
             for part in parts:
-                planes = place(part)
-                rows = [rows.reshape(-1).view(np.uint8) for rows in blocks(meta, planes)]
+                buffers = place(part)
+                rows = [rows.reshape(-1).view(np.uint8) for rows in blocks(meta, buffers)]
                 if [len(one) for one in rows] != _block_sizes(meta):
-                    raise DamagedError(f"{meta.name}: {part} has place of another size")
+                    raise DamagedError(
+                        f"{meta.name}: {part} must have {sum(_block_sizes(meta))} bytes, "
+                        f"got a buffer of {sum(map(len, rows))}"
+                    )
                 pipeline = self._client.pipeline(transaction=False)
                 for chunk in _chunk_keys(key, write, meta, part):
                     pipeline.get(chunk)
                 for piece, data in zip(_pieces(rows), pipeline.execute(), strict=True):
                     if data is None:
                         self._remove(key, meta, write)
-                        raise EntryGoneError(f"{meta.name}: the server has not kept all of it")
+                        raise EntryGoneError(f"{meta.name}: the server dropped a part of it (maxmemory reached?)")
                     if len(data) != len(piece):
-                        raise DamagedError(f"{meta.name}: {part} has a chunk of {len(data)} bytes, not {len(piece)}")
+                        raise DamagedError(
+                            f"{meta.name}: {part} must have a chunk of {len(piece)} bytes, got {len(data)}"
+                        )
                     piece[:] = np.frombuffer(data, np.uint8)
-                yield part, planes
+                yield part, buffers
 
-    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
+    def write(self, meta: Meta, parts: Mapping[Part, Buffers]) -> Outcome:
         with _reporting("write", meta.name):
             key, write = _key(_space(meta), meta.entry), uuid.uuid4().bytes
             if self._client.hexists(key, meta.name):
@@ -158,12 +163,12 @@ class RedisTier(Tier):
                 value = _ABOUT.pack(write, int(self._clock() * 1000)) + make_header(meta)
                 keys = _all_keys(key, write, meta)
                 outcome = self._client.eval(_PUBLISH, len(keys), *keys, meta.name, write, value)
-            except redis.ResponseError:  # the server lives, and may be full: it need not wait for an hour
+            except redis.ResponseError:  # the server responds and may be full: free the memory at once
                 with contextlib.suppress(redis.RedisError):
                     self._remove(key, meta, write)
                 raise
             if outcome < 0:
-                raise TierError(f"write {meta.name}: the server has not kept all of it")
+                raise TierError(f"write {meta.name}: the server dropped a part of it (maxmemory reached?)")
             return "stored" if outcome else "known"
 
     def delete(self, name: str) -> None:
@@ -175,7 +180,7 @@ class RedisTier(Tier):
                     self._remove(key, kept.meta, kept.write)
 
     def lines(self) -> list[Line]:
-        """Of all complete records, in the order in which they were written."""
+        """Return a listing of all complete records, in the order of writing."""
         with _reporting("list", "records"):
             kept = [one for key in set(self._hashes()) for one in self._kept(key)]
             lines = [Line(one.meta.name, file_bytes(one.meta), one.written) for one in kept]
@@ -190,7 +195,7 @@ class RedisTier(Tier):
         return self._given() if callable(self._given) else self._given
 
     def _hashes(self, entry: str | None = None) -> Iterable[bytes]:
-        """Keys of one image's hashes, or of all."""
+        """Return the keys of one image's hashes, or of all hashes."""
         space = self._namespace
         if entry is not None and space is not None:
             return [_key(space, entry)]
@@ -199,25 +204,25 @@ class RedisTier(Tier):
         return [key for key in found if re.fullmatch(ours, key)]
 
     def _kept(self, key: bytes) -> Iterator[_RedisEntry]:
-        """Of a hash, all that is as it should be."""
+        """Yield the intact fields of a hash."""
         for field, value in self._client.hgetall(key).items():
             if (kept := self._kept_or_dropped(key, field, value)) is not None:
                 yield kept
 
     def _kept_or_dropped(self, key: bytes, field: bytes, value: bytes) -> _RedisEntry | None:
-        """What a field says; None: it is damaged, and is removed with its data."""
+        """Return the content of a field; None: it is damaged, and is deleted with its chunks."""
         try:
             if len(value) < _ABOUT.size:
-                raise DamagedError(f"{len(value)} bytes are no record")
+                raise DamagedError(f"its value must have at least {_ABOUT.size} bytes, got {len(value)}")
             write, milliseconds = _ABOUT.unpack_from(value)
             meta = read_header(value[_ABOUT.size :])
             if meta.name.encode() != field or _key(_space(meta), meta.entry) != key:
-                raise DamagedError("it says that it is another record")
-            if file_bytes(meta) > _MOST_BYTES:  # before as many keys are made as it says
-                raise DamagedError(f"it says that it has {file_bytes(meta)} bytes")
+                raise DamagedError("its header belongs to another cache entry")
+            if file_bytes(meta) > _MAX_BYTES:  # before the list of its keys is made
+                raise DamagedError(f"its header must declare at most {_MAX_BYTES} bytes, got {file_bytes(meta)}")
             return _RedisEntry(write, milliseconds / 1000, meta)
         except DamagedError as error:
-            self.report(DamagedError(f"{field!r:.200} of {key!r} is damaged, and is deleted: {error}"))
+            self.report(DamagedError(f"{field!r:.200} of {key!r} is damaged and deleted: {error}"))
             chunks = self._client.scan_iter(key + b":" + value[:16].hex().encode() + b":*", _PAGE)
             self._client.eval(_REMOVE, 1, key, field, value[:16])
             for some in itertools.batched(chunks, _PAGE):
@@ -225,7 +230,7 @@ class RedisTier(Tier):
             return None
 
     def _remove(self, key: bytes, meta: Meta, write: bytes) -> None:
-        """What one write has made."""
+        """Delete the field and the chunks of one write."""
         keys = _all_keys(key, write, meta)
         self._client.eval(_REMOVE, len(keys), *keys, meta.name, write)
 
@@ -235,31 +240,31 @@ def _space(meta: Meta) -> str:
 
 
 def _key(space: str, entry: str) -> bytes:
-    """Of the hash of an image's records."""
+    """Return the key of the hash of an image's records."""
     return f"vlcache-{FORMAT_VERSION}:{space}:{entry}".encode()
 
 
 def _all_keys(key: bytes, write: bytes, meta: Meta) -> list[bytes]:
-    """Of the hash, and of all chunks of a record in it."""
+    """Return the keys of a hash and of all chunks of a record in it."""
     return [key, *(chunk for part in meta.parts for chunk in _chunk_keys(key, write, meta, part))]
 
 
 def _chunk_keys(key: bytes, write: bytes, meta: Meta, part: Part) -> list[bytes]:
-    """In the order of `_pieces`."""
+    """Return the keys of a part's chunks, in the order of `_pieces`."""
     count = sum(-(-size // _CHUNK) for size in _block_sizes(meta))
     beginning = b"%b:%b:%d:" % (key, write.hex().encode(), meta.parts.index(part))
     return [beginning + b"%d" % number for number in range(count)]
 
 
 def _block_sizes(meta: Meta) -> list[int]:
-    """Bytes of each block of a part, without padding."""
+    """Return the size of each block of a part in bytes, without padding."""
     if meta.context is None:
         return [meta.part_bytes]
-    return [meta.tokens * size for size in meta.planes] * 2 if meta.planes else [meta.part_bytes // 2] * 2
+    return [meta.tokens * size for size in meta.buffers] * 2 if meta.buffers else [meta.part_bytes // 2] * 2
 
 
 def _pieces(rows: list[npt.NDArray[np.uint8]]) -> Iterator[npt.NDArray[np.uint8]]:
-    """A part's blocks, cut into chunks."""
+    """Yield a part's blocks, cut into chunks."""
     for one in rows:
         for first in range(0, len(one), _CHUNK):
             yield one[first : first + _CHUNK]
@@ -267,7 +272,7 @@ def _pieces(rows: list[npt.NDArray[np.uint8]]) -> Iterator[npt.NDArray[np.uint8]
 
 @contextlib.contextmanager
 def _reporting(operation: str, name: str) -> Iterator[None]:
-    """Whatever goes wrong is a TierError."""
+    """Convert every error to TierError."""
     try:
         yield
     except TierError:

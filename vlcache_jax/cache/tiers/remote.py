@@ -1,4 +1,4 @@
-"""The remote tier by its URL."""
+"""Choice of the remote tier by URL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from vlcache_jax.cache.record import Tier
 from vlcache_jax.common.checks import short
 
 _OBJECTS = ("s3", "gs", "az")
-_SERVERS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}  # and their names in redis-py
+_SERVERS = {
+    "redis": "redis",
+    "rediss": "rediss",
+    "valkey": "redis",
+    "valkeys": "rediss",
+}  # schemes, and their names in redis-py
 _EXPECTED = (
     "remote must be a URL such as s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///directory, "
     "redis://host:6379/0 or valkey://host (rediss:// and valkeys:// with TLS)"
@@ -19,16 +24,16 @@ _EXPECTED = (
 
 
 def open_remote(url: str, *, timeout: float, namespace: str | Callable[[], str] | None = None) -> Tier:
-    """The tier that a URL stands for. Servers are not asked for anything yet; a directory is made.
+    """Return the tier for a URL. Servers are not contacted yet; a directory is created.
 
     Args:
       url: see `check_remote`.
-      timeout: seconds for each request.
+      timeout: time limit of each request in seconds.
       namespace: see `RedisTier`; object stores have none.
 
     Raises:
-      ValueError: there is no such store, or the environment does not say enough to use it.
-      ImportError: a library that it needs is not installed.
+      ValueError: the URL is invalid, or the environment lacks settings of the store.
+      ImportError: a required library is not installed.
     """
     check_remote(url)
     scheme, _, rest = url.partition(":")
@@ -49,10 +54,10 @@ def open_remote(url: str, *, timeout: float, namespace: str | Callable[[], str] 
 
 
 def check_remote(url: Any) -> None:
-    """Sees that a URL names a remote tier, without asking the network.
+    """Check that a URL names a remote tier, without network access.
 
     Raises:
-      ValueError: it does not; passwords are not shown.
+      ValueError: it does not. The message hides passwords.
     """
     if not isinstance(url, str):
         raise ValueError(f"{_EXPECTED}, got {short(url)}")
@@ -61,7 +66,7 @@ def check_remote(url: Any) -> None:
 
 
 def masked(url: str) -> str:
-    """A URL without what may be secret."""
+    """Return a URL with credentials, query and fragment replaced by "***"."""
     before, at, after = url.rpartition("@")
     if at:
         scheme = re.match(r"[A-Za-z0-9+.-]*:(//)?", before)
@@ -70,14 +75,14 @@ def masked(url: str) -> str:
 
 
 def _fault(url: str) -> str | None:
-    """What is wrong with a URL."""
+    """Return the reason why a URL is invalid; None: it is valid."""
     if re.search(r"[\s\x00-\x1f\x7f]", url) or not url.isprintable():
-        return "it has spaces or characters that cannot be printed"
+        return "it has spaces or unprintable characters"
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        return "its host or port is none"
+        return "its host or port is invalid"
     if "://" not in url or parts.scheme not in (*_OBJECTS, *_SERVERS, "file"):
         return "unknown scheme"
     if parts.fragment or "#" in url:
@@ -88,7 +93,7 @@ def _fault(url: str) -> str | None:
         return "it has a query"
     if parts.scheme == "file":
         if parts.netloc or not parts.path.strip("/"):
-            return "a directory begins with a third slash"
+            return "a directory needs a third slash, as in file:///directory"
         return None
     if not parts.netloc:
         return "no bucket"
@@ -99,7 +104,7 @@ def _server_fault(parts: urllib.parse.SplitResult, host: str | None) -> str | No
     if not host:
         return "no host"
     if not re.fullmatch(r"(/\d{0,9})?", parts.path):
-        return "its path is the number of a database"
+        return "its path must be the number of a database"
     if any(not name.startswith("ssl_") for name, _ in urllib.parse.parse_qsl(parts.query, keep_blank_values=True)):
-        return "of options it takes those that begin with ssl_"
+        return "only options that begin with ssl_ are supported"
     return None

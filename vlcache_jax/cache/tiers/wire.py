@@ -1,4 +1,4 @@
-"""What a peer and its clients share: bounds, and reading from sockets under a deadline."""
+"""Limits that a peer and its clients share, and reading from sockets with a deadline."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import struct
 import time
 from typing import Any
 
-MOST_RECORDS = 64  # of an image; older ones are not told
-WRITTEN = struct.Struct(">Q")  # in front of each header: milliseconds since the epoch
+MOST_RECORDS = 64  # records of an image in a response; older ones are left out
+WRITTEN = struct.Struct(">Q")  # time of writing before each header, in milliseconds since the epoch
 TOKEN = re.compile(r"[!-~]{1,512}")
 
 
 class Deadline:
-    """Ends so many seconds after it was made, or renewed."""
+    """Deadline a number of seconds after its creation or renewal."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -25,22 +25,22 @@ class Deadline:
         self._end = time.monotonic() + self._seconds
 
     def left(self) -> float:
-        """Seconds. Raises TimeoutError if there are none."""
+        """Return the seconds left. Raises TimeoutError if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"not complete after {self._seconds} s")
+            raise TimeoutError(f"the exchange with the peer is not complete after {self._seconds} s")
         return left
 
 
 class Wire(io.RawIOBase):
-    """What comes from a socket; no read waits beyond the deadline, whatever part of a message it is that is missing."""
+    """Raw input of a socket. No read waits beyond the deadline, however slowly the bytes arrive."""
 
     def __init__(self, sock: socket.socket, deadline: Deadline):
         self._sock, self._deadline = sock, deadline
         self._raw = sock.makefile("rb", buffering=0)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """What http.client asks of a socket. Its loops come back to `readinto`."""
+        """Return a buffered reader for `http.client`, which reads through `readinto`."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:

@@ -1,7 +1,7 @@
-"""Programs of static sizes, and the table of those that are compiled.
+"""Programs of static sizes, and the table of compiled programs.
 
-A program is a frozen dataclass (`base`): its fields are its sizes, and it is its own key. `memory` creates what
-programs update in place, loads cached KV and encodes new KV. `layers` compute a prefill, `window` decodes, `compress`
-reduces the KV of a prompt, `encode` computes encoder rows of pixels, and `answer` tokens and scores of hidden states.
-`table` compiles and runs them, and `compile_cache` keeps them on disk.
+A program is a frozen dataclass (`base`). Its fields are its sizes, and it is its own key. `memory` creates arrays that
+programs update in place, loads cached KV and encodes new KV. `layers` computes a prefill, `window` decodes, `compress`
+reduces the KV of a prompt, `encode` computes encoder rows from pixels, and `answer` computes tokens and scores from
+hidden states. `table` compiles and runs programs, and `compile_cache` stores them on disk.
 """

@@ -1,4 +1,4 @@
-"""Programs that take rows that have left the last layer to tokens and scores."""
+"""Programs that compute tokens and scores from rows after the last layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from vlcache_jax.device import sampler
 from vlcache_jax.device.programs.base import Demand, Params, Program, Shapes, ints
-from vlcache_jax.device.sampler import FIXED, Choice, Choosing, Lanes, SampledTokens
+from vlcache_jax.device.sampler import FIXED, Choice, Choosing, DecodeState, SampledTokens
 from vlcache_jax.models import bind
 
 
 @dataclass(frozen=True)
 class OutputHead(Program[jax.Array]):
-    """Logits, float32 [count, V], of `count` of `size` rows."""
+    """A program that returns logits, float32 [count, V], of `count` of `size` rows."""
 
     name = "head"
     follows_rows = True
@@ -26,10 +26,10 @@ class OutputHead(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        for size in demand.ladder.rows:
-            keep = shapes.ladder.outputs(size)
-            yield from (cls(keep, min(count, keep)) for count in demand.ladder.sequences)
-            yield cls(size, keep)  # logits of all rows, slice by slice
+        for size in demand.buckets.rows:
+            keep = shapes.buckets.outputs(size)
+            yield from (cls(keep, min(count, keep)) for count in demand.buckets.sequences)
+            yield cls(size, keep)  # for logits of all rows, slice by slice
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.text["norm"], shapes.head, shapes.hidden(self.size), ints()
@@ -39,38 +39,38 @@ class OutputHead(Program[jax.Array]):
 
 
 @dataclass(frozen=True)
-class SampleFirst(Program[tuple[SampledTokens, Lanes]]):
-    """The next token of lanes whose answers have `steps` tokens so far."""
+class SampleFirst(Program[tuple[SampledTokens, DecodeState]]):
+    """A program that samples the next token of `count` decode slots whose sequences have `steps` tokens so far."""
 
     name = "sample"
     donates = (1,)
     count: int
-    choice: Choice = "asked"
+    choice: Choice = "dynamic"
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        most = {shapes.ladder.outputs(size) for size in demand.ladder.rows} | {shapes.ladder.max_sequences}
-        counts = [min(count, keep) for keep in sorted(most) for count in demand.ladder.sequences]
-        choices: tuple[Choice, ...] = ("asked",) if shapes.is_host else FIXED
+        outputs = {shapes.buckets.outputs(size) for size in demand.buckets.rows} | {shapes.buckets.max_sequences}
+        counts = [min(count, keep) for keep in sorted(outputs) for count in demand.buckets.sequences]
+        choices: tuple[Choice, ...] = ("dynamic",) if shapes.is_host else FIXED
         return [cls(count, choice) for count in counts for choice in choices]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        return shapes.vocabulary(self.count), shapes.lanes, ints(self.count, sampler.COLUMNS), ints(self.count)
+        return shapes.vocabulary(self.count), shapes.decode_slots, ints(self.count, sampler.COLUMNS), ints(self.count)
 
     def compute(
-        self, shapes: Shapes, logits: jax.Array, lanes: Lanes, rows: jax.Array, steps: jax.Array
-    ) -> tuple[SampledTokens, Lanes]:
+        self, shapes: Shapes, logits: jax.Array, decode_slots: DecodeState, rows: jax.Array, steps: jax.Array
+    ) -> tuple[SampledTokens, DecodeState]:
         choosing = Choosing.unpack(rows)
-        begun = lanes._replace(
-            step=lanes.step.at[choosing.lane].set(steps, mode="drop"),
-            is_ended=lanes.is_ended.at[choosing.lane].set(False, mode="drop"),
+        begun = decode_slots._replace(
+            step=decode_slots.step.at[choosing.decode_slot].set(steps, mode="drop"),
+            is_ended=decode_slots.is_ended.at[choosing.decode_slot].set(False, mode="drop"),
         )
         return sampler.sample(logits, begun, choosing, choice=self.choice)
 
 
 @dataclass(frozen=True)
 class LastHidden(Program[jax.Array]):
-    """Hidden states behind the last norm, float32 [count, M], of `count` of `size` rows."""
+    """A program that returns hidden states after the last norm, float32 [count, M], of `count` of `size` rows."""
 
     name = "last_hidden"
     follows_rows = True
@@ -79,9 +79,9 @@ class LastHidden(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        # More rows leave a step only where a prompt beside it wants log-probabilities of all of its tokens: the program
-        # for that, of milliseconds, is made when it is first called for.
-        return [cls(keep, keep) for keep in sorted({shapes.ladder.outputs(size) for size in demand.ladder.rows})]
+        # More rows leave a chunk only if another prompt in it requests log-probabilities of all its tokens. The program
+        # for this case compiles in milliseconds, at its first use.
+        return [cls(keep, keep) for keep in sorted({shapes.buckets.outputs(size) for size in demand.buckets.rows})]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.text["norm"], shapes.hidden(self.size), ints()
@@ -92,14 +92,14 @@ class LastHidden(Program[jax.Array]):
 
 @dataclass(frozen=True)
 class HeadRows(Program[jax.Array]):
-    """Rows of the output head, float32 [count, M]."""
+    """A program that returns rows of the output head, float32 [count, M]."""
 
     name = "head_rows"
     count: int
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return []  # who opened an engine to score documents calls for it once
+        return []  # only engines that score documents need it, once
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.head, ints(self.count)
@@ -110,14 +110,14 @@ class HeadRows(Program[jax.Array]):
 
 @dataclass(frozen=True)
 class ScoreTokens(Program[tuple[jax.Array, ...]]):
-    """See `sampler.score`."""
+    """A program that scores target tokens of `count` rows, see `sampler.score`."""
 
     name = "score"
     count: int
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(shapes.ladder.outputs(size)) for size in demand.ladder.rows]
+        return [cls(shapes.buckets.outputs(size)) for size in demand.buckets.rows]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.vocabulary(self.count), ints(self.count), jax.ShapeDtypeStruct((), jnp.bool_)

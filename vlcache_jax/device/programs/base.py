@@ -1,8 +1,8 @@
-"""What a program is: its sizes, its arguments, and what it computes.
+"""The base class of programs: sizes, arguments and the computation.
 
 Every shape follows from a program's fields and from `Shapes`, which all programs of an engine share. Plain nested dicts
-cross into programs, never modules. The integers of a step's tokens are packed into one array: they travel together, and
-every layer takes its part.
+cross into programs, never modules. The integers of a chunk's tokens are packed into one array, so that they need one
+transfer. Each layer takes its rows of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.cache.device import ALIGNMENT
 from vlcache_jax.device import sampler
-from vlcache_jax.device.buckets import Ladder, cover
+from vlcache_jax.device.buckets import BucketSizes, cover
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.mesh import ONE, Devices
 from vlcache_jax.device.sampler import FIXED
@@ -44,63 +44,64 @@ FIELDS = 7  # slot, the three of position, k_start, k_end, source
 
 
 def pack(rows: Rows, size: int) -> npt.NDArray[np.int32]:
-    """Rows as int32 [FIELDS, size]; what lies behind them is never looked at."""
+    """Pack rows as int32 [FIELDS, size]. Values after the last row are never read."""
     packed = np.zeros((FIELDS, size), np.int32)
     packed[:, : len(rows.slot)] = np.vstack(list(rows))
     return packed
 
 
 def unpack(packed: Any, size: int) -> Rows:
-    """The first `size` rows."""
+    """Return the first `size` packed rows."""
     slot, x, y, z, k_start, k_end, source = (packed[i, :size] for i in range(FIELDS))
     return Rows(slot, jnp.stack([x, y, z]), k_start, k_end, source)
 
 
 def repack(rows: Rows, size: int) -> jax.Array:
-    """Rows of the device as `pack` makes them of the host's."""
+    """Pack rows on the device, as `pack` does on the host."""
     packed = jnp.vstack(list(rows))
     return jnp.pad(packed, ((0, 0), (0, size - packed.shape[1])))
 
 
 Params = dict[str, Any]
-Halves = list[list[jax.Array]]  # of each layer K and V, or the planes in which the device tier has both
-# Of a layer's rows keys before rotation and values as they are stored: [N, K, D] twice, or `KVShape.joined`.
+Halves = list[list[jax.Array]]  # by layer, K and V, or the buffers of the device tier for both
+# Stored KV of a layer's rows, keys before rotation: [N, K, D] twice, or `KVShape.joined`.
 Stored = tuple[jax.Array, jax.Array] | jax.Array
 Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
 
-LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so that computing need not wait for all
-LINKED = (16, 4, 1)  # images that one program links
-LINKED_TOKENS = 16384  # of these images together, where they are several
-PAGE_RUNGS = (16, 64, 256)  # of programs for compressed prompts, and as many pages as a request can have
-MOVED_PAGES = (16, 64)  # of what is kept of prompts, that one program takes to the host or back
+LINK_GROUPS = 4  # groups of layers that are linked one after the other; the first layers can run before the last link
+LINKED = (16, 4, 1)  # numbers of images that one program links
+LINKED_TOKENS = 16384  # limit of the tokens of several images in one program
+PAGE_BUCKETS = (16, 64, 256)  # buckets for pages of compressed prompts, besides the largest number of a request
+MOVED_PAGES = (16, 64)  # numbers of compressed pages that one program moves to or from the host
 
 
 class Shapes:
-    """The sizes of an engine, and the shapes that follow from them.
+    """The sizes of an engine, and the abstract arrays that follow from them.
 
     Args:
-      config, params, normalization, num_slots, max_pages, ladder, implementation, codec, kept_tokens, compressed_slots:
-        see `Runner`; of arrays only the shapes count.
-      is_host: whether the device is the host's processor, so that a predicate keeps nobody waiting.
+      config, params, normalization, num_slots, max_pages, buckets, implementation, codec, kept_tokens,
+        compressed_slots: see `Runner`. Only the shapes of arrays are used.
+      is_host: True if the device is the host's CPU, so that reading a predicate needs no wait.
 
     Attributes:
-      dtype: of K, V and hidden states.
-      kv: keys and values in the pool, and as they are stored.
+      dtype: dtype of KV and hidden states.
+      kv: layout of KV in the pool and in cache entries.
       visual, normalization, text, head: abstract weights.
-      tower_graph, table_graph, norm_graph: what weights of a vision tower, an embedding table and a norm are bound to.
-      like: of each layer the first with weights of the same shapes; programs have slices of it.
-      token_rungs: numbers of an image's tokens.
-      moved: tokens of images that a step moves at most.
-      windows: pages of the prompts that scores look at.
-      page_rungs: pages of a prompt that is compressed, and of what one layer has of it and of its answer.
-      link_groups: layers whose K, V are linked together, in their order.
-      recall_rungs: tokens that one program links from the device tier.
-      work_config: (rows, decode=False, pages=None) -> how their attention is cut, the same object every time.
+      tower_graph, table_graph, norm_graph: graph definitions of vision tower, embedding table and norm.
+      like: by layer, the first layer with weights of the same shapes. Programs have slices of it.
+      token_buckets: bucket sizes of an image's tokens.
+      moved: largest number of image tokens that a chunk shifts.
+      windows: bucket sizes, in pages, of prompts that selecting policies score.
+      page_buckets: bucket sizes, in pages, of a compressed prompt, and of its kept tokens and output in a layer.
+      link_groups: layers that are linked together, in their order.
+      recall_buckets: bucket sizes of the tokens that one program links from the device tier.
+      work_config: (rows, decode=False, pages=None) -> the configuration of their attention, the same object every time.
       pool: K or V of a layer.
-      compressed: K or V of what is kept of prompts, of all layers.
-      encoder_rows, packed: of a step; see `vlcache_jax.device.programs.base`.
-      lanes: see `vlcache_jax.device.sampler`.
-      kept, kept_rows: the device tier: of each layer the planes of its tokens, and encoder rows.
+      compressed: K or V of the compressed KV pool, of all layers.
+      encoder_rows: encoder rows of a chunk, [1 + J, max_rows, M].
+      packed: packed tokens of a chunk, int32 [FIELDS, max_rows].
+      decode_slots: see `vlcache_jax.device.sampler`.
+      kept, kept_rows: the device tier: by layer the buffers of its tokens, and encoder rows.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Shapes:
         *,
         num_slots: int,
         max_pages: int,
-        ladder: Ladder,
+        buckets: BucketSizes,
         implementation: str | None,
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
@@ -120,12 +121,12 @@ class Shapes:
         devices: Devices = ONE,
     ):
         self.is_host, self.devices = is_host, devices
-        self.config, self.ladder, self.implementation = config, ladder, implementation
+        self.config, self.buckets, self.implementation = config, buckets, implementation
         self.num_slots, self.max_pages, self.kept_tokens = num_slots, max_pages, kept_tokens
         self.compressed_slots = compressed_slots
         self.dtype = params["language_model"]["norm"]["scale"].dtype
         self.kv = KVShape.of(config, self.dtype, codec)
-        # Weights, and what they are bound to.
+        # Weights and their graph definitions.
         self.visual, self.normalization = abstract((params["visual"], normalization))
         self.text = abstract(params["language_model"])
         self.head = abstract(params.get("lm_head", params["language_model"]["embed_tokens"]))
@@ -137,71 +138,74 @@ class Shapes:
         # Sizes.
         text, layers = config.text, config.text.num_layers
         self.like = tuple(map(text.first_like, range(layers)))
-        self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
-        largest = self.token_rungs[-1]
+        self.token_buckets = tuple(size // config.vision.merge_size**2 for size in buckets.patches)
+        largest = self.token_buckets[-1]
         self.moved = min(max(TOKENS, largest), num_slots)
-        pages = {min(-(-size // kernels.PAGE), max_pages) for size in ladder.rows}
+        pages = {min(-(-size // kernels.PAGE), max_pages) for size in buckets.rows}
         self.windows = tuple(sorted({*pages, max_pages}))
-        self.page_rungs = (*(rung for rung in PAGE_RUNGS if rung < max_pages), max_pages)
+        self.page_buckets = (*(bucket for bucket in PAGE_BUCKETS if bucket < max_pages), max_pages)
         group = -(-layers // LINK_GROUPS)
         self.link_groups = tuple(slice(first, min(first + group, layers)) for first in range(0, layers, group))
-        self.recall_rungs = tuple(sorted({*self.token_rungs, *(count * largest for count in self.linked(largest))}))
-        self.work_config = functools.cache(self._work_config)  # asked for at every token
+        self.recall_buckets = tuple(sorted({*self.token_buckets, *(count * largest for count in self.linked(largest))}))
+        self.work_config = functools.cache(self._work_config)  # called for every decoded token
         # Arrays.
         self.pool, self.compressed = self.half(num_slots), self.half(compressed_slots)
         depth = 1 + config.vision.num_deepstack
         self.encoder_rows, self.kept_rows = (
-            jax.ShapeDtypeStruct((depth, rows, text.hidden_size), self.dtype) for rows in (ladder.max_rows, kept_tokens)
+            jax.ShapeDtypeStruct((depth, rows, text.hidden_size), self.dtype)
+            for rows in (buckets.max_rows, kept_tokens)
         )
-        self.packed = ints(FIELDS, ladder.max_rows)
-        self.lanes = jax.eval_shape(functools.partial(sampler.empty_lanes, ladder.max_sequences, text.vocab_size))
-        self.kept = [[devices.abstract(plane, THIRD) for plane in self.kv.stored(2, kept_tokens)]] * layers
+        self.packed = ints(FIELDS, buckets.max_rows)
+        self.decode_slots = jax.eval_shape(
+            functools.partial(sampler.empty_decode_state, buckets.max_sequences, text.vocab_size)
+        )
+        self.kept = [[devices.abstract(buffer, THIRD) for buffer in self.kv.stored(2, kept_tokens)]] * layers
 
     def bind_layer(self, params: Params) -> DecoderLayer:
-        """The decoder layer of these parameters, to be called while tracing."""
+        """Return the decoder layer with these parameters. Called while tracing."""
         return bind_layer(self._layer_graphs, params)
 
     def logits(self, norm: Params, head: Params, x: jax.Array) -> jax.Array:
-        """Float32 [N, V] of hidden states, while tracing."""
+        """Compute logits, float32 [N, V], of hidden states [N, M]. Called while tracing."""
         return bind(self.table_graph, head).scores(self.normed(norm, x))
 
     def normed(self, norm: Params, x: jax.Array) -> jax.Array:
-        """Hidden states [N, M] behind the last norm, while tracing."""
+        """Apply the last norm to hidden states [N, M]. Called while tracing."""
         return bind(self.norm_graph, norm)(x)
 
-    # Arrays of so many rows, or of so many layers.
+    # Abstract arrays for a number of rows or layers.
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Hidden states of rows."""
+        """Return abstract hidden states, [rows, M]."""
         return jax.ShapeDtypeStruct((rows, self.config.text.hidden_size), self.dtype)
 
     def vocabulary(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Logits of rows."""
+        """Return abstract logits, float32 [rows, V]."""
         return jax.ShapeDtypeStruct((rows, self.config.text.vocab_size), jnp.float32)
 
     def half(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Keys or values of rows, as they lie in the pool."""
+        """Return the abstract keys or values of rows, with the placement of the pool."""
         return self.devices.abstract(self.kv.half(rows), SECOND)
 
     def stored(self, layers: int, tokens: int) -> list[jax.ShapeDtypeStruct]:
-        """The planes of an image in some layers as they come from the host: without copies of heads, by token."""
+        """Return the abstract buffers of an image from the host, in some layers: without copies of heads, by token."""
         kv = dataclasses.replace(self.kv, heads=self.kv.heads // self.devices.copies)
-        lies = self.devices.by_token(tokens)
-        return [self.devices.abstract(plane, lies) for plane in kv.stored(layers, 2, tokens)]
+        spec = self.devices.by_token(tokens)
+        return [self.devices.abstract(buffer, spec) for buffer in kv.stored(layers, 2, tokens)]
 
     def pools(self, layers: int) -> list[list[jax.ShapeDtypeStruct]]:
-        """K and V of layers."""
+        """Return abstract K and V of the pool, by layer."""
         return [[self.pool] * 2] * layers
 
     def moves(self, layers: int) -> Moves:
-        """What layers move."""
-        return Moves(ints(self.ladder.max_rows), ints(6, self.moved), ints(layers), ints(layers))
+        """Return the abstract moves of some layers."""
+        return Moves(ints(self.buckets.max_rows), ints(6, self.moved), ints(layers), ints(layers))
 
     def constants(self, text: Params | None = None) -> list[Constants]:
-        """Of each layer what its keys before rotation have in common, and codecs take out.
+        """Return, by layer, the bias and weight that codecs remove from keys before rotation.
 
         Args:
-          text: weights of the decoder; None: abstract ones.
+          text: weights of the decoder. None: abstract ones.
         """
         weights = self.text if text is None else text
         return [self._constants(weights["layers"][i]["self_attn"]) for i in range(self.config.text.num_layers)]
@@ -218,26 +222,26 @@ class Shapes:
         return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
 
     def _work_config(self, rows: int, decode: bool = False, pages: int | None = None) -> kernels.WorkConfig:
-        """How the attention of `rows` rows is cut, of one request each where they decode.
+        """Return the configuration of the attention of `rows` rows. When decoding, each row is a request.
 
         Args:
-          pages: of a request at most, none of which others share; None: as many as any has, which may be shared.
+          pages: largest number of pages of a request, none shared. None: `max_pages`, which requests may share.
         """
         text, count = self.config.text, self.devices.count
         q = jax.ShapeDtypeStruct((rows, text.num_heads // count, text.head_dim), self.dtype)
         return kernels.work_config(
-            rows, min(rows, self.ladder.max_sequences), pages or self.max_pages, q, self.kv.heads // count,
+            rows, min(rows, self.buckets.max_sequences), pages or self.max_pages, q, self.kv.heads // count,
             decode=decode, shared=pages is None, implementation=self.implementation,
         )  # fmt: skip
 
-    # How links are cut into programs.
+    # Sizes of the programs that link images.
 
     def linked(self, size: int) -> tuple[int, ...]:
-        """How many images of `size` tokens one program links, the largest number first."""
+        """Return the numbers of images of `size` tokens that one program can link, the largest first."""
         return tuple(count for count in LINKED if count == 1 or count * size <= LINKED_TOKENS)
 
     def split_links(self, size: int, number: int) -> list[int]:
-        """How many images each program links where `number` images of `size` tokens are linked."""
+        """Return the number of images per program to link `number` images of `size` tokens."""
         counts = []
         for count in self.linked(size):
             counts += [count] * (number // count)
@@ -245,50 +249,52 @@ class Shapes:
         return counts
 
     def split_recalls(self, lengths: abc.Iterable[int]) -> list[int]:
-        """How many tokens each program links where images of so many tokens are linked from the device tier."""
+        """Return the number of tokens per program to link images of these lengths from the device tier."""
         tokens = sum(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths)
-        return cover(tokens, self.recall_rungs)
+        return cover(tokens, self.recall_buckets)
 
 
 def abstract(tree: Any) -> Any:
-    """Abstract arrays like those of a tree."""
+    """Return a tree of abstract arrays like those of a tree."""
     return jax.tree.map(_abstract, tree)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    lies = getattr(leaf, "sharding", None)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies if isinstance(lies, NamedSharding) else None)
+    sharding = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=sharding if isinstance(sharding, NamedSharding) else None
+    )
 
 
 def ints(*shape: int) -> jax.ShapeDtypeStruct:
-    """An abstract array of int32."""
+    """Return an abstract int32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 Key = tuple[Any, ...]  # a program's name and its sizes
 
-# Programs on users' disks are found by these names, too.
+# Names of the programs in users' disk caches.
 _ON_DISK = {
-    "pool": "<lambda>", "encoder_rows": "<lambda>", "lanes": "empty_lanes", "copy": "_copy", "slice": "<lambda>",
-    "layers": "block", "window": "<unnamed function>", "score_rows": "score", "choose": "chosen", "narrow": "narrowed",
-    "take": "<lambda>", "keep_rows": "keep",
+    "pool": "<lambda>", "encoder_rows": "<lambda>", "decode_slots": "empty_decode_state", "copy": "_copy", "slice":
+    "<lambda>", "layers": "block", "window": "<unnamed function>", "score_rows": "score", "choose": "chosen", "narrow":
+    "narrowed", "take": "<lambda>", "keep_rows": "keep",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What requests can call for, besides what all do: prefill, decoding, sampling and scoring.
+    """The programs that requests can need besides those of prefill, decoding, sampling and scoring.
 
     Attributes:
-      ladder: rungs that batches have.
-      linking: images are linked.
-      shrinking: layers that fewer rows leave than enter, besides the last one. Any number may leave: a step that ends
-        inside an image may hold nothing but rows that drop out early.
-      selecting: rows are chosen on the device.
-      shifting: linked K, V are moved.
+      buckets: bucket sizes of batches.
+      linking: True if images are linked.
+      shrinking: layers that fewer tokens leave than enter, besides the last one. Any number may leave, because all
+        tokens of a chunk that ends inside an image may be dropped early.
+      selecting: policy that selects tokens on the device, or None.
+      shifting: True if linked KV is shifted.
     """
 
-    ladder: Ladder
+    buckets: BucketSizes
     linking: bool = False
     shrinking: Collection[int] = ()
     selecting: SelectingPolicy | None = None
@@ -296,7 +302,7 @@ class Demand:
 
     @classmethod
     def of(cls, policy: Policy, shapes: Shapes) -> Demand:
-        """That of requests under a policy."""
+        """Return the demand of requests under a policy."""
         layers = shapes.config.text.num_layers
         image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
         layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
@@ -307,18 +313,18 @@ class Demand:
             for layer, kept in enumerate(selecting.keep(layout, layers), selecting.check_layer + 1):
                 rows[layer] += kept
         shrinking = {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
-        return cls(shapes.ladder, policy.links, shrinking, selecting, plan.shift)
+        return cls(shapes.buckets, policy.links, shrinking, selecting, plan.shift)
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """What requests call for when they come again, and may not have called for before.
+    """The programs that repeated requests need and may not have needed at first.
 
     Attributes:
-      demand: rows of their steps, and how many of these have logits.
-      linked: tokens that images are padded to, and how many of them are linked together.
-      recalled: tokens that are linked together from the device tier.
-      copied: pages that are copied together.
+      demand: demand with the buckets of their chunks and of the rows with logits.
+      linked: (padded tokens of an image, images linked together).
+      recalled: numbers of tokens linked together from the device tier.
+      copied: numbers of pages copied together.
     """
 
     demand: Demand
@@ -328,16 +334,17 @@ class Repeat:
 
 
 def _no_patches() -> Patches:
-    raise AssertionError("this image has no pixels")
+    raise AssertionError("the patches of a placeholder image must not be read: it only sizes the compiled programs")
 
 
 @dataclass(frozen=True)
 class Program[R](ABC):
-    """A program that returns R, and the key of what is compiled of it.
+    """A program that returns R, and the key of its compiled code.
 
     Attributes:
-      name: as users are told of it.
-      follows_rows: whether its sizes depend on how many rows a step has: a repeat, whose images are known, has fewer.
+      name: name in logs and statistics.
+      follows_rows: True if its sizes depend on the tokens of a chunk. A repeated request, whose images are cached, has
+        fewer tokens.
     """
 
     name: ClassVar[str]
@@ -345,52 +352,52 @@ class Program[R](ABC):
 
     @property
     def donates(self) -> tuple[int, ...]:
-        """Numbers of the arguments that are updated in place."""
+        """Indices of the arguments that are updated in place."""
         return ()
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        """Those of this kind that requests can call for; what has no sizes, they always do."""
+        """Return the programs of this class that requests can need. By default, the single program without sizes."""
         return [cls()]
 
     @classmethod
     def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
-        """Those of this kind that a repeat can call for; what depends on nothing that changes has been used."""
+        """Return the programs of this class that repeated requests can need and may not have compiled before."""
         return cls.family(shapes, repeat.demand) if cls.follows_rows else []
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        """What it takes: trees of abstract arrays."""
+        """Return the arguments as trees of abstract arrays."""
         return ()
 
     @abstractmethod
     def compute(self, shapes: Shapes, *arguments: Any, **_: Any) -> R:
-        """What is traced."""
+        """Compute the result. JAX traces this method."""
 
     @property
     def gives(self) -> Any:
-        """How results lie on several devices: a tree that begins as theirs does."""
+        """Placement of the results on several devices: a prefix of their tree."""
         return WHOLE
 
     def function(self, shapes: Shapes) -> Callable[..., R]:
-        """`compute` as it is compiled."""
+        """Return `compute` for these shapes, under the name of the compiled program."""
         function = functools.partial(self.compute, shapes)
         vars(function)["__name__"] = _ON_DISK.get(self.name, self.name)
         return function
 
     def jitted(self, shapes: Shapes) -> jax.stages.Wrapped:
-        """What is lowered for `arguments`."""
+        """Return `function` jitted, with donated arguments and the placement of results."""
         devices = shapes.devices
         how = {} if devices.mesh is None else {"out_shardings": devices.shardings(self.gives)}
         return jax.jit(self.function(shapes), donate_argnums=self.donates, **how)
 
     def lowered(self, shapes: Shapes) -> jax.stages.Lowered:
-        """The program for `arguments`; those of which nothing else is said are whole on each of several devices."""
+        """Lower the program for `arguments`. Arguments without a placement are replicated on several devices."""
         with split.over(shapes.devices.mesh):
             return self.jitted(shapes).lower(*shapes.devices.placed(self.arguments(shapes)))
 
     @property
     def key(self) -> Key:
-        """Name and sizes, as users are told of them."""
+        """Name and sizes, as statistics report them."""
         return self.name, *(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __str__(self) -> str:

@@ -1,11 +1,11 @@
-"""Compiled programs on disk.
+"""A disk cache of compiled programs.
 
-jax keeps compiled programs by what is lowered, and tracing and lowering is most of what a start then waits for. Here
-they are found by what they are made of, too: the package's code, the model's shapes and the program's sizes. Where
-only code has changed, a program is traced and lowered, and found by that.
+JAX's cache finds programs by their lowered text, so a start still waits for tracing and lowering. This cache also finds
+them by their inputs: the package's code, the model's shapes and the program's sizes. If only code has changed, a
+program is traced and lowered, and then found by its lowered text.
 
-Code counts as it stands when an engine's first program is asked for. Files are programs: whoever can write to their
-folder can run code, so that none but the user may.
+The code is identified when an engine requests its first program. Cached files contain executable code, so only the user
+may be able to write to their folder.
 """
 
 from __future__ import annotations
@@ -40,30 +40,34 @@ from vlcache_jax.common.files import cache_home, make_folder, write_whole
 from vlcache_jax.device.programs.base import Program, Shapes
 from vlcache_jax.pallas_kernels.dispatch import Choice
 
-MOST_BYTES = 2**31  # of all files; beyond that those go that nobody has read for longest
+MAX_BYTES = 2**31  # of all files; beyond this, the least recently read files are deleted
 PACKAGE = __name__.partition(".")[0]
 _TRACED = tuple(
     f"{PACKAGE}.{name}" for name in ("common.checks", "compress", "device", "models", "pallas_kernels", "reuse")
 )
-_INSIDE = "__wrapped__", "__func__", "fget", "func"  # of what is compiled or cached, methods of classes, properties
-_FORMAT = "2"  # of the files; those of another one have other names, and leave as the oldest
+_INSIDE = "__wrapped__", "__func__", "fget", "func"  # functions inside jitted or cached ones, methods and properties
+_FORMAT = "2"  # of the files; files of another format have other names, and are deleted as the oldest
 _NAME = re.compile("[0-9a-f]{64}")
 _CHECKSUM = hashlib.sha256().digest_size
-_BEGUN = time.time()
+_PROCESS_START = time.time()
 _log = logging.getLogger(__name__)
 
-Made = tuple[jax.stages.Compiled, tuple[Choice, ...]]
+CompiledProgram = tuple[jax.stages.Compiled, tuple[Choice, ...]]
 
 
-class UntoldError(Exception):
-    """Something that decides what is computed cannot be told."""
+class UnidentifiedError(Exception):
+    """An error for a value or setting that affects compiled programs but has no reproducible identity."""
 
 
 class ProgramFiles:
-    """Those of one engine.
+    """The cached programs of one engine.
 
     Args:
-      options: of the compiler.
+      shapes: shapes of the engine.
+      options: options of the compiler.
+
+    Raises:
+      UnidentifiedError: the code or the machine's settings have no reproducible identity.
     """
 
     def __init__(self, shapes: Shapes, options: Mapping[str, Any]):
@@ -74,7 +78,7 @@ class ProgramFiles:
 
     @classmethod
     def of(cls, shapes: Shapes, options: Mapping[str, Any]) -> ProgramFiles | None:
-        """None: jax keeps them, see `use_compilation_cache`, or they cannot be kept."""
+        """Open the cache. None: JAX's cache is used, see `use_compilation_cache`, or this cache cannot be used."""
         if is_kept_by_jax() or not _are_kept(shapes.devices.all):
             return None
         try:
@@ -83,25 +87,27 @@ class ProgramFiles:
             check_owner(folder())
             _make_room()
         except PermissionError as error:
-            _log.warning("compiled programs are not kept: %s", error)
-        except Exception as error:  # an engine opens without them
-            _log.debug("compiled programs are not kept: %s", error)
+            _log.warning("compiled programs are not cached: %s", error)
+        except Exception as error:  # an engine opens without the cache
+            _log.debug("compiled programs are not cached: %s", error)
         else:
             return files
         return None
 
     def has(self, program: Program[Any]) -> bool:
-        """Whether a program was made of the same before, as far as its index says."""
-        with contextlib.suppress(OSError, UntoldError):
+        """Return whether the cache has an index file for a program with the same inputs."""
+        with contextlib.suppress(OSError, UnidentifiedError):
             return self._index(program).exists()
         return False
 
-    def find(self, program: Program[Any]) -> Made | None:
-        """A program that was made of the same before; None: there is none that can be read. Damaged files are deleted,
-        and the program is compiled again."""
+    def find(self, program: Program[Any]) -> CompiledProgram | None:
+        """Return the cached program with the same inputs and its kernel choices, or None.
+
+        Damaged files are deleted, and the program is compiled again.
+        """
         try:
             place = self._index(program)
-        except UntoldError:
+        except UnidentifiedError:
             return None
         try:
             if (found := _read_index(place)) is None:
@@ -109,110 +115,115 @@ class ProgramFiles:
             name, choices = found
             if (compiled := _read(folder() / name)) is not None:
                 return compiled, choices
-        except OSError as error:  # it may pass
+        except OSError as error:  # may be temporary, so nothing is deleted
             _log.debug("%s cannot be read: %s", place, error)
         return None
 
     def make(
         self, program: Program[Any], lowered: jax.stages.Lowered, choices: tuple[Choice, ...]
     ) -> tuple[jax.stages.Compiled, bool]:
-        """Compiles a program, unless what was lowered is known; from then on `find` finds it.
+        """Compile a program unless its lowered text is cached, and store it for `find`.
 
         Returns:
-          The program, and whether it was read from disk.
+          The program, and True if it was read from disk.
         """
         compiled = path = None
-        with contextlib.suppress(AttributeError, KeyError, OSError):  # another jax may not say all of it
+        with contextlib.suppress(AttributeError, KeyError, OSError):  # another version of JAX may lack attributes
             path = folder() / self._digest_of(lowered)
             compiled = _read(path)
         is_known = compiled is not None
         compiled = compiled or lowered.compile(self._options)
-        if path is None or is_kept_by_jax():  # what jax read from disk would lack functions when it is written again
+        if path is None or is_kept_by_jax():  # a program that JAX read from disk would lack functions if written again
             return compiled, is_known
         try:
             if not is_known:
                 _write(path, compiled)
             place = self._index(program)
             write_whole(place, json.dumps({"index": place.stem, "program": path.name, "choices": choices}))
-        except Exception as error:  # a full disk, or what cannot be written, keeps nobody from computing
-            _log.debug("%s is not kept: %s", program, error)
+        except Exception as error:  # a full disk or a failed write does not affect the computation
+            _log.debug("%s is not cached: %s", program, error)
         return compiled, is_known
 
     def _index(self, program: Program[Any]) -> pathlib.Path:
-        return folder() / f"{_digest(_FORMAT, self._code, self._machine, _settings(), self._sizes, told(program))}.json"
+        name = _digest(_FORMAT, self._code, self._machine, _settings(), self._sizes, identity(program))
+        return folder() / f"{name}.json"
 
     def _digest_of(self, lowered: jax.stages.Lowered) -> str:
-        # The text says nothing of arguments that nothing depends on.
+        # The text does not mention arguments that no result depends on.
         trees = map(str, (lowered.args_info, lowered.in_tree, lowered.out_tree, _used(lowered)))
         return _digest(_FORMAT, self._machine, _settings(), lowered.as_text(), *trees)
 
 
 def use_compilation_cache(devices: Sequence[jax.Device]) -> None:
-    """Sees that programs for these devices are kept on disk: here, or where these are several or GPUs, as jax does it.
-    A user who has decided where or whether is obeyed."""
+    """Make sure that programs for these devices are cached on disk.
+
+    A single CPU uses this module. For other devices, JAX's cache is enabled. The user's JAX settings take precedence.
+    """
     if not (_are_kept(devices) or is_kept_by_jax()):
         jax.config.update("jax_compilation_cache_dir", str(cache_home() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _are_kept(devices: Sequence[jax.Device]) -> bool:
-    """Whether programs for these devices can be kept here: for one CPU; nobody has seen it on a GPU yet."""
+    """Return whether this cache supports these devices: a single CPU. It has not been tested on GPUs."""
     is_plain = len(devices) == 1 and devices[0].platform == "cpu" and jax.config.jax_default_device is None
     return is_plain and jax.config.jax_enable_compilation_cache
 
 
 def folder() -> pathlib.Path:
-    """Where they are."""
+    """Return the folder of the cache."""
     return cache_home() / "programs"
 
 
 def is_kept_by_jax() -> bool:
-    """Whether jax keeps what it compiles."""
+    """Return whether JAX's own disk cache is enabled."""
     return jax.config.jax_compilation_cache_dir is not None or "JAX_COMPILATION_CACHE_DIR" in os.environ
 
 
-def told(value: Any) -> str:
-    """Everything that makes a value what it is, the same in every process.
+def identity(value: Any) -> str:
+    """Return a text that identifies a value and is the same in every process.
 
     Raises:
-      UntoldError: it is of a kind of which that is not known, for example a class of somebody else's.
+      UnidentifiedError: the type is not supported, for example a class of another package.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes | Fraction | np.dtype):
         return repr(value)
     if type(value) in (tuple, list):
-        return f"[{', '.join(map(told, value))}]"
+        return f"[{', '.join(map(identity, value))}]"
     if type(value) is dict:
-        return f"{{{', '.join(f'{told(name)}: {told(one)}' for name, one in value.items())}}}"
+        return f"{{{', '.join(f'{identity(name)}: {identity(one)}' for name, one in value.items())}}}"
     kind = type(value)
     if dataclasses.is_dataclass(value) and kind.__module__.startswith(f"{PACKAGE}."):
-        fields = (f"{field.name}={told(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        fields = (f"{field.name}={identity(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{kind.__module__}.{kind.__qualname__}({', '.join(fields)})"
-    raise UntoldError(f"{kind.__module__}.{kind.__qualname__}")
+    raise UnidentifiedError(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def code() -> str:
-    """A digest of the package's code as it is on disk and in memory, where somebody may have replaced a function."""
+    """Return a digest of the package's code on disk and in memory, where functions may have been replaced."""
     return _digest(_sources(), *_loaded())
 
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the code on disk.
+    """Return a digest of the code on disk.
 
     Raises:
-      UntoldError: it has changed since this process began, which may run what was there before, or it is not there.
+      UnidentifiedError: a file has changed since this process began, which may run the older code, or is missing.
     """
     known = source_files()
-    if changed := [name for name, path in known if max(path.stat().st_mtime, path.stat().st_ctime) > _BEGUN]:
-        raise UntoldError(f"{', '.join(changed)}, changed since this process began")
+    if changed := [name for name, path in known if max(path.stat().st_mtime, path.stat().st_ctime) > _PROCESS_START]:
+        raise UnidentifiedError(
+            f"source files must not change after the process has started, got changes of {', '.join(changed)}"
+        )
     there = {str(path.resolve()) for _, path in known}
     if absent := [name for name, module in _traced() if os.path.realpath(module.__file__ or "") not in there]:
-        raise UntoldError(f"the code of {', '.join(absent)}")
+        raise UnidentifiedError(f"source files must exist for all imported modules, got none for {', '.join(absent)}")
     return _digest(*(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in known))
 
 
 def source_files() -> list[tuple[str, pathlib.Path]]:
-    """The package's files, by their names in it. In a checkout some wings are links."""
+    """Return (name in the package, path) of the package's files. In a checkout, some subpackages are links."""
     root = sys.modules[PACKAGE].__path__[0]
     paths = (pathlib.Path(place, name) for place, _, names in os.walk(root, followlinks=True) for name in names)
     kinds = ".py", ".json"
@@ -220,45 +231,45 @@ def source_files() -> list[tuple[str, pathlib.Path]]:
 
 
 def _traced() -> list[tuple[str, types.ModuleType]]:
-    """The modules that programs are traced from, as far as they have been imported; this one says when it was."""
+    """Return the imported modules that programs are traced from, except this one, which holds `_PROCESS_START`."""
     traced = ((name, module) for name, module in sys.modules.items() if name.startswith(_TRACED) and name != __name__)
     return sorted(traced, key=lambda one: one[0])
 
 
 def _loaded() -> Iterator[str]:
-    """What stands in these modules."""
+    """Yield the identities of the members of the traced modules and their classes."""
     for name, module in _traced():
-        yield from _stand(name, module)
+        yield from _members(name, module)
         for member, value in sorted(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name:
-                yield from _stand(f"{name}.{member}", value)
+                yield from _members(f"{name}.{member}", value)
 
 
-def _stand(name: str, where: Any) -> Iterator[str]:
-    for member, value in sorted(vars(where).items()):
-        # Python itself adds attributes to classes as they are used, and no functions.
+def _members(name: str, owner: Any) -> Iterator[str]:
+    for member, value in sorted(vars(owner).items()):
+        # Python adds attributes to classes as they are used, but no functions.
         if isinstance(value, types.FunctionType) or not member.startswith("__"):
-            yield f"{name}.{member} {_stands(value)}"
+            yield f"{name}.{member} {_identity_of(value)}"
 
 
-def _stands(value: Any) -> str:
-    """What a function computes, or what a constant is; of other things only of what kind they are."""
+def _identity_of(value: Any) -> str:
+    """Return the identity of a function by its code or of a constant by its value. Others have only their type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, types.FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
-        given = [_constant(one) for one in (value.__defaults__, value.__kwdefaults__)]
-        return f"{value.__module__} {value.__qualname__} {_bytecode(value.__code__)} {cells} {given}"
+        defaults = [_constant(one) for one in (value.__defaults__, value.__kwdefaults__)]
+        return f"{value.__module__} {value.__qualname__} {_bytecode(value.__code__)} {cells} {defaults}"
     if not isinstance(value, type | types.ModuleType):
         for name in _INSIDE:
             if isinstance(inner := getattr(value, name, None), types.FunctionType):
-                return f"{kind} {_stands(inner)} {_constant(getattr(value, 'args', None))}"
+                return f"{kind} {_identity_of(inner)} {_constant(getattr(value, 'args', None))}"
     return _constant(value)
 
 
 def _constant(value: Any) -> str:
     try:
-        return told(value)
-    except UntoldError:
+        return identity(value)
+    except UnidentifiedError:
         return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -270,7 +281,7 @@ def _cell(cell: types.CellType) -> str:
 
 
 def _bytecode(code: types.CodeType) -> str:
-    """A digest that does not depend on where a function stands, nor on the seed of hashes."""
+    """Return a digest that depends neither on a function's line numbers nor on the seed of hashes."""
     constants = [
         _bytecode(one) if isinstance(one, types.CodeType)
         else str(sorted(map(repr, one))) if isinstance(one, frozenset)
@@ -281,16 +292,16 @@ def _bytecode(code: types.CodeType) -> str:
 
 
 def _machine() -> str:
-    """What a compiled program depends on besides its text and settings.
+    """Return everything that a compiled program depends on besides its text and JAX's settings.
 
     Raises:
-      UntoldError: flags stand in a file.
+      UnidentifiedError: XLA_FLAGS names a file of flags.
     """
     device = jax.devices()[0]
     flags = {name: value for name, value in os.environ.items() if name.startswith("XLA_")}
     words = flags.get("XLA_FLAGS", "").split()
     if any(not word.startswith("-") or "flagfile" in word for word in words):
-        raise UntoldError("XLA_FLAGS names a file")
+        raise UnidentifiedError("XLA_FLAGS must list its flags, got a file of flags (or --flagfile)")
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
     cores = os.cpu_count(), len(getattr(os, "sched_getaffinity", lambda _: [])(0)), os.environ.get("NPROC")
     machine = sys.version, device.device_kind, device.client.platform_version, _processor(), cores
@@ -298,7 +309,7 @@ def _machine() -> str:
 
 
 def _settings() -> str:
-    """Of jax, in this thread."""
+    """Return JAX's settings in this thread."""
     return str(sorted((name, repr(value)) for name, value in jax.config.values.items()))
 
 
@@ -313,29 +324,29 @@ def _processor() -> list[str]:
 
 def _sizes(shapes: Shapes) -> str:
     sizes = (
-        shapes.config, shapes.num_slots, shapes.max_pages, shapes.ladder, shapes.implementation, shapes.kv,
+        shapes.config, shapes.num_slots, shapes.max_pages, shapes.buckets, shapes.implementation, shapes.kv,
         shapes.kept_tokens, shapes.compressed_slots,
     )  # fmt: skip
     weights = shapes.visual, shapes.normalization, shapes.text, shapes.head
     leaves, tree = jax.tree.flatten(weights)
-    return "\n".join((told(sizes), str(tree), *(f"{leaf.shape} {leaf.dtype}" for leaf in leaves)))
+    return "\n".join((identity(sizes), str(tree), *(f"{leaf.shape} {leaf.dtype}" for leaf in leaves)))
 
 
 def _used(lowered: jax.stages.Lowered) -> list[int]:
-    """Numbers of the arguments that the program takes: what nothing depends on, jax leaves out."""
-    return sorted(operator.attrgetter("_lowering.compile_args")(lowered)["kept_var_idx"])  # jax says it nowhere else
+    """Return the indices of the arguments that the program takes. JAX removes those that no result depends on."""
+    return sorted(operator.attrgetter("_lowering.compile_args")(lowered)["kept_var_idx"])  # JAX has no public attribute
 
 
 def check_owner(place: pathlib.Path) -> None:
-    """Sees that nobody but the user can write programs there.
+    """Check that only the user can write programs to the folder.
 
     Raises:
-      PermissionError: somebody else can.
+      PermissionError: others can write to it, or it is no directory of the user.
     """
     known = place.lstat()
     is_own = known.st_uid == getattr(os, "geteuid", lambda: known.st_uid)()
     if not (stat.S_ISDIR(known.st_mode) and is_own and not known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        raise PermissionError(f"{place} must be a directory of yours to which nobody else can write: remove it")
+        raise PermissionError(f"{place} must be a directory that you own and only you can write to: remove it")
 
 
 def _digest(*parts: str) -> str:
@@ -351,15 +362,15 @@ def _write(path: pathlib.Path, compiled: jax.stages.Compiled) -> None:
 
 
 def _checksum(path: pathlib.Path, content: bytes) -> bytes:
-    """Of a program under its name: under another one it is another program."""
+    """Return the checksum of a program and its file name, so that a renamed file is invalid."""
     return hashlib.sha256(path.name.encode() + content).digest()
 
 
 def _read(path: pathlib.Path) -> jax.stages.Compiled | None:
-    """None: there is none, or it is damaged, and is deleted.
+    """Read a program. None: the file does not exist, or was damaged and is deleted.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: the file cannot be read.
     """
     try:
         content = path.read_bytes()
@@ -367,20 +378,20 @@ def _read(path: pathlib.Path) -> jax.stages.Compiled | None:
         return None
     try:
         if _checksum(path, content[_CHECKSUM:]) != content[:_CHECKSUM]:
-            raise ValueError("its bytes are others than were written")
+            raise ValueError("wrong checksum")
         _touch(path)
         executable, takes, gives = pickle.loads(zlib.decompress(content[_CHECKSUM:]))
         return serialize_executable.deserialize_and_load(executable, takes, gives, execution_devices=jax.devices()[:1])
-    except Exception as error:  # whatever is wrong with it, it can be compiled again
+    except Exception as error:  # after any error the program can be compiled again
         _discard(path, error)
         return None
 
 
 def _read_index(place: pathlib.Path) -> tuple[str, tuple[Choice, ...]] | None:
-    """The name of a program's file, and its kernels; None: there is none, or it is damaged, and is deleted.
+    """Read the name of a program's file and its kernels. None: the index is missing, or was damaged and is deleted.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: the index cannot be read.
     """
     try:
         content = place.read_bytes()
@@ -389,7 +400,7 @@ def _read_index(place: pathlib.Path) -> tuple[str, tuple[Choice, ...]] | None:
     try:
         index = json.loads(content)
         if index["index"] != place.stem or not _NAME.fullmatch(index["program"]):
-            raise ValueError("it is another program's")
+            raise ValueError("it belongs to another program")
         choices = tuple(Choice(*choice) for choice in index["choices"])
         _touch(place)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -399,26 +410,26 @@ def _read_index(place: pathlib.Path) -> tuple[str, tuple[Choice, ...]] | None:
 
 
 def _discard(path: pathlib.Path, error: Exception) -> None:
-    _log.warning("the kept program %s is damaged, and is deleted and compiled again: %s", path, error)
+    _log.warning("the cached program %s is damaged; it is deleted and will be recompiled: %s", path, error)
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _touch(path: pathlib.Path) -> None:
-    with contextlib.suppress(OSError):  # it may be there to be read only
+    with contextlib.suppress(OSError):  # the file may be read-only
         os.utime(path)
 
 
 def _make_room() -> None:
-    """Removes what was read longest ago, until a quarter of the room is free, where there is too much."""
+    """Delete the least recently read files until a quarter of `MAX_BYTES` is free, if they exceed `MAX_BYTES`."""
     files: list[tuple[float, int, pathlib.Path]] = []
     for path in folder().iterdir():
-        with contextlib.suppress(OSError):  # others remove some, too
+        with contextlib.suppress(OSError):  # other processes delete files too
             known = path.stat()
             files.append((known.st_mtime, known.st_size, path))
-    if (used := sum(size for _, size, _ in files)) > MOST_BYTES:
+    if (used := sum(size for _, size, _ in files)) > MAX_BYTES:
         for _, size, path in sorted(files):
             with contextlib.suppress(OSError):
                 path.unlink()
-            if (used := used - size) <= MOST_BYTES * 3 // 4:
+            if (used := used - size) <= MAX_BYTES * 3 // 4:
                 return

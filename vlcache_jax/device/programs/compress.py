@@ -1,9 +1,9 @@
-"""Programs that take a prompt that has been computed to what its answer goes on with.
+"""Programs that compress the KV of a prompt after its prefill.
 
-`Observe` says what some of its rows look at, in every layer; they stand in the pool already, and write nothing.
-`Compact` copies what a layer keeps of its K, V into pages of the compressed pool, which are pages of any layer; a page
-holds of each KV head the tokens that this head keeps. Keys carry their rotation, so that it does not matter where they
-lie. `ReadPages` and `WritePages` take such pages to the host and back.
+`Observe` computes the attention that some of its tokens pay to all keys, in every layer. The tokens' KV is already in
+the pool, so the program writes none. `Compact` copies the KV that a layer keeps to pages of the compressed pool, which
+any layer can use. A page contains, for each KV head, tokens that this head keeps. Keys are stored rotated, so their
+position in the pool does not matter. `ReadPages` and `WritePages` move such pages to the host and back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sums = tuple[jax.Array, jax.Array]  # see `Observe`
 
 @dataclass(frozen=True)
 class EmptyCompressed(Program[jax.Array]):
-    """K or V of what is kept of prompts."""
+    """A program that creates K or V of the compressed KV pool."""
 
     name = "compressed_pool"
     gives = SECOND
@@ -42,7 +42,7 @@ class EmptyCompressed(Program[jax.Array]):
 
 @dataclass(frozen=True)
 class EmptySums(Program[Sums]):
-    """Sums of a prompt of which no row has been observed."""
+    """A program that creates the sums of `Observe`, all 0."""
 
     name = "sums"
     gives = SECOND
@@ -50,7 +50,7 @@ class EmptySums(Program[Sums]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(pages) for pages in shapes.page_rungs] if shapes.compressed_slots else []
+        return [cls(pages) for pages in shapes.page_buckets] if shapes.compressed_slots else []
 
     def compute(self, shapes: Shapes) -> Sums:
         received, zeros = _sums(shapes, self.pages)
@@ -59,10 +59,11 @@ class EmptySums(Program[Sums]):
 
 @dataclass(frozen=True)
 class Observe(Program[Sums]):
-    """Adds what the keys of a prompt of up to `pages` pages receive from as many rows as the smallest prefill step has.
+    """A program that adds the attention of some rows of a prompt of up to `pages` pages to its sums.
 
-    The sums are the attention that each key receives, the mean of a KV head's query heads, float32 [L, K, 128 pages];
-    and how often it is below p x the maximum of its row, int32 [L, H].
+    It takes as many rows as the smallest prefill bucket has. The sums are the attention that each key receives, the
+    mean of a KV head's query heads, float32 [L, K, 128 pages]; and how often it is below p x the maximum of its row,
+    int32 [L, H].
     """
 
     name = "observe"
@@ -72,10 +73,10 @@ class Observe(Program[Sums]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(pages) for pages in shapes.page_rungs] if shapes.compressed_slots else []
+        return [cls(pages) for pages in shapes.page_buckets] if shapes.compressed_slots else []
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        rows = shapes.ladder.rows[0]
+        rows = shapes.buckets.rows[0]
         return (
             _sums(shapes, self.pages), shapes.text, shapes.pools(shapes.kv.layers), shapes.encoder_rows,
             shapes.packed, shapes.work_config(rows).abstract(), ints(self.pages),
@@ -94,9 +95,9 @@ class Observe(Program[Sums]):
         table: jax.Array,
         p: jax.Array,
     ) -> Sums:
-        rows = unpack(packed, shapes.ladder.rows[0])
+        rows = unpack(packed, shapes.buckets.rows[0])
         x, deepstack = decoder.embed(bind(shapes.table_graph, text["embed_tokens"]), encoder_rows, rows.source)
-        # Inner jits: what layers have in common is compiled once.
+        # An inner jit, so that code shared by layers is compiled once.
         layer = jax.jit(functools.partial(_observe, shapes), static_argnames="is_last")
         seen = []
         for i, (k, v) in enumerate(pool):
@@ -128,11 +129,11 @@ def _observe(
     *,
     is_last: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A layer: (hidden states behind it, what its keys receive, how often that is next to nothing)."""
+    """Compute a layer. Return its hidden states, the attention its keys receive, and how often it is nearly 0."""
     layer = shapes.bind_layer(params)
     q, *_ = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
     received, zeros = attention_statistics(q, k, table, rows.k_end - 1, p, implementation=shapes.implementation)
-    if not is_last:  # nobody needs what leaves the last one
+    if not is_last:  # hidden states of the last layer are not used
         out = paged_attention(q, k, v, work, implementation=shapes.implementation)
         x = layer.transform(
             x, layer.self_attn.o_proj(out.reshape(len(x), -1)), rows.k_end > 0, implementation=shapes.implementation
@@ -142,10 +143,11 @@ def _observe(
 
 @dataclass(frozen=True)
 class Compact(Program[tuple[Halves, jax.Array]]):
-    """(the compressed pool with what a layer keeps of a prompt of up to `pages` pages, W; which tokens these are).
+    """A program that copies the KV that a layer keeps of a prompt into the compressed pool.
 
     Attributes:
-      scores: those of a policy with options, or of a user's own; None: those of `USUAL` that an argument numbers.
+      pages: largest number of pages of the prompt, W.
+      scores: scores of a policy with options or of a user's policy. None: those of `USUAL` that an argument selects.
     """
 
     name = "compact"
@@ -156,7 +158,7 @@ class Compact(Program[tuple[Halves, jax.Array]]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(pages) for pages in shapes.page_rungs] if shapes.compressed_slots else []
+        return [cls(pages) for pages in shapes.page_buckets] if shapes.compressed_slots else []
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         received, _ = _sums(shapes, self.pages)
@@ -176,22 +178,23 @@ class Compact(Program[tuple[Halves, jax.Array]]):
         table: jax.Array,
         target: jax.Array,
     ) -> tuple[Halves, jax.Array]:
-        """Moves what a layer keeps.
+        """Copy the KV of the kept tokens.
 
         Args:
-          halves: K and V of the layer.
+          compressed: the compressed pool.
+          halves: K and V of the layer in the KV pool.
           received: see `Observe`.
-          numbers: the layer's; of the prompt's tokens how many there are, how many are kept, and how many of these are
-            the last ones; the number of the scores in `USUAL`; int32 [5].
+          numbers: number of the layer, tokens of the prompt, kept tokens, tokens at the end that are always kept,
+            and number of the scores in `USUAL`; int32 [5].
           seed: see `vlcache_jax.compress.scores.KeyStatistics`.
           table: pages of the prompt, int32 [W].
-          target: pages of what is kept, int32 [W].
+          target: pages of the kept tokens in the compressed pool, int32 [W].
 
         Returns:
-          (the pool, the tokens that each head keeps as `kept_tokens` gives them).
+          The compressed pool, and the tokens that each head keeps, as `kept_tokens` returns them.
         """
         number, length, count, window, usual = numbers
-        copies = shapes.devices.copies  # of a head, each with its share of the queries
+        copies = shapes.devices.copies  # of each head, with an equal part of its queries
         of_heads = received[number].reshape(-1, copies, received.shape[-1]).mean(1)
         seen = KeyStatistics(of_heads, length, window, seed)
         score = usual_scores(usual, seen) if self.scores is None else self.scores(seen)
@@ -206,14 +209,14 @@ class Compact(Program[tuple[Halves, jax.Array]]):
             rows = own[source, jnp.arange(len(source))[:, None]].swapaxes(0, 1)
             return half.at[slot].set(rows, mode="drop", unique_indices=True)
 
-        moved = split.spread(move, (SECOND, SECOND, FIRST, WHOLE), SECOND)  # each device's heads stay where they are
+        moved = split.spread(move, (SECOND, SECOND, FIRST, WHOLE), SECOND)  # each device copies its own heads
         [kept] = compressed
         return [[moved(half, own, source, slot) for half, own in zip(kept, halves, strict=True)]], of_head
 
 
 @dataclass(frozen=True)
 class ReadPages(Program[jax.Array]):
-    """What stands in `count` pages of the compressed pool: K and V, [2, count, 128, K, D]."""
+    """A program that returns K and V of `count` pages of the compressed pool, [2, count, 128, K, D]."""
 
     name = "read_pages"
     gives = FOURTH
@@ -233,7 +236,7 @@ class ReadPages(Program[jax.Array]):
 
 @dataclass(frozen=True)
 class WritePages(Program[Halves]):
-    """The compressed pool with that in `count` pages; targets beyond it are nobody's."""
+    """A program that writes `count` pages to the compressed pool. Targets beyond the pool are dropped."""
 
     name = "write_pages"
     donates = (0,)

@@ -1,4 +1,4 @@
-"""Programs that take pixels to encoder rows of a step."""
+"""Programs that compute encoder rows from pixels."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from vlcache_jax.pallas_kernels.split import FIRST, WHOLE
 
 @dataclass(frozen=True)
 class Encode(Program[jax.Array]):
-    """`size` patches of images: -> [1 + J, P / merge**2, M]."""
+    """A program that encodes `size` patches, P, of images: -> [1 + J, P / merge**2, M]."""
 
     name = "encode"
     size: int
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> abc.Iterable[Self]:
-        return [cls(size) for size in demand.ladder.patches]
+        return [cls(size) for size in demand.buckets.patches]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.visual, *_images(shapes.config, self.size), shapes.normalization
@@ -41,7 +41,7 @@ class Encode(Program[jax.Array]):
 
 @dataclass(frozen=True)
 class EncodeApart(Program[jax.Array]):
-    """The same of images of which each device encodes some: `each` patches on each of them, of `size` in all."""
+    """A program that encodes `size` patches of images on several devices, `each` patches on each device."""
 
     name = "encode_apart"
     size: int
@@ -49,8 +49,8 @@ class EncodeApart(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> abc.Iterable[Self]:
-        for size in demand.ladder.patches:
-            yield from (cls(size, each) for each in shapes.devices.shares(size, demand.ladder.patches))
+        for size in demand.buckets.patches:
+            yield from (cls(size, each) for each in shapes.devices.shares(size, demand.buckets.patches))
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         def of_each(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -69,11 +69,11 @@ class EncodeApart(Program[jax.Array]):
         normalization: jax.Array,
         order: jax.Array,
     ) -> jax.Array:
-        """Encodes images.
+        """Encode images.
 
         Args:
-          pixels, tables: of the images of each device, [devices, ...].
-          order: which of all devices' rows, one device's after another's, each row of the result is.
+          pixels, tables: inputs of each device's images, [devices, ...].
+          order: for each row of the result, its index in the devices' concatenated rows.
         """
 
         def own(params: Params, pixels: jax.Array, tables: Params, normalization: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ class EncodeApart(Program[jax.Array]):
 
 
 def _images(config: ModelConfig, size: int) -> tuple[jax.ShapeDtypeStruct, Params]:
-    """Pixels and tables of `size` patches."""
+    """Return abstract pixels and tables of `size` patches."""
     vision = config.vision
     pixels = size, vision.in_channels, vision.temporal_patch_size, vision.patch_size**2
     tables: Params = abstract(encoder_tables(config, [smallest_grid(config)], size))
@@ -99,12 +99,12 @@ def _encoded(shapes: Shapes, params: Params, pixels: jax.Array, tables: Params, 
 
 
 def rows_apart(shares: abc.Sequence[abc.Sequence[int]], tokens: abc.Sequence[int], each: int) -> np.ndarray:
-    """Where the rows of images are, image after image, that devices encode apart.
+    """Return the indices of images' rows, image after image, in the concatenated rows of all devices.
 
     Args:
-      shares: which images each device has, in its order.
-      tokens: of each image.
-      each: rows that each device has, one device's after another's.
+      shares: images of each device, in its order.
+      tokens: number of tokens of each image.
+      each: number of rows of each device.
     """
     first = dict[int, int]()
     for device, share in enumerate(shares):
@@ -116,13 +116,13 @@ def rows_apart(shares: abc.Sequence[abc.Sequence[int]], tokens: abc.Sequence[int
 
 
 def smallest_grid(config: ModelConfig) -> Grid:
-    """Of an image of one token."""
+    """Return the grid of an image of one token."""
     return 1, config.vision.merge_size, config.vision.merge_size
 
 
 @dataclass(frozen=True)
 class Stage(Program[jax.Array]):
-    """Encoder rows of a step, where `size` rows that are encoded have come to their places."""
+    """A program that copies `size` encoded rows to their places among the encoder rows of a chunk."""
 
     name = "stage"
     donates = (0,)
@@ -130,7 +130,7 @@ class Stage(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> abc.Iterable[Self]:
-        return [cls(size // shapes.config.vision.merge_size**2) for size in demand.ladder.patches]
+        return [cls(size // shapes.config.vision.merge_size**2) for size in demand.buckets.patches]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         depth, _, width = shapes.encoder_rows.shape
@@ -141,5 +141,5 @@ class Stage(Program[jax.Array]):
 
 
 def encoder_tables(config: ModelConfig, grids: abc.Sequence[Grid], num_patches: int) -> dict[str, np.ndarray]:
-    """What the vision tower needs to know of the images of a call."""
+    """Return the index tables of the vision tower for the images of a call, padded to `num_patches`."""
     return FAMILIES[config.model_type].encoder_tables(config.vision, grids, num_patches)

@@ -1,6 +1,6 @@
-"""Programs that take a step's tokens through the layers, or choose on the device which tokens continue.
+"""Programs that compute a chunk's tokens through the layers, or select on the device which tokens continue.
 
-See `vlcache_jax.reuse.selection` for the policies that choose.
+See `vlcache_jax.reuse.selection` for the policies that select.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vlcache_jax.pallas_kernels.split import SECOND, WHOLE
 from vlcache_jax.reuse.selection import SelectingPolicy, choose, narrow, project
 from vlcache_jax.reuse.shift import Moves, differences, move
 
-BLOCK = 4  # layers that are one program where steps are short
-BLOCK_ROWS = 1024  # of a step beyond which a layer takes longer than its launch by far
+BLOCK = 4  # layers per program for short chunks
+BLOCK_ROWS = 1024  # tokens of a chunk beyond which a layer takes far longer than its launch
 
 Captured = tuple[jax.Array, jax.Array]  # a layer's keys before rotation, and values
 
 
 @dataclass(frozen=True)
 class Embed(Program[tuple[jax.Array, list[jax.Array]]]):
-    """Hidden states that enter the first layer, and DeepStack features of the first layers."""
+    """A program that returns hidden states before the first layer, and DeepStack features of the first layers."""
 
     name = "embed"
     follows_rows = True
@@ -36,7 +36,7 @@ class Embed(Program[tuple[jax.Array, list[jax.Array]]]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(size) for size in demand.ladder.rows]
+        return [cls(size) for size in demand.buckets.rows]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.text["embed_tokens"], shapes.encoder_rows, shapes.packed
@@ -51,7 +51,7 @@ class Embed(Program[tuple[jax.Array, list[jax.Array]]]):
 
 @dataclass(frozen=True)
 class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, Captured]]):
-    """A layer that `size` rows enter and `keep` leave: (x, k, v, what is captured)."""
+    """A program of a layer that `size` rows enter and `keep` rows leave. It returns (x, k, v, saved KV)."""
 
     name = "layer"
     follows_rows = True
@@ -64,23 +64,23 @@ class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, Captured]]):
 
     @property
     def donates(self) -> tuple[int, ...]:
-        # x can only be updated in place where the output has its shape.
+        # x can only be updated in place if the output has its shape.
         return (1, 2, 3) if self.keep == self.size else (2, 3)
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        like, rungs = shapes.like, demand.ladder.rows
+        like, sizes = shapes.like, demand.buckets.rows
         layers, deepstack = len(like), shapes.config.vision.num_deepstack
-        for size in rungs:
+        for size in sizes:
             for shifts in {False, demand.shifting}:
                 for i in range(layers):
-                    keep = size if i < layers - 1 else shapes.ladder.outputs(size)
+                    keep = size if i < layers - 1 else shapes.buckets.outputs(size)
                     yield cls(size, keep, i < deepstack, shifts, like[i : i + 1])
-            # Steps with rows of images that are moved move in every layer, and no others have fewer and fewer rows.
+            # Only chunks with image tokens to recompute lose tokens. If the policy shifts, they shift in every layer.
             for i in demand.shrinking:
-                for less in rungs[: rungs.index(size)]:
+                for less in sizes[: sizes.index(size)]:
                     yield cls(size, less, i < deepstack, demand.shifting, like[i : i + 1])
-            # Logits of all rows, slice by slice.
+            # For logits of all rows, slice by slice.
             yield cls(size, size, layers - 1 < deepstack, False, like[-1:])
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, Captured]]):
 
 @dataclass(frozen=True)
 class Block(Program[tuple[jax.Array, Halves, list[Captured]]]):
-    """`BLOCK` layers after each other that all rows leave, none of them with DeepStack features."""
+    """A program of `BLOCK` consecutive layers that all rows leave, without DeepStack features."""
 
     name = "layers"
     follows_rows = True
@@ -123,7 +123,7 @@ class Block(Program[tuple[jax.Array, Halves, list[Captured]]]):
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         like = shapes.like
         first_layers = range(shapes.config.vision.num_deepstack, len(like) - BLOCK + 1)
-        for size in demand.ladder.rows:
+        for size in demand.buckets.rows:
             if size <= BLOCK_ROWS:
                 for shifts in {False, demand.shifting}:
                     yield from (cls(size, shifts, like[first : first + BLOCK]) for first in first_layers)
@@ -144,7 +144,7 @@ class Block(Program[tuple[jax.Array, Halves, list[Captured]]]):
         work: Work,
         moves: Moves | None,
     ) -> tuple[jax.Array, Halves, list[Captured]]:
-        # An inner jit: what they have in common is compiled once.
+        # An inner jit, so that code shared by layers is compiled once.
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.size))
         rest, captured, own = [], [], unpack(rows, self.size)
         for i, weights in enumerate(params):
@@ -156,7 +156,7 @@ class Block(Program[tuple[jax.Array, Halves, list[Captured]]]):
 
 @dataclass(frozen=True)
 class Slice(Program[jax.Array]):
-    """The first `less` of `size` rows."""
+    """A program that returns the first `less` of `size` rows."""
 
     name = "slice"
     follows_rows = True
@@ -165,10 +165,10 @@ class Slice(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        rungs = demand.ladder.rows
+        sizes = demand.buckets.rows
         if not demand.shrinking or min(demand.shrinking) >= shapes.config.vision.num_deepstack - 1:
             return []
-        return [cls(size, less) for size in rungs for less in rungs if less < size]
+        return [cls(size, less) for size in sizes for less in sizes if less < size]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return (shapes.hidden(self.size),)
@@ -192,10 +192,23 @@ def layer_step(
     keep: int,
     capture: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """A layer of which the first rows write: the bound may reach beyond them, into rows that have dropped out, whose
-    slots hold linked K, V. Before that, linked K, V are moved by what the rows show.
+    """Compute a layer of which only the first rows write KV.
 
-    `active`: [2], rows that write, and of them rows that the next layer needs.
+    A bucket may include rows after them that have dropped out, whose KV slots contain linked KV. Before the layer runs,
+    linked KV is shifted by the change that the recomputed rows show.
+
+    Args:
+      x: hidden states [N, M].
+      k, v: the layer's KV pool.
+      active: [2], number of rows that write KV, and number of rows that the next layer needs.
+      work: work list of the attention.
+      added: DeepStack features [N, M], or None.
+      moves: linked KV to shift, or None.
+      keep: number of rows that leave the layer.
+      capture: also return the rows' KV, keys before rotation.
+
+    Returns:
+      (hidden states, k, v, the rows' KV).
     """
     index = jnp.arange(len(x), dtype=jnp.int32)
     writing, needed = active
@@ -211,13 +224,13 @@ def layer_step(
 
 
 def _of_layer(moves: Moves | None, index: int) -> Moves | None:
-    """Of what several layers move, what one does."""
+    """Return the moves of one layer."""
     return moves and Moves(moves.row_image, moves.tokens, moves.layer[index], moves.count[index])
 
 
 @dataclass(frozen=True)
 class ScoreRows(Program[jax.Array]):
-    """A layer's scores of rows, added to those before; `window` pages of the prompt are looked at."""
+    """A program that adds a layer's scores of rows to earlier scores. It reads `window` pages of the prompt."""
 
     name = "score_rows"
     size: int
@@ -230,12 +243,12 @@ class ScoreRows(Program[jax.Array]):
         if (policy := demand.selecting) is None:
             return
         scored = {shapes.like[layer : layer + 1] for layer in policy.scored_layers}
-        rungs = demand.ladder.rows
-        for below, size in zip((0, *rungs), rungs, strict=False):
-            # A prompt may be followed by what is scored, as many rows as the head holds.
-            least = below - demand.ladder.max_sequences
+        sizes = demand.buckets.rows
+        for below, size in zip((0, *sizes), sizes, strict=False):
+            # Tokens to score may follow a prompt, as many as the head has rows.
+            min_tokens = below - demand.buckets.max_sequences
             for window in shapes.windows:
-                if window * PAGE > least:
+                if window * PAGE > min_tokens:
                     yield from (cls(size, window, policy, like) for like in scored)
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
@@ -265,14 +278,14 @@ class ScoreRows(Program[jax.Array]):
 
 @dataclass(frozen=True)
 class Choose(Program[tuple[jax.Array, jax.Array, jax.Array]]):
-    """(hidden states, rows and numbers of all rows, those first that go on)."""
+    """A program that sorts rows so that those that continue come first: (hidden states, packed rows, row indices)."""
 
     name = "choose"
     size: int
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [] if demand.selecting is None else [cls(size) for size in demand.ladder.rows]
+        return [] if demand.selecting is None else [cls(size) for size in demand.buckets.rows]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         score = jax.ShapeDtypeStruct((self.size,), jnp.float32)
@@ -283,12 +296,12 @@ class Choose(Program[tuple[jax.Array, jax.Array, jax.Array]]):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         order = choose(score, *counts)
         ordered = Rows(*(field[..., order] for field in unpack(rows, self.size)))
-        return x[order], repack(ordered, shapes.ladder.max_rows), order
+        return x[order], repack(ordered, shapes.buckets.max_rows), order
 
 
 @dataclass(frozen=True)
 class Narrow(Program[jax.Array]):
-    """Of `size` rows `less`, see `selection.narrow`."""
+    """A program that narrows `size` rows to `less`, see `selection.narrow`."""
 
     name = "narrow"
     size: int
@@ -298,19 +311,19 @@ class Narrow(Program[jax.Array]):
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         if demand.selecting is None:
             return []
-        return [cls(size, less) for size in demand.ladder.rows for less in demand.ladder.rows if less <= size]
+        return [cls(size, less) for size in demand.buckets.rows for less in demand.buckets.rows if less <= size]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.packed, ints()
 
     def compute(self, shapes: Shapes, rows: jax.Array, count: jax.Array) -> jax.Array:
         fewer = narrow(unpack(rows, self.size), count, size=self.less, slots=shapes.num_slots)
-        return repack(fewer, shapes.ladder.max_rows)
+        return repack(fewer, shapes.buckets.max_rows)
 
 
 @dataclass(frozen=True)
 class Take(Program[jax.Array]):
-    """The first `less` of `size` rows in a new order."""
+    """A program that returns the first `less` of `size` rows in a new order."""
 
     name = "take"
     size: int
@@ -320,7 +333,7 @@ class Take(Program[jax.Array]):
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         if demand.selecting is None or demand.selecting.check_layer >= shapes.config.vision.num_deepstack:
             return []
-        return [cls(size, less) for size in demand.ladder.rows for less in demand.ladder.rows if less <= size]
+        return [cls(size, less) for size in demand.buckets.rows for less in demand.buckets.rows if less <= size]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.hidden(self.size), ints(self.size)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.device import sampler
 from vlcache_jax.device.programs.base import Constants, Demand, Halves, Program, Repeat, Shapes, Stored, ints
-from vlcache_jax.device.sampler import Lanes
+from vlcache_jax.device.sampler import DecodeState
 from vlcache_jax.models import rope
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.pallas_kernels.split import SECOND, THIRD, WHOLE
@@ -25,7 +25,7 @@ from vlcache_jax.sampling import MAX_BIASED
 
 @dataclass(frozen=True)
 class EmptyPool(Program[jax.Array]):
-    """K or V of a layer."""
+    """A program that creates K or V of a layer."""
 
     name = "pool"
     gives = SECOND
@@ -36,7 +36,7 @@ class EmptyPool(Program[jax.Array]):
 
 @dataclass(frozen=True)
 class EmptyEncoderRows(Program[jax.Array]):
-    """Encoder rows of a step."""
+    """A program that creates the encoder rows of a chunk."""
 
     name = "encoder_rows"
 
@@ -45,34 +45,39 @@ class EmptyEncoderRows(Program[jax.Array]):
 
 
 @dataclass(frozen=True)
-class EmptyLanes(Program[Lanes]):
-    """Lanes that nobody holds."""
+class EmptyDecodeState(Program[DecodeState]):
+    """A program that creates decode slots without sequences."""
 
-    name = "lanes"
+    name = "decode_slots"
 
-    def compute(self, shapes: Shapes) -> Lanes:
-        return sampler.empty_lanes(shapes.ladder.max_sequences, shapes.config.text.vocab_size)
+    def compute(self, shapes: Shapes) -> DecodeState:
+        return sampler.empty_decode_state(shapes.buckets.max_sequences, shapes.config.text.vocab_size)
 
 
 @dataclass(frozen=True)
-class OpenLane(Program[Lanes]):
-    """See `sampler.open_lane`."""
+class OpenDecodeSlot(Program[DecodeState]):
+    """A program that assigns a decode slot to a sequence, see `sampler.open_decode_slot`."""
 
-    name = "open_lane"
+    name = "open_decode_slot"
     donates = (0,)
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        lanes = shapes.lanes
-        kept = lanes.marks, lanes.bias, lanes.words, lanes.recent
-        return lanes, ints(), *(jax.ShapeDtypeStruct(field.shape[1:], field.dtype) for field in kept)
+        decode_slots = shapes.decode_slots
+        kept = decode_slots.marks, decode_slots.bias, decode_slots.words, decode_slots.recent
+        return decode_slots, ints(), *(jax.ShapeDtypeStruct(field.shape[1:], field.dtype) for field in kept)
 
-    def compute(self, shapes: Shapes, lanes: Lanes, lane: jax.Array, *kept: jax.Array) -> Lanes:
-        return sampler.open_lane(lanes, lane, *kept)
+    def compute(
+        self, shapes: Shapes, decode_slots: DecodeState, decode_slot: jax.Array, *kept: jax.Array
+    ) -> DecodeState:
+        return sampler.open_decode_slot(decode_slots, decode_slot, *kept)
 
 
 @dataclass(frozen=True)
-class HoldLanes(Program[Lanes]):
-    """See `sampler.hold_lanes`; of `count` lanes. Few ask for it, so it is compiled when somebody does."""
+class HoldDecodeSlots(Program[DecodeState]):
+    """A program that restricts the tokens of `count` decode slots, see `sampler.hold_decode_slots`.
+
+    Few requests need it, so it is compiled at its first use.
+    """
 
     name = "hold"
     donates = (0,)
@@ -85,14 +90,14 @@ class HoldLanes(Program[Lanes]):
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         words, pairs = -(-shapes.config.text.vocab_size // 32), (self.count, MAX_BIASED)
         added = jax.ShapeDtypeStruct(pairs, jnp.float32)
-        return shapes.lanes, ints(self.count), ints(self.count, words), ints(*pairs), added
+        return shapes.decode_slots, ints(self.count), ints(self.count, words), ints(*pairs), added
 
-    def compute(self, shapes: Shapes, lanes: Lanes, *held: jax.Array) -> Lanes:
-        return sampler.hold_lanes(lanes, *held)
+    def compute(self, shapes: Shapes, decode_slots: DecodeState, *held: jax.Array) -> DecodeState:
+        return sampler.hold_decode_slots(decode_slots, *held)
 
 
 def _together(pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
-    """The pool with pages copied; targets beyond it are nobody's."""
+    """Return the pool with pages copied. Targets beyond the pool are dropped."""
 
     def copied(half: jax.Array) -> jax.Array:
         pages = half.reshape(-1, PAGE, *half.shape[1:])
@@ -102,7 +107,7 @@ def _together(pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
 
 
 def _one_by_one(pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
-    """The same in place, where nobody's targets come last: as a gather and a scatter, a CPU copies the whole pool."""
+    """Copy pages in place, with dropped targets last. As a gather and a scatter, a CPU would copy the full pool."""
 
     def copy(i: jax.Array, half: jax.Array) -> jax.Array:
         page = jax.lax.dynamic_slice_in_dim(half, source[i] * PAGE, PAGE)
@@ -116,7 +121,7 @@ def _one_by_one(pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
 
 @dataclass(frozen=True)
 class CopyPages(Program[Halves]):
-    """The pool with `count` pages copied to others."""
+    """A program that copies `count` pages of the pool."""
 
     name = "copy"
     donates = (0,)
@@ -125,7 +130,7 @@ class CopyPages(Program[Halves]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(count) for count in demand.ladder.sequences]
+        return [cls(count) for count in demand.buckets.sequences]
 
     @classmethod
     def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
@@ -139,13 +144,15 @@ class CopyPages(Program[Halves]):
         return copied
 
 
-DROP: dict[str, Any] = {"mode": "drop", "unique_indices": True}  # what a place beyond all others means
+DROP: dict[str, Any] = {"mode": "drop", "unique_indices": True}  # writes to places out of range are dropped
 
 
 @dataclass(frozen=True)
 class Link(Program[tuple[Halves, Any, jax.Array]]):
-    """K, V of `count` images in `layers` layers that follow each other. Where there is a device tier, they are also
-    written into it."""
+    """A program that links KV of `count` images of `size` tokens in `layers` consecutive layers.
+
+    If there is a device tier, KV is also written to it.
+    """
 
     name = "link"
     donates = (0, 1)
@@ -158,7 +165,7 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         if not demand.linking:
             return
-        for size in (patches // shapes.config.vision.merge_size**2 for patches in demand.ladder.patches):
+        for size in (patches // shapes.config.vision.merge_size**2 for patches in demand.buckets.patches):
             yield from (cls(size, count, layers) for count in shapes.linked(size) for layers in _groups(shapes))
 
     @classmethod
@@ -185,20 +192,20 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
         stored = [(images, layer) for layer in range(self.layers)]
         linked = _link(shapes, pool, stored, places, constants)
         if kept is not None:
-            by_plane = [*zip(*images, strict=True)]
+            by_buffer = [*zip(*images, strict=True)]
             kept = [
                 [
                     whole.at[:, where].set(jnp.concatenate([image[layer] for image in own], 1), **DROP)
-                    for whole, own in zip(planes, by_plane, strict=True)
+                    for whole, own in zip(buffers, by_buffer, strict=True)
                 ]
-                for layer, planes in enumerate(kept)
+                for layer, buffers in enumerate(kept)
             ]
         return linked, kept, jnp.zeros((), jnp.int32)
 
 
 @dataclass(frozen=True)
 class Recall(Program[tuple[Halves, jax.Array]]):
-    """K, V of `size` tokens in the device tier, in `layers` layers that follow each other."""
+    """A program that links KV of `size` tokens from the device tier, in `layers` consecutive layers."""
 
     name = "recall"
     donates = (0,)
@@ -210,7 +217,7 @@ class Recall(Program[tuple[Halves, jax.Array]]):
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         if not (shapes.kept_tokens and demand.linking):
             return []
-        return [cls(size, layers) for size in shapes.recall_rungs for layers in _groups(shapes)]
+        return [cls(size, layers) for size in shapes.recall_buckets for layers in _groups(shapes)]
 
     @classmethod
     def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
@@ -229,13 +236,13 @@ class Recall(Program[tuple[Halves, jax.Array]]):
         places: jax.Array,
         constants: list[Constants],
     ) -> tuple[Halves, jax.Array]:
-        stored = [([[plane[None] for plane in planes]], 0) for planes in kept]
+        stored = [([[buffer[None] for buffer in buffers]], 0) for buffers in kept]
         return _link(shapes, pool, stored, places, constants, source), jnp.zeros((), jnp.int32)
 
 
 @dataclass(frozen=True)
 class Code(Program[jax.Array]):
-    """A layer's keys before rotation and values, coded, as one array: see `KVShape.joined`."""
+    """A program that encodes a layer's keys before rotation and values as one array, see `KVShape.joined`."""
 
     name = "code"
     gives = THIRD
@@ -243,7 +250,7 @@ class Code(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(size) for size in demand.ladder.rows if shapes.kv.codec is not None and demand.linking]
+        return [cls(size) for size in demand.buckets.rows if shapes.kv.codec is not None and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.half(self.size), shapes.half(self.size), shapes.constants()[0]
@@ -251,11 +258,11 @@ class Code(Program[jax.Array]):
     def compute(self, shapes: Shapes, k: jax.Array, v: jax.Array, constants: Constants) -> jax.Array:
         codec = shapes.kv.codec
         assert codec is not None
-        return jnp.stack([jnp.concatenate(planes, -1) for planes in (codec.encode(k, *constants), codec.encode(v))])
+        return jnp.stack([jnp.concatenate(buffers, -1) for buffers in (codec.encode(k, *constants), codec.encode(v))])
 
 
 def _groups(shapes: Shapes) -> set[int]:
-    """How many layers are linked together."""
+    """Return the numbers of layers that are linked together."""
     return {part.stop - part.start for part in shapes.link_groups}
 
 
@@ -267,13 +274,17 @@ def _link(
     constants: list[Constants],
     source: jax.Array | None = None,
 ) -> Halves:
-    """The pool's layers with what is stored; `stored`: of each the planes of its images, and which layer of them."""
+    """Return the pool's layers with stored KV written to them.
+
+    Args:
+      stored: by layer of the pool, the buffers of its images, and the layer's index in these buffers.
+    """
     text = shapes.config.text
     slot, *position = jnp.moveaxis(places, 1, 0).reshape(4, -1)
     cos, sin = rope.text_rotation(
         jnp.stack(position), text.rope_theta, text.mrope_section, text.mrope_interleaved, shapes.dtype
     )
-    # Behind the barrier they are taken once, not anew for each head of each layer.
+    # The barrier lets XLA gather them once, not for each head of each layer.
     cos, sin = jax.lax.optimization_barrier((cos, sin))
     write = functools.partial(
         kernels.link, source=source, codec=shapes.kv.codec_name, implementation=shapes.implementation
@@ -286,7 +297,7 @@ def _link(
 
 @dataclass(frozen=True)
 class EmptyTier(Program[tuple[Halves, jax.Array]]):
-    """The device tier: of each layer the planes of its tokens, and encoder rows."""
+    """A program that creates the device tier: by layer the buffers of its tokens, and encoder rows."""
 
     name = "kept"
     gives = THIRD, WHOLE
@@ -304,7 +315,7 @@ class EmptyTier(Program[tuple[Halves, jax.Array]]):
 
 @dataclass(frozen=True)
 class KeepLayer(Program[list[jax.Array]]):
-    """A layer's rows become tokens `place` of the device tier; places beyond it are dropped."""
+    """A program that stores a layer's rows as tokens `place` of the device tier. Places beyond it are dropped."""
 
     name = "keep"
     donates = (0,)
@@ -313,22 +324,22 @@ class KeepLayer(Program[list[jax.Array]]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(size) for size in demand.ladder.rows if shapes.kept_tokens and demand.linking]
+        return [cls(size) for size in demand.buckets.rows if shapes.kept_tokens and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         half, coded = shapes.half(self.size), shapes.kv.codec is not None
         values = shapes.devices.abstract(shapes.kv.joined(self.size), THIRD) if coded else (half, half)
-        return shapes.kept[0], values, ints(shapes.ladder.max_rows)
+        return shapes.kept[0], values, ints(shapes.buckets.max_rows)
 
     def compute(self, shapes: Shapes, kept: list[jax.Array], values: Stored, place: jax.Array) -> list[jax.Array]:
         place = place[: self.size]
-        planes = shapes.kv.split(jnp.stack(values) if isinstance(values, tuple) else values)
-        return [whole.at[:, place].set(own, **DROP) for whole, own in zip(kept, planes, strict=True)]
+        buffers = shapes.kv.split(jnp.stack(values) if isinstance(values, tuple) else values)
+        return [whole.at[:, place].set(own, **DROP) for whole, own in zip(kept, buffers, strict=True)]
 
 
 @dataclass(frozen=True)
 class KeepRows(Program[jax.Array]):
-    """The same of a step's encoder rows."""
+    """A program that stores a chunk's encoder rows as tokens `place` of the device tier."""
 
     name = "keep_rows"
     donates = (0,)
@@ -338,7 +349,7 @@ class KeepRows(Program[jax.Array]):
         return [cls()] if shapes.kept_tokens and demand.linking else []
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        return shapes.kept_rows, shapes.encoder_rows, ints(shapes.ladder.max_rows)
+        return shapes.kept_rows, shapes.encoder_rows, ints(shapes.buckets.max_rows)
 
     def compute(self, shapes: Shapes, kept: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
         return kept.at[:, place].set(rows, **DROP)
@@ -346,7 +357,7 @@ class KeepRows(Program[jax.Array]):
 
 @dataclass(frozen=True)
 class Restage(Program[jax.Array]):
-    """`size` encoder rows of the device tier become those of a step."""
+    """A program that copies `size` encoder rows of the device tier to those of a chunk."""
 
     name = "restage"
     donates = (0,)
@@ -354,7 +365,7 @@ class Restage(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(size) for size in shapes.token_rungs if shapes.kept_tokens and demand.linking]
+        return [cls(size) for size in shapes.token_buckets if shapes.kept_tokens and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.encoder_rows, shapes.kept_rows, ints(self.size), ints(self.size)

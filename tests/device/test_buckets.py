@@ -1,17 +1,17 @@
 import numpy as np
 import pytest
 
-from vlcache_jax.device.buckets import Ladder, cover, round_up, split_rows
+from vlcache_jax.device.buckets import BucketSizes, cover, round_up, split_rows
 
 
 def test_steps_hold_the_rows_with_little_padding():
-    rungs = Ladder().rows
+    sizes = BucketSizes().rows
     rng = np.random.default_rng(0)
-    sizes = [*range(1, 300), *rng.integers(300, 30000, 500).tolist(), *rungs]
+    totals = [*range(1, 300), *rng.integers(300, 30000, 500).tolist(), *sizes]
     waste = []
-    for size in sizes:
-        steps = split_rows(size, rungs)
-        assert set(steps) <= set(rungs)
+    for size in totals:
+        steps = split_rows(size, sizes)
+        assert set(steps) <= set(sizes)
         assert steps == sorted(steps, reverse=True)
         assert sum(steps) - size < steps[-1]
         if size > 1000:
@@ -29,19 +29,19 @@ def test_a_step_too_many_is_not_taken():
 
 def test_round_up():
     assert [round_up(n, (4, 16)) for n in (1, 4, 5, 16)] == [4, 4, 16, 16]
-    with pytest.raises(ValueError, match="at most 16, the last rung, got 17"):
+    with pytest.raises(ValueError, match="at most 16, the largest bucket, got 17"):
         round_up(17, (4, 16))
 
 
 def test_steps_until_fewer_rows_will_do():
-    ladder = Ladder(sequences=(1, 4, 8))
-    assert [ladder.until_fewer(left) for left in ([5], [3, 9], [2, 7, 4, 4], [9, 1, 8, 3, 7])] == [5, 3, 4, 1]
+    buckets = BucketSizes(sequences=(1, 4, 8))
+    assert [buckets.until_fewer(left) for left in ([5], [3, 9], [2, 7, 4, 4], [9, 1, 8, 3, 7])] == [5, 3, 4, 1]
 
 
-@pytest.mark.parametrize("rungs", [(), (4, 4), (8, 4), (0, 4), (1.5,), (-1, 2)])
-def test_bad_rungs(rungs):
-    with pytest.raises(ValueError, match=r"ladder\.rows must be ascending positive integers"):
-        Ladder(rows=rungs)
+@pytest.mark.parametrize("sizes", [(), (4, 4), (8, 4), (0, 4), (1.5,), (-1, 2)])
+def test_bad_rungs(sizes):
+    with pytest.raises(ValueError, match=r"buckets\.rows must be ascending positive integers"):
+        BucketSizes(rows=sizes)
 
 
 def test_what_is_copied_together_is_covered_by_rungs():

@@ -9,7 +9,7 @@ import pytest
 from tests.cache.records import key, make, verified_read
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.record import EntryGoneError, Found, TierError
-from vlcache_jax.cache.tiers.discovered_peers import NeighbourTier, RecentPeers
+from vlcache_jax.cache.tiers.discovered_peers import DiscoveredPeerTier, RecentPeers
 
 OLD, NEW = make(context=key(7)), make(context=key(8))
 
@@ -47,7 +47,7 @@ def tier():
             peers[url] = Peer(url, held[url])
             return peers[url]
 
-        opened.append(NeighbourTier(holders, connect))
+        opened.append(DiscoveredPeerTier(holders, connect))
         return opened[-1], holders, peers
 
     yield open_tier
@@ -56,23 +56,23 @@ def tier():
 
 
 def test_all_that_are_named_are_asked(tier):
-    neighbours, holders, _ = tier(a=[], b=None, c=[(OLD, 1.0), (NEW, 2.0)])
-    assert neighbours.find(OLD.meta.entry) == []  # nobody is named
+    discovered_peers, holders, _ = tier(a=[], b=None, c=[(OLD, 1.0), (NEW, 2.0)])
+    assert discovered_peers.find(OLD.meta.entry) == []  # nobody is named
     holders.note("abc")
-    found = neighbours.find(OLD.meta.entry)
+    found = discovered_peers.find(OLD.meta.entry)
     assert [(one.meta, one.written) for one in found] == [(OLD.meta, 1.0), (NEW.meta, 2.0)]
     for record in (OLD, NEW):
-        verified_read(neighbours, record.meta)
-    assert neighbours.find(key(2)) == []
+        verified_read(discovered_peers, record.meta)
+    assert discovered_peers.find(key(2)) == []
 
 
 def test_who_is_not_named_any_more_is_left(tier):
-    neighbours, holders, peers = tier(a=[(OLD, 1.0)], **{f"p{i}": [] for i in range(16)})
+    discovered_peers, holders, peers = tier(a=[(OLD, 1.0)], **{f"p{i}": [] for i in range(16)})
     holders.note(["a"])
-    assert neighbours.find(OLD.meta.entry)
+    assert discovered_peers.find(OLD.meta.entry)
     holders.note([f"p{i}" for i in range(16)])
     assert "a" not in holders()
-    assert neighbours.find(OLD.meta.entry) == []
+    assert discovered_peers.find(OLD.meta.entry) == []
     assert (peers["a"].is_closed, peers["p0"].is_closed) == (True, False)
     holders.note(["p0", "a"])
     assert set(holders()) == {"a", *(f"p{i}" for i in range(15))}  # the least likely one left
@@ -91,22 +91,22 @@ def test_who_is_named_counts_for_a_minute():
 
 
 def test_where_nobody_answers_it_is_a_fault(tier):
-    neighbours, holders, _ = tier(a=None, b=None)
+    discovered_peers, holders, _ = tier(a=None, b=None)
     holders.note("ab")
     with pytest.raises(TierError, match=": refused"):
-        neighbours.find(OLD.meta.entry)
-    with pytest.raises(EntryGoneError, match="nobody is known to hold it"):
-        list(neighbours.read(OLD.meta, OLD.meta.parts, OLD.parts.__getitem__))
+        discovered_peers.find(OLD.meta.entry)
+    with pytest.raises(EntryGoneError, match="none of the discovered peers has this cache entry"):
+        list(discovered_peers.read(OLD.meta, OLD.meta.parts, OLD.parts.__getitem__))
 
 
 def test_it_is_read_only(tier):
-    neighbours, _, _ = tier()
-    assert neighbours.is_read_only
-    assert neighbours.write(OLD.meta, OLD.parts) == "refused"
-    assert list(neighbours.lines()) == []
+    discovered_peers, _, _ = tier()
+    assert discovered_peers.is_read_only
+    assert discovered_peers.write(OLD.meta, OLD.parts) == "refused"
+    assert list(discovered_peers.lines()) == []
 
 
 def test_neighbours_must_be_a_function():
-    with pytest.raises(ValueError, match="neighbours must be a function or None, got list"):
-        CacheConfig(neighbours=["http://127.0.0.1:1"])
-    assert CacheConfig(host_bytes=0, neighbours=RecentPeers()).passes_on
+    with pytest.raises(ValueError, match="discovered_peers must be a function or None, got list"):
+        CacheConfig(discovered_peers=["http://127.0.0.1:1"])
+    assert CacheConfig(host_bytes=0, discovered_peers=RecentPeers()).passes_on

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.helper import SIZES, damage_first_passage
+from tests.helper import SIZES, damage_first_forward_pass
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.cache.lookups import CacheStats
 from vlcache_jax.pallas_kernels import PAGE
@@ -52,14 +52,14 @@ def once(monkeypatch, runner, name, damage):
     monkeypatch.setattr(runner, name, lambda *args: damage(method(*args)) if next(calls) == 0 else method(*args))
 
 
-def damage_captured(passage):
-    k, v = passage.captured[1]
-    passage.captured[1] = k, v.at[:, 0, 3].set(np.inf)
+def damage_captured(forward_pass):
+    k, v = forward_pass.captured[1]
+    forward_pass.captured[1] = k, v.at[:, 0, 3].set(np.inf)
 
 
 def test_keys_and_values_that_are_not_finite_are_not_kept(llm, picture, monkeypatch):
     cold = tokens(ask(llm, (picture, "what?"), reuse="off"))
-    damage_first_passage(monkeypatch, damage_captured)
+    damage_first_forward_pass(monkeypatch, damage_captured)
     reports = []
     for _ in range(3):
         outputs = ask(llm, (picture, "what?"))
@@ -80,7 +80,7 @@ def test_keys_and_values_that_are_not_finite_are_not_kept(llm, picture, monkeypa
 def test_who_waits_for_what_is_not_finite_computes(llm, picture, monkeypatch):
     questions = (picture, "what?"), (picture, "where?")
     cold = tokens(ask(llm, *questions, reuse="off"))
-    damage_first_passage(monkeypatch, damage_captured)
+    damage_first_forward_pass(monkeypatch, damage_captured)
     outputs = ask(llm, *questions)
     first, second = outputs
     assert first.metrics.wave == second.metrics.wave  # they ran together
@@ -119,7 +119,7 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
 @pytest.mark.parametrize(("slots", "message"), [([4, 9, 4], "got 4 more than once"), ([0, -2], "got -2")])
 def test_no_slot_is_linked_twice(llm, slots, message):
     runner = llm.service.device.runner
-    layers, size = runner.shapes.link_groups[0], runner.token_rungs[0]
+    layers, size = runner.shapes.link_groups[0], runner.token_buckets[0]
     data = np.ones((layers.stop, 2, size, 2, runner.config.text.head_dim), np.float32)
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
         runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)

@@ -13,7 +13,7 @@ import sys
 import jax
 import pytest
 
-from vlcache_jax.kernel_selftest import Verdict, meet, selftest, verdict_on
+from vlcache_jax.kernel_selftest import SelfTestResult, result_on, run_selftest, selftest
 from vlcache_jax.kernel_selftest.gpu import SINCE_AMPERE, Gpu, Ptxas
 
 HOPPER = Gpu("NVIDIA H200", "9.0", "580.65.06", "")
@@ -61,7 +61,7 @@ right_mma, wrong_mma = right, wrong
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The folder of verdicts; a Hopper GPU is there, and nothing is known of it yet."""
+    """The folder of results; a Hopper GPU is there, and nothing is known of it yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(selftest, "chip_of_jax", lambda: HOPPER)
     monkeypatch.setattr(selftest, "_known", None)
@@ -93,8 +93,8 @@ def no_process(*_, **__):
 
 def test_each_kernel_gets_its_verdict(home, started, monkeypatch, capsys):
     kernels = ["right", "wrong", "raises", "crashes", "exits"]
-    found = meet(kernels)
-    assert {kernel: (verdict.passed, verdict.why) for kernel, verdict in found.items()} == {
+    found = run_selftest(kernels)
+    assert {kernel: (result.passed, result.why) for kernel, result in found.items()} == {
         "right": (True, "3 cases, largest error 0.01"),
         "wrong": (False, "packed: error 0.3, must be at most 0.04"),
         "raises": (False, "INTERNAL: ptxas gave up"),
@@ -105,24 +105,24 @@ def test_each_kernel_gets_its_verdict(home, started, monkeypatch, capsys):
     assert started == [kernels, kernels[2:], kernels[3:], kernels[4:]]
     said = capsys.readouterr().err
     assert said.startswith("checking kernels on NVIDIA H200, once\n")
-    assert "wrong runs on XLA; check on NVIDIA H200 failed: packed: error 0.3" in said
+    assert "wrong runs on XLA; self-test on NVIDIA H200 failed: packed: error 0.3" in said
     assert "\nright" not in said
 
     # From now on no process is needed: neither here nor in the next one.
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    assert verdict_on("wrong") == found["wrong"]
+    assert result_on("wrong") == found["wrong"]
     monkeypatch.setattr(selftest, "_known", None)
-    assert verdict_on("right") == found["right"]
-    assert verdict_on("another") == Verdict(None, "never checked")
-    assert meet(kernels, show=False) == found
+    assert result_on("right") == found["right"]
+    assert result_on("another") == SelfTestResult(None, "the self-test has not run")
+    assert run_selftest(kernels, show=False) == found
     assert [path.suffix for path in home.iterdir()] == [".json"]
 
 
 def test_a_kernel_that_hangs_is_ended_and_the_others_are_checked(home, started):
-    found = meet(["hangs", "right"], show=False, limit=3.0)
+    found = run_selftest(["hangs", "right"], show=False, limit=3.0)
     assert found == {
-        "hangs": Verdict(False, "timed out after 3 s"),
-        "right": Verdict(True, "3 cases, largest error 0.01"),
+        "hangs": SelfTestResult(False, "timed out after 3 s"),
+        "right": SelfTestResult(True, "3 cases, largest error 0.01"),
     }
     assert started == [["hangs", "right"], ["right"]]
 
@@ -130,8 +130,8 @@ def test_a_kernel_that_hangs_is_ended_and_the_others_are_checked(home, started):
 @pytest.mark.parametrize(
     ("device", "kernel", "why"),
     [
-        ("is_busy", "right", r"the device could not be had \(Unable to initialize backend .*UNAVAILABLE\)"),
-        ("is_there", "lacks_memory", r"the device could not be had \(RESOURCE_EXHAUSTED: Out of memory .* 8 bytes\)"),
+        ("is_busy", "right", r"the device was not available \(Unable to initialize backend .*UNAVAILABLE\)"),
+        ("is_there", "lacks_memory", r"the device was not available \(RESOURCE_EXHAUSTED: Out of memory .* 8 bytes\)"),
         ("exits", "right", "the check ended with status 3: one / two / Xid 13"),
         ("is_there", "is_killed", "the check was killed by SIGKILL"),  # by whoever needs the host's memory
         ("does_not_come", "right", "the check timed out after 0.5 s"),
@@ -139,7 +139,7 @@ def test_a_kernel_that_hangs_is_ended_and_the_others_are_checked(home, started):
 )
 def test_what_cannot_be_checked_is_unknown(home, started, device, kernel, why):
     started.device = device
-    found = meet([kernel, "right"], show=False, limit=0.5 if device == "does_not_come" else 30.0)
+    found = run_selftest([kernel, "right"], show=False, limit=0.5 if device == "does_not_come" else 30.0)
     assert len(started) == 1
     for name in (kernel, "right"):
         assert found[name].passed is None
@@ -149,20 +149,20 @@ def test_what_cannot_be_checked_is_unknown(home, started, device, kernel, why):
 
 
 def test_what_passed_before_the_device_was_lost_is_kept(home, started, monkeypatch):
-    found = meet(["right", "lacks_memory"], show=False)
+    found = run_selftest(["right", "lacks_memory"], show=False)
     assert (found["right"].passed, found["lacks_memory"].passed) == (True, None)
     monkeypatch.setattr(selftest, "_known", None)
-    assert verdict_on("right").passed
-    assert verdict_on("lacks_memory") == Verdict(None, "never checked")
-    meet(["right", "lacks_memory"], show=False)  # tries again what is unknown
+    assert result_on("right").passed
+    assert result_on("lacks_memory") == SelfTestResult(None, "the self-test has not run")
+    run_selftest(["right", "lacks_memory"], show=False)  # tries again what is unknown
     assert started == [["right", "lacks_memory"], ["lacks_memory"]]
 
 
 def test_a_process_that_cannot_be_started(home, monkeypatch):
     monkeypatch.setattr(selftest, "command", lambda *_: ["/nothing/here"])
-    assert "could not be started: " in meet(["right"], show=False)["right"].why
+    assert "could not be started: " in run_selftest(["right"], show=False)["right"].why
     monkeypatch.setattr("tempfile.tempdir", "/nothing/here")
-    assert "could not be started: " in meet(["right"], show=False)["right"].why
+    assert "could not be started: " in run_selftest(["right"], show=False)["right"].why
 
 
 def test_ctrl_c_ends_the_child(home, started, monkeypatch):
@@ -176,7 +176,7 @@ def test_ctrl_c_ends_the_child(home, started, monkeypatch):
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        meet(["hangs"], show=False)
+        run_selftest(["hangs"], show=False)
     assert children[0].returncode == -signal.SIGKILL
 
 
@@ -187,31 +187,34 @@ def checked(monkeypatch):
 
     def check(kernels, limit):
         calls.append(list(kernels))
-        return {kernel: Verdict(True, f"found {len(calls)}") for kernel in kernels}
+        return {kernel: SelfTestResult(True, f"found {len(calls)}") for kernel in kernels}
 
     monkeypatch.setattr(selftest, "_check", check)
     return calls
 
 
 def test_only_what_is_new_is_checked(home, checked, monkeypatch):
-    meet(["a"], show=False)
-    meet(["a", "b"], show=False)
+    run_selftest(["a"], show=False)
+    run_selftest(["a", "b"], show=False)
     assert checked == [["a"], ["b"]]
-    assert meet(["a", "b"], show=False) == {"a": Verdict(True, "found 1"), "b": Verdict(True, "found 2")}
-    assert meet(["a", "b"], show=False, again=True)["a"] == Verdict(True, "found 3")
+    assert run_selftest(["a", "b"], show=False) == {
+        "a": SelfTestResult(True, "found 1"),
+        "b": SelfTestResult(True, "found 2"),
+    }
+    assert run_selftest(["a", "b"], show=False, again=True)["a"] == SelfTestResult(True, "found 3")
     assert checked[2:] == [["a", "b"]]
     # Another chip, driver or version is another matter.
     for change in ({"name": "NVIDIA H100"}, {"driver": "590"}, {"capability": "9.1"}):
         monkeypatch.setattr(selftest, "chip_of_jax", lambda change=change: dataclasses.replace(HOPPER, **change))
-        meet(["a"], show=False)
+        run_selftest(["a"], show=False)
     monkeypatch.setattr(selftest, "chip_of_jax", lambda: HOPPER)
     monkeypatch.setattr(selftest, "versions", lambda: {"jax": "0.99"})
-    meet(["a"], show=False)
+    run_selftest(["a"], show=False)
     monkeypatch.setattr(selftest, "_digest_kernels", lambda: "changed")
-    meet(["a"], show=False)
+    run_selftest(["a"], show=False)
     for version in ("12.9.86", "13.0.88"):  # of the machine's own ptxas
         monkeypatch.setattr(selftest, "find_ptxas", lambda version=version: Ptxas("/usr/local/cuda/bin/ptxas", version))
-        meet(["a"], show=False)
+        run_selftest(["a"], show=False)
     assert checked[3:] == [["a"]] * 7
     assert len(list(home.iterdir())) == 8
 
@@ -245,20 +248,20 @@ def test_a_change_of_a_kernel_or_of_the_table_of_settings_changes_the_identity(t
     ],
 )
 def test_a_damaged_file_is_made_anew(home, checked, damage):
-    meet(["a"], show=False)
+    run_selftest(["a"], show=False)
     [path] = home.iterdir()
     content = path.read_text()
     path.write_text(damage(content))
-    assert meet(["a"], show=False) == {"a": Verdict(True, "found 2")}
+    assert run_selftest(["a"], show=False) == {"a": SelfTestResult(True, "found 2")}
     assert path.read_text() == content.replace("found 1", "found 2")
 
 
 def test_what_cannot_be_kept_holds_for_this_process(home, checked, capsys, monkeypatch):
     home.parent.write_text("no folder")
-    assert meet(["a"])["a"].passed
-    assert verdict_on("a").passed
-    assert "verdicts on the kernels cannot be kept, and are found anew at each start: " in capsys.readouterr().err
-    meet(["a"], show=False)
+    assert run_selftest(["a"])["a"].passed
+    assert result_on("a").passed
+    assert "results of the kernel self-test cannot be stored, so each start repeats it: " in capsys.readouterr().err
+    run_selftest(["a"], show=False)
     assert checked == [["a"], ["a"]]
 
 
@@ -268,57 +271,59 @@ PORTABLE = {"right": "right_mma", "wrong": "right_mma", "raises": "wrong_mma"}  
 @pytest.mark.parametrize("capability", [capability for capability in SINCE_AMPERE if capability != "9.0"])
 def test_on_other_gpus_the_portable_forms_are_checked(home, checked, monkeypatch, capsys, capability):
     monkeypatch.setattr(selftest, "chip_of_jax", lambda: Gpu(f"GPU of {capability}", capability, "580", ""))
-    assert meet(["a", "b", "c"], {"a": "a_mma", "c": "c_mma"}) == {
-        "a_mma": Verdict(True, "found 1"),
-        "c_mma": Verdict(True, "found 1"),
+    assert run_selftest(["a", "b", "c"], {"a": "a_mma", "c": "c_mma"}) == {
+        "a_mma": SelfTestResult(True, "found 1"),
+        "c_mma": SelfTestResult(True, "found 1"),
     }
     assert checked == [["a_mma", "c_mma"]]
     assert capsys.readouterr().err == f"checking kernels on GPU of {capability}, once\n"
-    assert verdict_on("a_mma").passed
-    assert verdict_on("a") == Verdict(None, "never checked")
+    assert result_on("a_mma").passed
+    assert result_on("a") == SelfTestResult(None, "the self-test has not run")
     [path] = home.iterdir()
     assert json.loads(path.read_text())["identity"]["compute capability"] == capability
 
 
 def test_on_hopper_they_are_checked_in_place_of_what_fails(home, started, capsys):
-    found = meet(["right", "wrong", "exits"], PORTABLE)
+    found = run_selftest(["right", "wrong", "exits"], PORTABLE)
     assert started == [["right", "wrong", "exits"], ["exits"], ["right_mma"]]
-    assert {name: verdict.passed for name, verdict in found.items()} == {
+    assert {name: result.passed for name, result in found.items()} == {
         "right": True,
         "wrong": False,
         "exits": False,
         "right_mma": True,
     }
     said = capsys.readouterr().err
-    assert "wrong runs in its portable form; check on NVIDIA H200 failed: packed: error 0.3" in said
-    assert "exits runs on XLA; check on NVIDIA H200 failed: ended with status 3" in said
-    assert meet(["right", "wrong", "exits"], PORTABLE, show=False) == found
+    assert "wrong runs as its portable kernel; self-test on NVIDIA H200 failed: packed: error 0.3" in said
+    assert "exits runs on XLA; self-test on NVIDIA H200 failed: ended with status 3" in said
+    assert run_selftest(["right", "wrong", "exits"], PORTABLE, show=False) == found
     assert len(started) == 3
 
 
 def test_a_portable_form_that_is_wrong_too(home, started, capsys):
-    found = meet(["raises"], PORTABLE)
+    found = run_selftest(["raises"], PORTABLE)
     assert started == [["raises"], ["wrong_mma"]]
     assert not found["wrong_mma"].passed
-    assert "raises runs on XLA; check on NVIDIA H200 failed: INTERNAL: ptxas gave up" in capsys.readouterr().err
+    assert "raises runs on XLA; self-test on NVIDIA H200 failed: INTERNAL: ptxas gave up" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("chip", [None, *(dataclasses.replace(HOPPER, capability=other) for other in ("7.5", "13.0"))])
 def test_without_a_gpu_since_ampere_no_process_is_started(home, monkeypatch, chip):
     monkeypatch.setattr(selftest, "chip_of_jax", lambda: chip)
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    assert meet(["a"], {"a": "a_mma"}) == {}
-    assert verdict_on("a").passed is None
+    assert run_selftest(["a"], {"a": "a_mma"}) == {}
+    assert result_on("a").passed is None
     assert not home.exists()
 
 
 def test_a_refused_toolchain_is_said_and_nothing_is_checked(home, monkeypatch, capsys):
     monkeypatch.setattr(selftest, "refusal", lambda: "mosaic_gpu needs another CUDA, got 12.8")
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    refused = Verdict(None, "mosaic_gpu needs another CUDA, got 12.8")
-    assert meet(["a", "b"]) == {"a": refused, "b": refused}
-    assert verdict_on("b") == refused
-    assert capsys.readouterr().err == "the kernels run on XLA: mosaic_gpu needs another CUDA, got 12.8\n"
+    refused = SelfTestResult(None, "mosaic_gpu needs another CUDA, got 12.8")
+    assert run_selftest(["a", "b"]) == {"a": refused, "b": refused}
+    assert result_on("b") == refused
+    assert (
+        capsys.readouterr().err == "XLA runs in place of the Pallas kernels: mosaic_gpu needs another CUDA, got 12.8\n"
+    )
     assert not home.exists()
 
 
@@ -335,7 +340,7 @@ def test_the_driver_is_asked_only_where_jax_will_use_a_gpu(monkeypatch):
         assert selftest.chip_of_jax() is None  # a build for the CPU
 
         def broken():
-            raise OSError("the CUDA driver answers cuInit with error 803")
+            raise OSError("the CUDA driver returned error 803 from cuInit")
 
         monkeypatch.setattr(selftest, "versions", lambda: {"jax-cuda12-plugin": "0.12"})
         monkeypatch.setattr(selftest, "find_chip", broken)
