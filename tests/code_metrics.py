@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 LONG_FILE, LONG_FUNCTION = 600, 80
+COMMANDS = "commands/"
 KERNELS = "pallas_kernels"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
@@ -116,15 +117,21 @@ def read(name: str, text: str) -> Source:
     return source
 
 
+def _lines_of_documentation(source: Source, function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function's docstring, and of a command's signature, which is its list of options."""
+    first = function.body[0]
+    docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if ast.get_docstring(function) else 0
+    return docstring + (first.lineno - function.lineno if source.name.startswith(COMMANDS) else 0)
+
+
 def _read(source: Source, node: ast.AST, scope: Scope) -> None:
     for child in ast.iter_child_nodes(node):
         within = scope
         if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
             within = scope._replace(names=(*scope.names, child.name))
-            # Functions are measured without signature and docstring: those of a command are its list of options.
-            documented = isinstance(child, FUNCTIONS) and ast.get_docstring(child) is not None and len(child.body) > 1
-            first = child if isinstance(child, ast.ClassDef) else child.body[documented]
-            lines = (child.end_lineno or child.lineno) - first.lineno + 1
+            lines = (child.end_lineno or child.lineno) - child.lineno + 1
+            if isinstance(child, FUNCTIONS):
+                lines -= _lines_of_documentation(source, child)
             name = f"{source.name}: {'.'.join(within.names)}"
             if isinstance(child, ast.ClassDef):
                 source.classes.append(Part(name, lines, 0))

@@ -1,4 +1,4 @@
-"""What the index of libraries says of items, without an engine."""
+"""The index of libraries, without an engine."""
 
 from __future__ import annotations
 

@@ -553,7 +553,7 @@ def test_what_is_not_finite_is_no_record(meta, dtype):
 
 @pytest.mark.parametrize("flaw", [None, np.inf])
 def test_nobody_goes_on_reading_what_is_settled(flaw):
-    """Whether somebody gave the record up meanwhile, or it is not finite: nothing more is to come."""
+    """A record that was given up meanwhile, or is not finite, receives nothing more."""
     tier, store = Lending(kv("a"), lambda array: array, flaw=flaw), Store(CacheConfig())
     [told], [record] = tier.find("a"), store.reserve([kv("a")])
     if flaw is None:

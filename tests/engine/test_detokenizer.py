@@ -172,7 +172,7 @@ def test_a_tokenizer_of_other_pieces():
 
 
 def test_no_more_is_held_back_than_what_may_begin_a_stop_string(tokenizer):
-    """Of several beginnings the longest one is."""
+    """The longest of several beginnings counts."""
     detokenizer = detokenizers.Detokenizer(tokenizer, ["aab", "xyz"])
     shown = []
     for letter in "caaadxy":

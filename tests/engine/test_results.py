@@ -1,4 +1,4 @@
-"""What results are made of, and which answers go on. Nothing is computed."""
+"""Parts of results, and the outputs that continue. Nothing is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs when, in which decode slot and in which pages; nothing is computed."""
+"""Order, decode slots and pages of sequences. Nothing is computed."""
 
 from __future__ import annotations
 

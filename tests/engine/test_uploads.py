@@ -373,7 +373,7 @@ def test_first_layers_of_all_come_before_the_last_ones_of_any(checkpoints, textu
 
 
 class Linked:
-    """What a link returns; it is done when a test says so."""
+    """Result of a link, which a test marks as done."""
 
     def __init__(self, number):
         self.number, self.done = number, False

@@ -60,7 +60,7 @@ class DiscoveredPeerTier(ReadOnlyTier):
         self._lock = threading.Lock()
         self._peers: dict[str, PeerTier] = {}
         self._where = Bounded[PeerTier](REMEMBERED)
-        self._threads = ThreadPoolExecutor(_THREADS, "vlcache-neighbours")
+        self._threads = ThreadPoolExecutor(_THREADS, "vlcache-discovered-peers")
 
     def find(self, entry: str) -> list[Found]:
         lookups = {self._threads.submit(peer.find, entry): peer for peer in self._current()}
