@@ -112,7 +112,7 @@ EXAMPLES = [
     chat("openai_chat_completion_client_for_multimodal", shown(PICTURE, OTHER), max_completion_tokens=8),
     chat("video frames as one data URL", shown(SENT), max_completion_tokens=8),
     chat(
-        "video frames with media_io_kwargs", shown(SENT), "media_io_kwargs is not supported, got .*: write fps",
+        "video frames with media_io_kwargs", shown(SENT), "media_io_kwargs is not supported, got .*: set fps",
         media_io_kwargs={"video": {"fps": 2.0, "total_num_frames": 2}},
     ),
     chat(
@@ -188,7 +188,7 @@ EXAMPLES = [
     refused(
         "vision_embedding_online, Qwen3-VL-Embedding, without `continue_final_message`", EMBEDDINGS,
         {"messages": asked(TEXT), **SHUT}, "messages must not end with an assistant's turn that is empty and closed: "
-        "write continue_final_message = true",
+        "set continue_final_message = true",
     ),
     Example("vision_embedding_online, DSE of Qwen2-VL", EMBEDDINGS, {"messages": shown(PICTURE), **SHUT}),
     Example("openai_embedding_client", EMBEDDINGS, {"input": ["one", "two"]}),
