@@ -153,7 +153,7 @@ class SelfAttention(nnx.Module):
         work: Work | None = None,
         *,
         keep: int,
-        capture: bool = False,
+        return_kv: bool = False,
         split_k: bool = False,
         implementation: str | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
@@ -166,9 +166,9 @@ class SelfAttention(nnx.Module):
           (output [keep, M], k, v, (raw keys, values) [N, K, D] or None).
         """
         places = None if work is None else work.packing()
-        q, k, v, captured = rotate_write(
+        q, k, v, new_kv = rotate_write(
             self.products(y, keep=keep, implementation=implementation), *self._angles(rows, y.dtype), rows.slot, k, v,
-            **self._norms(), keep=keep, places=places, capture=capture, implementation=implementation,
+            **self._norms(), keep=keep, places=places, return_kv=return_kv, implementation=implementation,
         )  # fmt: skip
         start, end = rows.k_start[:keep], rows.k_end[:keep]
         if work is None:
@@ -177,7 +177,7 @@ class SelfAttention(nnx.Module):
             packed = places is not None
             out = paged_attention(q, k, v, work, end=end - start, packed=packed, implementation=implementation)
         project = functools.partial(split_product, like=y[:keep]) if split_k else times
-        return project(self.o_proj, out.reshape(keep, -1), implementation), k, v, captured
+        return project(self.o_proj, out.reshape(keep, -1), implementation), k, v, new_kv
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Project normed rows [N, M] to (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
@@ -234,7 +234,7 @@ class DecoderLayer(nnx.Module):
         *,
         keep: int,
         needed: jax.Array | None = None,
-        capture: bool = False,
+        return_kv: bool = False,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Apply the layer: all N rows write KV, and the first `keep` rows attend and continue.
@@ -249,7 +249,7 @@ class DecoderLayer(nnx.Module):
           keep: number of rows that continue.
           needed: number of rows that the next layer needs, int32. The others, and rows with empty intervals, use no
             experts. None: all.
-          capture: also return keys before rotation and values for cache entries. Reversing the rotation of bfloat16
+          return_kv: also return keys before rotation and values for cache entries. Reversing the rotation of bfloat16
             keys would lose digits.
           implementation: implementation of the kernels.
 
@@ -257,8 +257,8 @@ class DecoderLayer(nnx.Module):
           (x [keep, M], k, v, (raw keys, values) [N, K, D] or None).
         """
         _, y = self.input_layernorm.added(x, implementation=implementation)
-        out, k, v, captured = self.self_attn(
-            y, k, v, rows, work, keep=keep, capture=capture, split_k=True, implementation=implementation
+        out, k, v, new_kv = self.self_attn(
+            y, k, v, rows, work, keep=keep, return_kv=return_kv, split_k=True, implementation=implementation
         )
         is_needed = rows.k_end[:keep] > rows.k_start[:keep]
         if needed is not None:
@@ -266,7 +266,7 @@ class DecoderLayer(nnx.Module):
         x = self.transform(x[:keep], out, is_needed, implementation=implementation)
         if deepstack is not None:
             x = x + deepstack[:keep]
-        return x, k, v, captured
+        return x, k, v, new_kv
 
     def transform(
         self, x: jax.Array, out: jax.Array, is_needed: jax.Array, *, implementation: str | None = None

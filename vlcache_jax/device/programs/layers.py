@@ -23,7 +23,7 @@ from vlcache_jax.reuse.shift import Moves, differences, move
 BLOCK = 4  # layers per program for short chunks
 BLOCK_ROWS = 1024  # tokens of a chunk beyond which a layer takes far longer than its launch
 
-Captured = tuple[jax.Array, jax.Array]  # a layer's keys before rotation, and values
+NewKV = tuple[jax.Array, jax.Array]  # a layer's keys before rotation, and values
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Embed(Program[tuple[jax.Array, list[jax.Array]]]):
 
 
 @dataclass(frozen=True)
-class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, Captured]]):
+class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, NewKV]]):
     """A program of a layer that `size` rows enter and `keep` rows leave. It returns (x, k, v, saved KV)."""
 
     name = "layer"
@@ -102,13 +102,13 @@ class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, Captured]]):
         work: Work,
         added: jax.Array | None,
         moves: Moves | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Captured]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, NewKV]:
         moves, own = _of_layer(moves, 0), unpack(rows, self.size)
         return layer_step(shapes, params, x, k, v, own, active, work, added, moves, keep=self.keep)
 
 
 @dataclass(frozen=True)
-class Block(Program[tuple[jax.Array, Halves, list[Captured]]]):
+class Block(Program[tuple[jax.Array, Halves, list[NewKV]]]):
     """A program of `BLOCK` consecutive layers that all rows leave, without DeepStack features."""
 
     name = "layers"
@@ -143,15 +143,15 @@ class Block(Program[tuple[jax.Array, Halves, list[Captured]]]):
         active: jax.Array,
         work: Work,
         moves: Moves | None,
-    ) -> tuple[jax.Array, Halves, list[Captured]]:
+    ) -> tuple[jax.Array, Halves, list[NewKV]]:
         # An inner jit, so that code shared by layers is compiled once.
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.size))
-        rest, captured, own = [], [], unpack(rows, self.size)
+        rest, new_kv, own = [], [], unpack(rows, self.size)
         for i, weights in enumerate(params):
             x, k, v, values = layer(weights, x, *pool[i], own, active[i], work, None, _of_layer(moves, i))
             rest.append([k, v])
-            captured.append(values)
-        return x, rest, captured
+            new_kv.append(values)
+        return x, rest, new_kv
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def layer_step(
     moves: Moves | None = None,
     *,
     keep: int,
-    capture: bool = True,
+    return_kv: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
     """Compute a layer of which only the first rows write KV.
 
@@ -205,7 +205,7 @@ def layer_step(
       added: DeepStack features [N, M], or None.
       moves: linked KV to shift, or None.
       keep: number of rows that leave the layer.
-      capture: also return the rows' KV, keys before rotation.
+      return_kv: also return the rows' KV, keys before rotation.
 
     Returns:
       (hidden states, k, v, the rows' KV).
@@ -219,7 +219,7 @@ def layer_step(
     rows = rows._replace(slot=jnp.where(index < writing, rows.slot, shapes.num_slots + index))
     return layer(
         x, k, v, rows, added, work,
-        keep=keep, needed=needed, capture=capture, implementation=shapes.implementation,
+        keep=keep, needed=needed, return_kv=return_kv, implementation=shapes.implementation,
     )  # fmt: skip
 
 
