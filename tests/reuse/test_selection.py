@@ -21,7 +21,7 @@ from vlcache_jax.study.probe import Placed, Probe
 from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.sensitivity import ProfileCase, prepare
 
-POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "kvshare-attn", "asked")
+POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "kvshare-attn", "question")
 
 
 @pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"])
@@ -173,7 +173,7 @@ def test_two_passes_are_a_prompt_in_another_order(llm, case, probe, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kvshare", "asked"])
+@pytest.mark.parametrize("name", ["kvshare", "question"])
 def test_deepstack_follows_the_rows(checkpoints, case, name):
     """A model whose DeepStack reaches behind the check layer."""
     with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as engine:
