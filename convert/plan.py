@@ -25,7 +25,7 @@ import numpy as np
 
 from vlcache_jax.convert.factors import Dequantized, StoredFactors
 from vlcache_jax.models.config import ADVICE, FLOAT8, ModelConfig
-from vlcache_jax.models.params import Parameter, Part, library_name, parameters
+from vlcache_jax.models.params import Parameter, Part, is_ignored, library_name, parameters, pieces
 from vlcache_jax.models.registry import load_config
 
 _log = logging.getLogger(__name__)
@@ -216,6 +216,7 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     """
     directory = pathlib.Path(directory)
     stored, problems = _stored_tensors(directory)
+    stored = [tensor for tensor in stored if not is_ignored(config, tensor.name)]
     _check_bits(directory, config, stored)
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored:
@@ -223,6 +224,7 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
         if name in tensors:
             problems.append(("duplicate", f"{tensor.name} in {tensor.file.name} and as {tensors[name].name}"))
         tensors[name] = tensor
+    _divide(config, tensors, problems)
 
     embedding = tensors.get(_EMBEDDING)
     plan = []
@@ -247,6 +249,27 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     if problems:
         raise PlanError(_report(directory, problems))
     return plan
+
+
+def _divide(config: ModelConfig, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> None:
+    """Replace each tensor that is several here by its parts, which are consecutive rows, see `pieces`."""
+    for module, outputs in pieces(config).items():
+        for name in [name for name in tensors if f".{module}." in name]:
+            tensor, before, leaf = tensors[name], name.rpartition(".")[0], name.rpartition(".")[2]
+            block = 1 if leaf == "weight" or config.text.quantization is None else config.text.quantization.outputs
+            total = -(-sum(outputs.values()) // block)
+            if not tensor.shape or tensor.shape[0] != total or any(rows % block for rows in outputs.values()):
+                reason = f"must have {total} rows, of parts that are multiples of {block}"
+                problems.append(("wrong shape", f"{tensor.name} {reason}, got {list(tensor.shape)}"))
+            del tensors[name]
+            begin, size = tensor.begin, tensor.nbytes // max(total, 1)
+            for own, rows in outputs.items():
+                end = begin + size * (rows // block)
+                part = dataclasses.replace(
+                    tensor, begin=begin, end=end, shape=(rows // block, *tensor.shape[1:]),
+                    name=f"{tensor.name}, rows of {own}",
+                )  # fmt: skip
+                tensors[f"{before.rpartition('.')[0]}.{own}.{leaf}"], begin = part, end
 
 
 def _check_bits(directory: pathlib.Path, config: ModelConfig, stored: Iterable[StoredTensor]) -> None:

@@ -54,10 +54,12 @@ class TensorNames:
     Attributes:
       modules: prefix of our path -> the library's prefix.
       published: prefix in published checkpoints -> the library's prefix.
+      ignored: prefixes of tensors that are not used.
     """
 
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     published: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,8 +98,14 @@ class Checkpoint(abc.ABC):
         """Return the policy.
 
         Raises:
-          ValueError: the policy uses a schedule that was measured on another model.
+          ValueError: the policy uses a schedule that was measured on another model, or links K,V of other contexts in
+            a model whose layers keep states.
         """
+        if self.config.text.has_states and policy.approximates:
+            raise ValueError(
+                f"reuse must be 'exact' or 'none' for {self.config.model_type}, got {policy.name!r}: layers with linear "
+                "attention keep a state of all earlier tokens, and K,V of an image do not change it"
+            )
         if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             fingerprint = "" if schedule.allow_other_model else self.source_digest
             schedule.check_model(self.config.model_type, self.config.text.num_layers, fingerprint)

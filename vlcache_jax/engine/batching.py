@@ -19,8 +19,10 @@ from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Captured
 from vlcache_jax.device.buckets import BucketSizes, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.runs import block_ends, make_runs, whole_blocks
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
+from vlcache_jax.models.layer_kinds import BLOCK, Runs
 from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
 from vlcache_jax.reuse.policies import Plan, active_rows
 from vlcache_jax.reuse.selection import RowChoice, Selection
@@ -50,6 +52,7 @@ class Prefill:
       cached: number of leading tokens whose KV is in pages.
       choice: rule by which the device selects tokens; None if `plan` fixes them. Such a prefill has chunks of its own.
       links: whether cached images are still to be linked.
+      forks: decode slots of sequences that begin with all of this prompt, and receive a copy of its states.
     """
 
     sequence: Sequence
@@ -60,6 +63,7 @@ class Prefill:
     cached: int = 0
     choice: RowChoice | None = None
     links: bool = True
+    forks: tuple[int, ...] = ()
 
     def slots(self, place: Index) -> Index:
         """Return the pool's slots of logical slots."""
@@ -110,6 +114,7 @@ class Step:
       num_slots: number of slots of the pool.
       selection: selection on the device; `active` and `bounds` count the selected tokens. None if there is none.
       shift: images whose linked KV is shifted; None if there are none.
+      runs: order in which its tokens change states; None if the model has none.
     """
 
     rows: Rows
@@ -123,6 +128,7 @@ class Step:
     num_slots: int
     selection: Selection | None = None
     shift: Shift | None = None
+    runs: Runs | None = None
 
     @functools.cached_property
     def leaving(self) -> tuple[tuple[int, int, bool], ...]:
@@ -165,7 +171,13 @@ def linked_images(
     return list(users.values())
 
 
-def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slots: int, num_layers: int) -> list[Step]:
+def prefill_steps(
+    prefills: abc.Sequence[Prefill],
+    buckets: BucketSizes,
+    num_slots: int,
+    num_layers: int,
+    has_states: bool = False,
+) -> list[Step]:
     """Cut the tokens that the plans compute into chunks, in the order of the prompts.
 
     Args:
@@ -173,6 +185,7 @@ def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slo
       buckets: sizes of the chunks.
       num_slots: number of slots of the pool.
       num_layers: number of decoder layers.
+      has_states: whether some layers have states, so that chunks are cut between blocks, see `runs`.
     """
     # All tokens of the prompts, concatenated.
     length = [len(prefill.layout) for prefill in prefills]
@@ -187,6 +200,12 @@ def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slo
     images, image, image_row = _image_rows(prefills, length)
     shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
     begun = 0  # number of these images whose first rows are in a chunk
+    is_end = np.concatenate(
+        [
+            block_ends(one.layout, len(one.sequence.layout), min(BLOCK, buckets.max_rows)) if has_states else []
+            for one in prefills
+        ]
+    ).astype(bool)
 
     steps = []
     computed = np.flatnonzero(depth)
@@ -203,9 +222,12 @@ def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slo
             # next chunk or fill this one, up to the largest size.
             inside = shifted[computed] == cut
             count = int(np.argmax(inside)) or min(int(inside.sum()), buckets.max_rows)
+        if has_states:
+            count = whole_blocks(is_end[computed], count)
         # Tokens that more layers compute come first, so that each layer's tokens are a leading slice.
-        rows, computed = computed[:count], computed[count:]
-        rows = rows[np.argsort(-depth[rows], kind="stable")]
+        in_order, computed = computed[:count], computed[count:]
+        order = np.argsort(-depth[in_order], kind="stable")
+        rows = in_order[order]
         selection = None
         active = active_rows(depth[rows], num_layers)
         if choice is not None:
@@ -244,9 +266,23 @@ def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slo
                 num_slots=num_slots,
                 selection=selection,
                 shift=make_shift(shifted, moving, rows, slot, position, depth),
+                runs=_runs(prefills, owner[in_order], index[in_order], is_end[in_order], order) if has_states else None,
             )
         )
     return steps
+
+
+def _runs(
+    prefills: abc.Sequence[Prefill],
+    owner: Index,
+    index: Index,
+    is_end: npt.NDArray[np.bool_],
+    order: npt.NDArray[np.int64],
+) -> Runs:
+    """Return the runs of a chunk, see `make_runs`. The first slot of states is zero."""
+    slots = [1 + one.sequence.progress.decode_slot for one in prefills]
+    forks = {i: [1 + slot for slot in one.forks] for i, one in enumerate(prefills) if one.forks}
+    return make_runs(owner, index, is_end, slots, forks, [len(one.sequence.layout) for one in prefills], order)
 
 
 def _captured(

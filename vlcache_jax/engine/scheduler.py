@@ -136,6 +136,7 @@ class Scheduler:
       max_sequences: number of decode slots, numbered from 0.
       max_rows: most tokens in one prefill chunk.
       compressed_slots: KV slots of the pool for compressed prompts, as the runner has it; 0: there is no such pool.
+      has_states: whether some layers have states, which a sequence receives from another one only before that begins.
 
     Attributes:
       compressed: pages of the pool for compressed prompts.
@@ -144,7 +145,15 @@ class Scheduler:
       decoding: sequences whose prompts are launched.
     """
 
-    def __init__(self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, compressed_slots: int = 0):
+    def __init__(
+        self,
+        pages: Pages,
+        max_sequences: int,
+        max_rows: int,
+        num_layers: int,
+        compressed_slots: int = 0,
+        has_states: bool = False,
+    ):
         self.pages, self.compressed = pages, CompressedPages(max(0, compressed_slots // PAGE - 1))
         self.tenant_order = TenantOrder()
         self.waiting: list[Sequence] = []
@@ -153,7 +162,7 @@ class Scheduler:
         self._arrived = 0
         self._decode_slots = list(range(max_sequences))
         self._max_rows = max_rows
-        self._num_layers = num_layers
+        self._num_layers, self._has_states = num_layers, has_states
         self._fillers = Fillers()
 
     @property
@@ -231,7 +240,7 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
-        if first is not None and not sequence.generated:
+        if first is not None and not sequence.generated and not (self._has_states and first.is_begun):
             return self.pages.fork(first, len(sequence.layout), length, spare=spare)
         chain = sequence.chain
         if chain is None:
@@ -280,11 +289,23 @@ class Scheduler:
             return [make(layout, plan.after(block_table.cached), links=False)]
         choice, plan, tokens = sequence.planned.choice, sequence.progress.plan, sequence.generated
         if not tokens:
-            return [make(layout, plan.after(block_table.cached), choice=choice)]
+            forks = self._forks(block_table) if self._has_states else ()
+            return [make(layout, plan.after(block_table.cached), choice=choice, forks=forks)]
         if choice is None:
             return [self._continuation(sequence, tokens, block_table.cached, links=True)]
         first = make(layout, plan.wanting((), layers).after(block_table.cached), choice=choice)
         return [first, self._continuation(sequence, tokens, len(layout))]
+
+    def _forks(self, origin: BlockTable) -> tuple[int, ...]:
+        """Return the decode slots of the sequences that begin with the prompt of a block table."""
+        tables = ((one.progress.decode_slot, one.progress.block_table) for one in self.prefilling)
+        return tuple(slot for slot, table in tables if table is not None and table.is_fork and origin in table.sources)
+
+    def begun(self, group: Iterable[Prefill]) -> None:
+        """Note that these prefills are being launched."""
+        for prefill in group:
+            if prefill.sequence.progress.block_table is not None:
+                prefill.sequence.progress.block_table.is_begun = True
 
     def _continuation(self, sequence: Sequence, tokens: Listed[int], cached: int, *, links: bool = False) -> Prefill:
         """Return the prefill of generated `tokens` after a prompt, beyond the first `cached` tokens."""
