@@ -187,6 +187,10 @@ class TextConfig:
         """True if some layers keep a state of each sequence, so that K,V alone do not continue a prompt."""
         return len(self.paged_layers) < self.num_layers
 
+    def sequence_bytes(self, dtype: Any) -> int:
+        """Return the bytes of the states that all layers keep of a sequence, in a model of `dtype`."""
+        return sum(self.kind_of(layer).sequence_bytes(dtype) for layer in range(self.num_layers))
+
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer, or None if it has a plain MLP."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None

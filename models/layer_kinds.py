@@ -54,6 +54,11 @@ class LayerKind:
         """Return the bytes of a sequence's state in a model of `dtype`; 0 for a layer with pages."""
         return sum(array.nbytes(dtype) for array in self.states)
 
+    def part(self, count: int) -> LayerKind:
+        """Return the part of each of `count` devices."""
+        cut = (dataclasses.replace(one, shape=(one.shape[0] // count, *one.shape[1:])) for one in self.states)
+        return dataclasses.replace(self, states=tuple(cut))
+
 
 FULL_ATTENTION = LayerKind("full_attention")
 

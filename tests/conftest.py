@@ -109,6 +109,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [0, 3],
         },
     },
+    "qwen3_5": {"model_type": "qwen3_5", "seed": 14},
     "qwen3_vl": {"model_type": "qwen3_vl", "seed": 4},
     "qwen3_vl-tied": {
         "model_type": "qwen3_vl",

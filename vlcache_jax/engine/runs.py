@@ -68,6 +68,6 @@ def make_runs(
         slot = slots[number]
         blocks.append((start, end + 1 - start, slot if first else 0, slot))
         if last == prompts[number] - 2:
-            blocks += [(start, 0, slot, fork) for fork in forks.get(number, ())]
+            blocks += [(end + 1, 0, slot, fork) for fork in forks.get(number, ())]
     fields = np.array(blocks, np.int32).T
     return Runs(order.astype(np.int32), *fields, len(blocks))
