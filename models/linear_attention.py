@@ -1,7 +1,7 @@
 """Linear attention with a state: the gated delta rule of Qwen3.5 (Gated DeltaNet), as XLA programs.
 
-Each value head of a sequence has a state S [dk, dv], in float32 whatever the model's dtype. A token with key k, value v,
-query q, decay exp(g) and rate beta changes it to
+Each value head of a sequence has a state S [dk, dv], in float32 whatever the model's dtype. A token with key k, value
+v, query q, decay exp(g) and rate beta changes it to
 
     S <- exp(g) S,    S <- S + k (beta (v - S^T k))^T,    and its output is S^T q.
 
@@ -101,10 +101,10 @@ class GatedDeltaNet(nnx.Module):
         rule = functools.partial(_by_token if isinstance(runs, TokenStates) else _by_block, sizes)
         takes = split.SECOND, split.SECOND, split.SECOND, split.FIRST, (split.SECOND, split.SECOND), split.WHOLE
         spread = split.spread(rule, takes, (split.SECOND, (split.SECOND, split.SECOND)))
-        out, memory = spread(mixed, beta, decay, self.conv1d.taps[...], tuple(memory), runs)
+        out, after = spread(mixed, beta, decay, self.conv1d.taps[...], tuple(memory), runs)
         z = vz[:keep, :, sizes.group :]
         out = self.norm(out[:keep].astype(dtype), z, self.eps)
-        return times(self.out_proj, out.reshape(keep, -1), implementation), list(memory)
+        return times(self.out_proj, out.reshape(keep, -1), implementation), list(after)
 
 
 class Convolution(nnx.Module):
@@ -141,7 +141,7 @@ def convolve(inputs: jax.Array, weight: jax.Array, count: int) -> jax.Array:
 
 
 def _heads(sizes: LinearAttentionConfig, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return queries and keys [..., dk] with length 1, and values [..., G, dv], in float32, of mixed [..., channels]."""
+    """Return queries and keys [..., dk] of length 1, and values [..., G, dv], in float32, of mixed [..., channels]."""
     mixed = mixed.astype(jnp.float32)
     q, k, v = jnp.split(mixed, [sizes.key_width, 2 * sizes.key_width], -1)
     q, k = (x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + EPSILON) for x in (q, k))

@@ -186,16 +186,16 @@ def forward(
     bounds = bounds or (len(rows.slot),) * (model.config.text.num_layers + 1)
     layers = model.params["language_model"]["layers"]
     x, deepstack = map(np.asarray, _embed(model.graph, model.params, encoder_rows.astype(model.dtype), rows.source))
-    new_pool, captured = [], []
+    new_pool, new_kv = [], []
     for i, (k, v) in enumerate(pool):
         n, keep = bounds[i], bounds[i + 1]
         feature = deepstack[i, :n] if i < len(deepstack) else None
         run = layer(model, layers[i]) if routes is None or i not in routes else pinned(model, layers[i], routes[i])
         x, k, v, (raw_k, _) = run(x, k, v, take(rows, slice(n)), feature, keep=keep)
         new_pool.append((np.asarray(k), np.asarray(v)))
-        captured.append(np.asarray(raw_k, np.float32))
+        new_kv.append(np.asarray(raw_k, np.float32))
     logits = _logits(model.graph, model.params, x)
-    return np.asarray(logits), new_pool, captured
+    return np.asarray(logits), new_pool, new_kv
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -218,14 +218,14 @@ def pinned(model: Model, params: Any, route: np.ndarray) -> Any:
     def run(*args: Any, keep: int) -> Any:
         with mock.patch.object(decoder, "route", pin):
             graph = model.layer_graphs[jax.tree.structure(params)]
-            return jax.jit(functools.partial(bind(graph, params), keep=keep, capture=True))(*args)
+            return jax.jit(functools.partial(bind(graph, params), keep=keep, return_kv=True))(*args)
 
     return run
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "keep"))
 def _layer(graph: Any, params: Any, *args: Any, keep: int) -> Any:
-    return bind(graph, params)(*args, keep=keep, capture=True)
+    return bind(graph, params)(*args, keep=keep, return_kv=True)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

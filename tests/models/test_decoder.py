@@ -196,13 +196,13 @@ def test_chunks_in_slot_order_equal_one_prefill(case):
     assert parity.difference(np.concatenate([first, second]), case.logits) <= TOLERANCE
 
 
-def test_capture_is_optional(case):
+def test_kv_is_returned_on_request(case):
     layer = bind_layer(case.model.layer_graphs, case.model.params["language_model"]["layers"][0])
     x = jnp.asarray(np.zeros((case.length, case.model.config.text.hidden_size), np.float32))
     pool = map(jnp.asarray, helper.empty_pool(case.model, SLOTS)[0])
     step = functools.partial(layer, x, *pool, case.rows, keep=5)
     *without, nothing = jax.eval_shape(step)
-    *others, (raw_k, v) = jax.eval_shape(functools.partial(step, capture=True))
+    *others, (raw_k, v) = jax.eval_shape(functools.partial(step, return_kv=True))
     assert nothing is None
     assert [part.shape for part in without] == [part.shape for part in others]
     assert raw_k.shape == v.shape == (case.length, *without[1].shape[1:])
@@ -222,7 +222,7 @@ def test_keys_carry_what_is_not_finite_in_values(case):
     x[:, 0] = 0
     x[row, 0] = 1000
     k, v = map(jnp.asarray, helper.empty_pool(case.model, SLOTS, fill=2.0)[0])
-    out, k, v, (raw_k, raw_v) = jax.jit(functools.partial(layer, keep=case.length, capture=True))(x, k, v, case.rows)
+    out, k, v, (raw_k, raw_v) = jax.jit(functools.partial(layer, keep=case.length, return_kv=True))(x, k, v, case.rows)
     assert np.isfinite(v).all()
     np.testing.assert_array_equal(np.argwhere(np.isnan(k)), [[row, head, place]])
     assert np.isfinite(raw_k).all()  # records see what was computed

@@ -105,8 +105,8 @@ def plan_memory(
         wished = limit_rows(wished, max_rows)
     if max_sequences is not None:
         wished = limit_sequences(wished, max_sequences)
-    most = config.text.max_position_embeddings
-    longest = min(max_model_len or most, most)
+    limit = config.text.max_position_embeddings
+    longest = min(max_model_len or limit, limit)
     merge_size = config.vision.merge_size
     candidates = list(smaller_buckets(wished, min(max_patches, longest * merge_size**2), merge_size, max_rows is None))
     if buckets is not None or device.platform == "cpu":
@@ -143,7 +143,7 @@ def plan_memory(
     fitting = min(longest, num_slots)
     if max_model_len is not None and max_model_len > fitting:
         raise ValueError(
-            f"max_model_len must be at most {fitting} (the model supports {most} tokens, and the KV pool holds "
+            f"max_model_len must be at most {fitting} (the model supports {limit} tokens, and the KV pool holds "
             f"{num_slots}), got {max_model_len}; reduce max_model_len or increase kv_cache_bytes"
         )
     return MemoryPlan(chosen, num_slots, fitting, kept_pages, compressed_pages)
@@ -259,9 +259,9 @@ def plan_pool(
         # Other processes use a CPU's memory too, and a CPU is too slow to need a large pool.
         rest = free - taken
         usual = 0.25 if device.platform == "cpu" else GPU_SHARE
-        most = usual * rest if share is None else share * free - (free - rest)
+        room = usual * rest if share is None else share * free - (free - rest)
         useful = buckets.max_sequences * -(-max_model_len // PAGE)
-        pages = min(round_pages(int(max(most, 0)) // (slot * PAGE) - 1), round_pages(useful, up=True))
+        pages = min(round_pages(int(max(room, 0)) // (slot * PAGE) - 1), round_pages(useful, up=True))
     elif kv_cache_bytes < PAGE * slot:
         raise ValueError(
             f"kv_cache_bytes must be at least {PAGE * slot}, a page of {PAGE} tokens ({slot} bytes per token), "
@@ -385,7 +385,7 @@ def dequantized_bytes(config: ModelConfig, is_host: bool, count: int = 1) -> int
     """
     if config.text.quantization is None:
         return 0
-    kept = [one for one in parameters(config) if one.parts[0].in_8_bits]
+    kept = [one for one in parameters(config) if one.parts[0].is_float8]
     sizes = (math.prod(one.shape) // (one.shape[0] if one.parts[0].is_stack else 1) for one in kept)
     largest = max(sizes, default=0)
     # Three float32 copies at most: dequantized, rounded, and reordered for the product.

@@ -83,7 +83,7 @@ def _measure(devices: Devices, values: int) -> float:
     return min_seconds
 
 
-MOST = 8  # devices of a machine; replicas use more
+MAX_DEVICES = 8  # devices of a machine; replicas use more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +321,7 @@ def check_sizes(text: TextConfig, count: int, name: str = "tensor_parallel_size"
 
 def fitting(text: TextConfig) -> list[int]:
     """Return the numbers of devices over which a model can be spread."""
-    return [count for count in range(1, MOST + 1) if not list(_uneven(text, count))]
+    return [count for count in range(1, MAX_DEVICES + 1) if not list(_uneven(text, count))]
 
 
 def _uneven(text: TextConfig, count: int) -> Iterator[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
-from vlcache_jax.cache.writer import Captured
+from vlcache_jax.cache.writer import SavedTokens
 from vlcache_jax.device.buckets import BucketSizes, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.runs import block_ends, make_runs, whole_blocks
@@ -26,7 +26,7 @@ from vlcache_jax.models.layer_kinds import BLOCK, Runs
 from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
 from vlcache_jax.reuse.policies import Plan, active_rows
 from vlcache_jax.reuse.selection import RowChoice, Selection
-from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, most_moved, shifted_images
+from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, shift_end, shifted_images
 
 Index = npt.NDArray[np.int32]
 
@@ -109,7 +109,7 @@ class Step:
       bounds: buckets of these numbers, and last that of the tokens leaving the last layer, [L + 1]. Both are
         non-increasing.
       placements: images whose tokens are computed.
-      captured: tokens whose KV is saved, by image.
+      saved: tokens whose KV is saved, by image.
       wanted: (sequence, index of the token) for each token whose logits are requested; these come first.
       num_slots: number of slots of the pool.
       selection: selection on the device; `active` and `bounds` count the selected tokens. None if there is none.
@@ -123,7 +123,7 @@ class Step:
     active: tuple[int, ...]
     bounds: tuple[int, ...]
     placements: tuple[Placement, ...]
-    captured: tuple[Captured, ...]
+    saved: tuple[SavedTokens, ...]
     wanted: tuple[tuple[Sequence, int], ...]
     num_slots: int
     selection: Selection | None = None
@@ -215,7 +215,7 @@ def prefill_steps(
         count = len(computed)
         size = split_rows(count, buckets.rows)[0] if choice is None else round_up(count, buckets.rows)
         count = min(size, count)
-        end = most_moved(shifted, begun, min(TOKENS, num_slots))
+        end = shift_end(shifted, begun, min(TOKENS, num_slots))
         count = min(count, int(np.argmax(np.append(shifted[computed], end) >= end)))
         if count < len(computed) and (cut := shifted[computed[count]]) == shifted[computed[count - 1]] >= 0:
             # The shift of an image must not depend on where a chunk ends, so its rows stay together. They begin the
@@ -261,7 +261,7 @@ def prefill_steps(
                 active=active,
                 bounds=(*bounds, leaving),
                 placements=placements,
-                captured=tuple(_captured(prefills, length, rows)),
+                saved=tuple(_saved_tokens(prefills, length, rows)),
                 wanted=tuple((prefills[owner[row]].sequence, int(index[row])) for row in outputs),
                 num_slots=num_slots,
                 selection=selection,
@@ -285,21 +285,21 @@ def _runs(
     return make_runs(owner, index, is_end, slots, forks, [len(one.sequence.layout) for one in prefills], order)
 
 
-def _captured(
+def _saved_tokens(
     prefills: abc.Sequence[Prefill], length: list[int], rows: npt.NDArray[np.int64]
-) -> abc.Iterator[Captured]:
+) -> abc.Iterator[SavedTokens]:
     """Yield the entries to be filled with KV of `rows`, which are indices into all tokens."""
     place = np.full(sum(length), -1)
     place[rows] = np.arange(len(rows))
     first = 0
     for prefill, count in zip(prefills, length, strict=True):
         for use in prefill.sequence.progress.images:
-            if use.captured is not None and not use.captured.is_settled:
+            if use.saved is not None and not use.saved.is_settled:
                 start = first + use.span.start
                 mine = place[start : start + use.span.length]
                 tokens = np.flatnonzero(mine >= 0)
                 if len(tokens):
-                    yield Captured(use.captured, tokens, mine[tokens])
+                    yield SavedTokens(use.saved, tokens, mine[tokens])
         first += count
 
 

@@ -96,14 +96,14 @@ class Fillers:
     def add(self, sequence: Sequence) -> None:
         """Note the cache entries that a sequence is to fill."""
         for use in sequence.progress.images:
-            if use.captured is not None:
-                self._found[id(use.captured)] = sequence
+            if use.saved is not None:
+                self._found[id(use.saved)] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""
         for use in sequence.progress.images:
-            if use.captured is not None and self._found.get(id(use.captured)) is sequence:
-                del self._found[id(use.captured)]
+            if use.saved is not None and self._found.get(id(use.saved)) is sequence:
+                del self._found[id(use.saved)]
 
     def of(self, sequence: Sequence) -> list[Sequence]:
         """Return the sequences that are to fill the cache entries which a sequence links."""
@@ -134,7 +134,7 @@ class Scheduler:
 
     Args:
       max_sequences: number of decode slots, numbered from 0.
-      max_rows: most tokens in one prefill chunk.
+      max_rows: maximum tokens in one prefill chunk.
       compressed_slots: KV slots of the pool for compressed prompts, as the runner has it; 0: there is no such pool.
       has_states: whether some layers have states, which a sequence receives from another one only before that begins.
 
@@ -236,7 +236,7 @@ class Scheduler:
 
     def _may_grow(self, sequence: Sequence) -> bool:
         block_table = sequence.progress.block_table
-        return block_table is not None and sequence.most > self.pages.size * len(block_table.table)
+        return block_table is not None and sequence.max_length > self.pages.size * len(block_table.table)
 
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
@@ -247,13 +247,13 @@ class Scheduler:
             return self.pages.take(length, spare=spare)
         exact = sequence.exact(self._num_layers)
         # Tokens before the first one whose logits are needed may be cached.
-        most = int(np.argmax(sequence.progress.plan.depth > self._num_layers))
+        max_cached = int(np.argmax(sequence.progress.plan.depth > self._num_layers))
         if sequence.generated:
-            most = len(chain) - 1
+            max_cached = len(chain) - 1
             if exact == len(chain):
                 chain = chain.extended(sequence.generated)
-                exact, most = len(chain), len(chain) - 1
-        return self.pages.take(length, chain, most=most, keep=exact, usable=_usable(sequence), spare=spare)
+                exact, max_cached = len(chain), len(chain) - 1
+        return self.pages.take(length, chain, max_cached=max_cached, keep=exact, usable=_usable(sequence), spare=spare)
 
     def next_group(self, is_ready: Collection[Sequence]) -> list[Prefill]:
         """Return the prefills of the first sequences whose sources are computed, to be cut into chunks together.
@@ -330,7 +330,7 @@ class Scheduler:
         for answer in answers:
             progress, forced = answer.progress, answer.forced
             ahead = progress.scheduled - answer.length  # tokens launched but not read
-            count = min(len(forced) - ahead + 1, answer.most - progress.scheduled, room)
+            count = min(len(forced) - ahead + 1, answer.max_length - progress.scheduled, room)
             if count < _LEAST_RUN or (count := self.grow([answer], count)) < _LEAST_RUN:
                 continue
             tokens = [*answer.generated, *forced[: ahead + count - 1]]
@@ -362,7 +362,7 @@ class Scheduler:
     def decoded(self, sequences: Iterable[Sequence], count: int) -> None:
         """Note that up to `count` more tokens of each sequence were launched."""
         for sequence in sequences:
-            sequence.progress.scheduled = min(sequence.progress.scheduled + count, sequence.most)
+            sequence.progress.scheduled = min(sequence.progress.scheduled + count, sequence.max_length)
 
     def grow(self, sequences: Listed[Sequence], count: int) -> int:
         """Give each sequence pages for up to `count` more tokens; return how many fit, 0 if not even one does.
@@ -375,7 +375,7 @@ class Scheduler:
         compressed = [one.progress.compressed for one in sequences if one.progress.compressed is not None]
         while count:
             # The last token of an output needs no KV slot: no token attends to it.
-            lengths = [min(sequence.progress.scheduled + count - 1, sequence.most - 1) for sequence in sequences]
+            lengths = [min(sequence.progress.scheduled + count - 1, sequence.max_length - 1) for sequence in sequences]
             after = [length - len(one.layout) for length, one in zip(lengths, sequences, strict=True)]
             if self.compressed.grow(compressed, after) if compressed else self.pages.grow(block_tables, lengths):
                 break
@@ -456,7 +456,7 @@ def is_needed(sequence: Sequence, running: Iterable[Sequence]) -> bool:
         return False
     others = (other.progress.block_table for other in running)
     is_shared = block_table is not None and any(other is not None and block_table in other.sources for other in others)
-    return is_shared or any(use.captured is not None and use.captured.is_awaited for use in sequence.progress.images)
+    return is_shared or any(use.saved is not None and use.saved.is_awaited for use in sequence.progress.images)
 
 
 def _usable(sequence: Sequence) -> int:
@@ -465,8 +465,8 @@ def _usable(sequence: Sequence) -> int:
     An approximate hit is linked whatever the pages hold, so that the state of the pool never changes an output. An
     image whose KV is to be saved is computed completely, because pages hold no keys before rotation.
     """
-    captured = {u.span.start for u in sequence.progress.images if u.captured is not None and not u.captured.is_ready}
+    saved = {u.span.start for u in sequence.progress.images if u.saved is not None and not u.saved.is_ready}
     for span in sequence.layout.images:
-        if span.state == "approximate" or span.start in captured:
+        if span.state == "approximate" or span.start in saved:
             return span.start
     return sequence.length

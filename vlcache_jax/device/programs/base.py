@@ -77,8 +77,8 @@ def unpack_runs(packed: tuple[Any, Any] | None, size: int) -> Runs | None:
     """Return the runs of a step whose first `size` rows enter a layer."""
     if packed is None:
         return None
-    place, *fields = packed[0]
-    return Runs(place[:size], *fields, packed[1])
+    place, start, length, source, target = packed[0]
+    return Runs(place[:size], start, length, source, target, packed[1])
 
 
 Params = dict[str, Any]
