@@ -270,7 +270,7 @@ class DecoderLayer(nnx.Module):
         norm = functools.partial(
             RMSNorm, config.hidden_size, config.rms_norm_eps, offset=config.norm_offset, dtype=dtype
         )
-        self.has_pages = config.kind_of(layer).has_pages
+        self.keeps_kv = config.kind_of(layer).keeps_kv
         self.mixer_name, mixer = MIXERS[config.kind_of(layer).name]
         self.input_layernorm = norm()
         setattr(self, self.mixer_name, mixer(config, layer, dtype=dtype, rngs=rngs))
@@ -320,7 +320,7 @@ class DecoderLayer(nnx.Module):
         _, y = self.input_layernorm.added(x, implementation=implementation)
         new_kv = None
         mixer: Any = getattr(self, self.mixer_name)
-        if self.has_pages:
+        if self.keeps_kv:
             # The kernel that adds partial sums multiplies by the weight as it is stored.
             split_k = not self.post_attention_layernorm.offset
             out, *memory, new_kv = mixer(

@@ -23,8 +23,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from vlcache_jax.models.config import LinearAttentionConfig, TextConfig
-from vlcache_jax.models.layer_kinds import BLOCK, LayerKind, Runs, StateArray, TokenStates
+from vlcache_jax.models.config import TextConfig
+from vlcache_jax.models.layer_kinds import BLOCK, LayerKind, LinearAttentionConfig, Runs, StateArray, TokenStates
 from vlcache_jax.models.layers import joined, leading_back, times
 from vlcache_jax.pallas_kernels import rms_norm, split
 

@@ -76,7 +76,7 @@ def test_its_answers_are_the_same_alone_together_and_as_a_prompt(llm, textured_i
 
 def test_its_bytes_are_planned_and_allocated(llm):
     config, runner = llm.service.checkpoint.config, llm.service.device.runner
-    assert [kind.has_pages for kind in config.text.kinds] == [False, False, False, True]
+    assert [kind.keeps_kv for kind in config.text.layer_kinds] == [False, False, False, True]
     assert config.text.sequence_bytes(np.float32) == 3 * 4 * (WIDTH + 1)
     shapes: Shapes = runner.shapes
     assert shapes.num_states == 1 + BUCKETS.max_sequences

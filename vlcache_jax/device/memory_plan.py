@@ -114,9 +114,11 @@ def plan_memory(
     if state := config.text.sequence_bytes(kv.dtype):
         least = activation_bytes(config, kv, candidates[-1], 1 + len(others))
         left = _free_bytes(device, others)[1] - weights - least
-        given = max_sequences is not None or buckets is not None
-        count = fitting_sequences(wished, state, left, given=given)
-        candidates = [one if count is None else limit_sequences(one, count) for one in candidates]
+        candidates = limit_states(candidates, state, left, given=max_sequences is not None or buckets is not None)
+        _log.info(
+            "max_num_seqs is %d: each running sequence keeps states of %.1f MiB",
+            candidates[0].max_sequences, state / 2**20,
+        )  # fmt: skip
     # The device tier reserves its pages first. The pool takes the rest.
     page = PAGE_TOKENS * kept_token_bytes(config, kv, 1 + len(others))
     if 0 < device_bytes < page:
@@ -149,34 +151,30 @@ def plan_memory(
     return MemoryPlan(chosen, num_slots, fitting, kept_pages, compressed_pages)
 
 
-def fitting_sequences(buckets: BucketSizes, state: int, left: int, *, given: bool) -> int | None:
-    """Return how many sequences can run together, whose states fit in memory; None: as many as `buckets` has.
+def limit_states(candidates: list[BucketSizes], state: int, left: int, *, given: bool) -> list[BucketSizes]:
+    """Return the bucket sizes with as many sequences as have room for their states.
 
     Args:
       state: bytes of a sequence's states.
       left: bytes of memory that weights and activations leave.
-      given: True if the user has chosen the number in `buckets`.
+      given: True if the user has chosen the number of sequences.
 
     Raises:
       ValueError: a number that the user has chosen does not fit.
     """
-    wished, most = buckets.max_sequences, left // state - 1  # one slot is zero, and no sequence's
+    wished, fitting = candidates[0].max_sequences, left // state - 1  # one slot is zero, and no sequence's
     if given:
-        if wished > most:
+        if wished > fitting:
             raise ValueError(
-                f"max_num_seqs must be at most {max(most, 0)}, got {wished}: each running sequence keeps states of "
+                f"max_num_seqs must be at most {max(fitting, 0)}, got {wished}: each running sequence keeps states of "
                 f"{state / 2**20:.1f} MiB, and {_gib(max(left, 0))} are free beside the weights"
             )
-        return None
+        return candidates
     count = max(int(STATE_SHARE * left) // state - 1, 1)
     if count >= wished:
-        return None
-    count = max((size for size in buckets.sequences if size <= count), default=count)
-    _log.info(
-        "max_num_seqs is %d: each running sequence keeps states of %.1f MiB; set it to run more together, with less "
-        "memory for the KV pool", count, state / 2**20,
-    )  # fmt: skip
-    return count
+        return candidates
+    count = max((size for size in candidates[0].sequences if size <= count), default=count)
+    return [limit_sequences(one, count) for one in candidates]
 
 
 def smaller_buckets(buckets: BucketSizes, max_patches: int, merge_size: int, rows: bool) -> Iterator[BucketSizes]:

@@ -280,7 +280,7 @@ def part_of(config: ModelConfig, count: int) -> ModelConfig:
     text = dataclasses.replace(
         text, num_heads=text.num_heads // count, num_kv_heads=text.num_kv_heads // count,
         intermediate_size=text.intermediate_size // count, vocab_size=text.vocab_size // count, experts=experts,
-        linear_attention=linear, kinds=tuple(kind.part(count) for kind in text.kinds),
+        linear_attention=linear, layer_kinds=tuple(kind.part(count) for kind in text.layer_kinds),
     )  # fmt: skip
     return dataclasses.replace(computed, text=text)
 
@@ -332,7 +332,7 @@ def _uneven(text: TextConfig, count: int) -> Iterator[str]:
     if text.experts is not None:
         shared["experts"] = text.experts.count
         shared["columns of the shared expert"] = text.experts.shared_size
-    if states := {array.shape[0] for kind in text.kinds for array in kind.states}:
+    if states := {array.shape[0] for kind in text.layer_kinds for array in kind.states}:
         shared["heads of states"] = math.gcd(*states)
     yield from (f"{size} {name}" for name, size in shared.items() if size % count)
     if text.num_kv_heads % count and count % text.num_kv_heads:

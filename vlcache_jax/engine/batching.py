@@ -200,12 +200,7 @@ def prefill_steps(
     images, image, image_row = _image_rows(prefills, length)
     shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
     begun = 0  # number of these images whose first rows are in a chunk
-    is_end = np.concatenate(
-        [
-            block_ends(one.layout, len(one.sequence.layout), min(BLOCK, buckets.max_rows)) if has_states else []
-            for one in prefills
-        ]
-    ).astype(bool)
+    is_end = _block_ends(prefills, min(BLOCK, buckets.max_rows)) if has_states else None
 
     steps = []
     computed = np.flatnonzero(depth)
@@ -222,25 +217,15 @@ def prefill_steps(
             # next chunk or fill this one, up to the largest size.
             inside = shifted[computed] == cut
             count = int(np.argmax(inside)) or min(int(inside.sum()), buckets.max_rows)
-        if has_states:
+        if is_end is not None:
             count = whole_blocks(is_end[computed], count)
         # Tokens that more layers compute come first, so that each layer's tokens are a leading slice.
         in_order, computed = computed[:count], computed[count:]
         order = np.argsort(-depth[in_order], kind="stable")
         rows = in_order[order]
-        selection = None
-        active = active_rows(depth[rows], num_layers)
+        selection, active = None, active_rows(depth[rows], num_layers)
         if choice is not None:
-            # All tokens are computed up to the check layer; after it the mandatory ones and a number of the others.
-            check = choice.policy.check_layer
-            must = active[check + 1]
-            among = active[0] - must
-            keep = tuple(min(n, among) for n in choice.keep)
-            tokens = index[rows[: active[0]]]
-            selection = Selection(
-                choice.policy, must, among, keep, prefills[0].table, choice.length, choice.question, tokens
-            )
-            active = (*active[: check + 1], *(must + n for n in keep))
+            selection, active = _select(choice, prefills[0].table, active, index[rows[: active[0]]])
         bounds = [round_up(max(n, 1), buckets.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
         # An image is shifted in the chunk that has its first row.
@@ -266,10 +251,30 @@ def prefill_steps(
                 num_slots=num_slots,
                 selection=selection,
                 shift=make_shift(shifted, moving, rows, slot, position, depth),
-                runs=_runs(prefills, owner[in_order], index[in_order], is_end[in_order], order) if has_states else None,
+                runs=None if is_end is None else _runs(prefills, owner, index, is_end, in_order, order),
             )
         )
     return steps
+
+
+def _select(
+    choice: RowChoice, table: Index, active: tuple[int, ...], tokens: Index
+) -> tuple[Selection, tuple[int, ...]]:
+    """Return the selection on the device, and the number of tokens that each layer then computes.
+
+    All tokens are computed up to the check layer; after it the mandatory ones and a number of the others.
+    """
+    check = choice.policy.check_layer
+    must = active[check + 1]
+    among = active[0] - must
+    keep = tuple(min(n, among) for n in choice.keep)
+    selection = Selection(choice.policy, must, among, keep, table, choice.length, choice.question, tokens)
+    return selection, (*active[: check + 1], *(must + n for n in keep))
+
+
+def _block_ends(prefills: abc.Sequence[Prefill], size: int) -> npt.NDArray[np.bool_]:
+    """Return for each token of all prompts whether it ends a block, see `block_ends`."""
+    return np.concatenate([block_ends(one.layout, len(one.sequence.layout), size) for one in prefills])
 
 
 def _runs(
@@ -277,12 +282,14 @@ def _runs(
     owner: Index,
     index: Index,
     is_end: npt.NDArray[np.bool_],
+    tokens: npt.NDArray[np.int64],
     order: npt.NDArray[np.int64],
 ) -> Runs:
-    """Return the runs of a chunk, see `make_runs`. The first slot of states is zero."""
+    """Return the runs of a chunk, see `make_runs`; `tokens` are indices into all tokens. Slot 0 of states is zero."""
     slots = [1 + one.sequence.progress.decode_slot for one in prefills]
     forks = {i: [1 + slot for slot in one.forks] for i, one in enumerate(prefills) if one.forks}
-    return make_runs(owner, index, is_end, slots, forks, [len(one.sequence.layout) for one in prefills], order)
+    prompts = [len(one.sequence.layout) for one in prefills]
+    return make_runs(owner[tokens], index[tokens], is_end[tokens], slots, forks, prompts, order)
 
 
 def _saved_tokens(

@@ -145,8 +145,7 @@ class _Rehearsal:
     def __init__(self, shapes: Shapes):
         self._shapes, buckets = shapes, shapes.buckets
         pages = Pages(shapes.num_slots // PAGE - 1)
-        layers, has_states = shapes.depth
-        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, layers, has_states=has_states)
+        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, *shapes.depth)
         self._steps: list[Step] = []
         self._linked: set[tuple[int, int]] = set()
         self._recalled: set[int] = set()

@@ -43,7 +43,7 @@ from vlcache_jax.engine.results import (
     note_ready,
     run_on,
 )
-from vlcache_jax.engine.scheduler import Scheduler, is_needed
+from vlcache_jax.engine.scheduler import Scheduler, is_needed, note_begun
 from vlcache_jax.engine.uploads import DeviceCopies
 
 Select = abc.Callable[[abc.Iterable[Sequence]], list[Generation]]  # from the sequences whose prompts are launched
@@ -126,8 +126,10 @@ class Engine:
     def __init__(self, runner: Runner, writer: Writer, pages: Pages, threads: Executor, tier: DeviceTier):
         self.runner, self.writer, self.pages = runner, writer, pages
         self.trace: list[tuple[int, int, int]] | None = None
-        (layers, has_states), buckets, slots = runner.shapes.depth, runner.buckets, runner.shapes.compressed_slots
-        self.scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, layers, slots, has_states)
+        layers, buckets, shapes = runner.config.text.num_layers, runner.buckets, runner.shapes
+        self.scheduler = Scheduler(
+            pages, buckets.max_sequences, buckets.max_rows, *shapes.depth, compressed_slots=shapes.compressed_slots
+        )
         self._clock = Clock()
         self._decode_slots = DecodeSlots(runner)
         self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
@@ -259,7 +261,7 @@ class Engine:
                 self._is_held_up = True
                 return False
             self._group = self._prefiller.begin(*found)
-            self.scheduler.begun(self._group.prefills)
+            note_begun(self._group.prefills)
             for prefill, images in zip(self._group.prefills, self._group.images, strict=True):
                 self.scheduler.replan(prefill.sequence, prefill.sequence.progress.plan, images)
         group = self._group

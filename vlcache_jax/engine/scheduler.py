@@ -135,8 +135,9 @@ class Scheduler:
     Args:
       max_sequences: number of decode slots, numbered from 0.
       max_rows: maximum tokens in one prefill chunk.
+      num_layers, has_states: number of decoder layers, and whether some have states. A sequence receives these from
+        another one only before that begins.
       compressed_slots: KV slots of the pool for compressed prompts, as the runner has it; 0: there is no such pool.
-      has_states: whether some layers have states, which a sequence receives from another one only before that begins.
 
     Attributes:
       compressed: pages of the pool for compressed prompts.
@@ -146,14 +147,9 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        pages: Pages,
-        max_sequences: int,
-        max_rows: int,
-        num_layers: int,
+        self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, has_states: bool = False, *,
         compressed_slots: int = 0,
-        has_states: bool = False,
-    ):
+    ):  # fmt: skip
         self.pages, self.compressed = pages, CompressedPages(max(0, compressed_slots // PAGE - 1))
         self.tenant_order = TenantOrder()
         self.waiting: list[Sequence] = []
@@ -204,7 +200,7 @@ class Scheduler:
           RuntimeError: nothing runs, and there are not enough pages for the first sequence.
         """
         admitted: list[Sequence] = []
-        spare = sum(self._may_grow(sequence) for sequence in self.running)
+        spare = sum(_may_grow(sequence, self.pages.size) for sequence in self.running)
         block_tables = [(id(sequence.layout), sequence.progress.block_table) for sequence in reversed(self.running)]
         firsts = {
             layout: block_table
@@ -227,16 +223,12 @@ class Scheduler:
                 block_table,
                 heapq.heappop(self._decode_slots),
             )
-            spare += self._may_grow(sequence)
+            spare += _may_grow(sequence, self.pages.size)
             self.tenant_order.give(sequence)
             self.waiting.remove(sequence)
             self.prefilling.append(sequence)
             admitted.append(sequence)
         return admitted
-
-    def _may_grow(self, sequence: Sequence) -> bool:
-        block_table = sequence.progress.block_table
-        return block_table is not None and sequence.max_length > self.pages.size * len(block_table.table)
 
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
@@ -289,23 +281,12 @@ class Scheduler:
             return [make(layout, plan.after(block_table.cached), links=False)]
         choice, plan, tokens = sequence.planned.choice, sequence.progress.plan, sequence.generated
         if not tokens:
-            forks = self._forks(block_table) if self._has_states else ()
+            forks = forks_of(block_table, self.prefilling) if self._has_states else ()
             return [make(layout, plan.after(block_table.cached), choice=choice, forks=forks)]
         if choice is None:
             return [self._continuation(sequence, tokens, block_table.cached, links=True)]
         first = make(layout, plan.wanting((), layers).after(block_table.cached), choice=choice)
         return [first, self._continuation(sequence, tokens, len(layout))]
-
-    def _forks(self, origin: BlockTable) -> tuple[int, ...]:
-        """Return the decode slots of the sequences that begin with the prompt of a block table."""
-        tables = ((one.progress.decode_slot, one.progress.block_table) for one in self.prefilling)
-        return tuple(slot for slot, table in tables if table is not None and table.is_fork and origin in table.sources)
-
-    def begun(self, group: Iterable[Prefill]) -> None:
-        """Note that these prefills are being launched."""
-        for prefill in group:
-            if prefill.sequence.progress.block_table is not None:
-                prefill.sequence.progress.block_table.is_begun = True
 
     def _continuation(self, sequence: Sequence, tokens: Listed[int], cached: int, *, links: bool = False) -> Prefill:
         """Return the prefill of generated `tokens` after a prompt, beyond the first `cached` tokens."""
@@ -447,6 +428,24 @@ class Scheduler:
         """Release an ended sequence, see `release`, and forget what it was to fill."""
         self.release(sequence, failed=failed)
         self._fillers.remove(sequence)
+
+
+def _may_grow(sequence: Sequence, page: int) -> bool:
+    block_table = sequence.progress.block_table
+    return block_table is not None and sequence.max_length > page * len(block_table.table)
+
+
+def forks_of(origin: BlockTable, sequences: Iterable[Sequence]) -> tuple[int, ...]:
+    """Return the decode slots of the sequences that begin with the prompt of a block table."""
+    tables = ((one.progress.decode_slot, one.progress.block_table) for one in sequences)
+    return tuple(slot for slot, table in tables if table is not None and table.is_fork and origin in table.sources)
+
+
+def note_begun(group: Iterable[Prefill]) -> None:
+    """Note that these prefills are being launched."""
+    for prefill in group:
+        if prefill.sequence.progress.block_table is not None:
+            prefill.sequence.progress.block_table.is_begun = True
 
 
 def is_needed(sequence: Sequence, running: Iterable[Sequence]) -> bool:

@@ -222,7 +222,7 @@ class Shapes:
     def memory(self, layer: int) -> list[jax.ShapeDtypeStruct]:
         """Return what a layer keeps of tokens, abstract: K and V of the pool, or its states [slots, ...]."""
         kind = self.config.text.kind_of(layer)
-        if kind.has_pages:
+        if kind.keeps_kv:
             return [self.pool] * 2
         arrays = (((self.num_states, *one.shape), one.dtype or self.dtype) for one in kind.states)
         return [self.devices.abstract(jax.ShapeDtypeStruct(*array), SECOND) for array in arrays]
