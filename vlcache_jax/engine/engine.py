@@ -43,7 +43,7 @@ from vlcache_jax.engine.results import (
     note_ready,
     run_on,
 )
-from vlcache_jax.engine.scheduler import Scheduler, is_needed, note_begun
+from vlcache_jax.engine.scheduler import Scheduler, is_needed
 from vlcache_jax.engine.uploads import DeviceCopies
 
 Select = abc.Callable[[abc.Iterable[Sequence]], list[Generation]]  # from the sequences whose prompts are launched
@@ -259,7 +259,6 @@ class Engine:
                 self._is_held_up = True
                 return False
             self._group = self._prefiller.begin(*found)
-            note_begun(self._group.prefills)
             for prefill, images in zip(self._group.prefills, self._group.images, strict=True):
                 self.scheduler.replan(prefill.sequence, prefill.sequence.progress.plan, images)
         group = self._group

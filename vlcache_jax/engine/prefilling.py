@@ -55,7 +55,7 @@ from vlcache_jax.engine.batching import (
     prefill_steps,
 )
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
-from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.engine.scheduler import Scheduler, note_begun
 from vlcache_jax.engine.uploads import DeviceCopies, Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import Work
@@ -428,6 +428,7 @@ class Prefiller:
           prefills: prefills of the group.
           buckets: sizes of the chunks.
         """
+        note_begun(prefills)
         if pairs := copied_pages(prefills):
             self.runner.pool.copy_pages(pairs)
         group = PrefillGroup(prefills, buckets, Upload(self.copies, self._transfers, prefills))
