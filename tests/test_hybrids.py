@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helper import SIZES, Oracle, give_decode_slots, give_pages, user
-from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
+from vlcache_jax import LLM, AsyncLLM, BucketSizes, CacheConfig, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 BUCKETS = BucketSizes(rows=(64, 256), patches=(256,), sequences=(4,), window=4)
@@ -147,3 +148,62 @@ def test_reuse_that_links_is_refused(llm, conversations, reuse):
 def test_options_that_need_keys_in_all_layers_are_refused(directory, options, name):
     with pytest.raises(ValueError, match=rf"{name} must be 0 for qwen3_5, got 1048576"):
         open_llm(directory, **options)
+
+
+def test_forced_tokens_change_the_states_as_decoded_ones_do(llm):
+    """Many forced tokens are a prefill of blocks of one token each; with log-probabilities they are decoded."""
+    held = SamplingParams(
+        temperature=1, seed=3, max_tokens=60, structured_outputs={"regex": "b" + "a" * 40 + "[a-z]{8}"}
+    )
+    question = user("What is to be seen?")
+    before = llm.stats().prefill_steps
+    [together] = llm.chat([question], held, use_tqdm=False)
+    steps = llm.stats().prefill_steps - before
+    [apart] = llm.chat([question], dataclasses.replace(held, logprobs=0), use_tqdm=False)
+    assert llm.stats().prefill_steps - before - steps < steps
+    assert together.outputs[0].token_ids == apart.outputs[0].token_ids
+
+
+def test_vectors_are_the_librarys(llm, directory, load_oracle, textured_image):
+    image = {"type": "image", "image": textured_image(64, 96, 3)}
+    outputs = llm.embed(["a cat", [image, "what is it?"]], use_tqdm=False)
+    oracle = Oracle(load_oracle(directory), llm)
+    for output, content in zip(outputs, (["a cat"], [image, "what is it?"]), strict=True):
+        own = [{"role": "system", "content": "Represent the user's input."}, {"role": "user", "content": content}]
+        expected = oracle.last_hidden(llm.service.renderer.from_conversation(own))
+        np.testing.assert_allclose(output.outputs.embedding, expected / np.linalg.norm(expected), atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_random_loads_with_aborts_and_preemptions(directory, textured_image):
+    """Requests of any length begin and end at any time; each answer is that of its request alone."""
+    rng = np.random.default_rng(11)
+    images = [textured_image(64, 96, seed) for seed in range(3)]
+    requests = []
+    for i in range(30):
+        parts = [images[i % 3]] * int(rng.integers(0, 2)) + ["word " * int(rng.integers(1, 60))]
+        requests.append((user(*parts), int(rng.integers(1, 90)), int(rng.integers(1, 4))))
+
+    async def run():
+        async def one(number):
+            conversation, tokens, count = requests[number]
+            params = SamplingParams(temperature=1, seed=number, max_tokens=tokens, n=count, ignore_eos=True)
+            found = None
+            async for found in llm.generate(conversation, params):
+                if number % 5 == 4 and sum(len(output.token_ids) for output in found.outputs) > 3:
+                    return None  # the request is aborted
+            return [output.token_ids for output in found.outputs]
+
+        async with AsyncLLM(directory, use_tqdm=False, **SIZES | {"buckets": BUCKETS}) as llm:
+            give_pages(LLM(llm.service), 6)
+            together = await asyncio.gather(*map(one, range(len(requests))))
+            assert llm.stats().preemptions
+            return together
+
+    together = asyncio.run(run())
+    with open_llm(directory) as engine:
+        for number, (conversation, tokens, count) in enumerate(requests):
+            params = SamplingParams(temperature=1, seed=number, max_tokens=tokens, n=count, ignore_eos=True)
+            if number % 5 != 4:
+                [alone] = engine.chat([conversation], params, use_tqdm=False)
+                assert [output.token_ids for output in alone.outputs] == together[number], number
