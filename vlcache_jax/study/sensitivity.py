@@ -236,10 +236,9 @@ class Profiler:
         begin = jnp.where(real, start, 0).reshape(-1)
         places = jnp.tile(position[:, jnp.minimum(rows, size - 1)], (1, candidates))
         layer = probe.runner.shapes.bind_layer(params)
-        x, _, _, _ = layer(
+        x, _, _ = layer(
             x,
-            k,
-            v,
+            [k, v],
             Rows(slot, places, begin, end, slot),
             keep=len(x),
             implementation=probe.runner.implementation,
