@@ -259,6 +259,10 @@ MIXERS: dict[str, tuple[str, Callable[..., nnx.Module]]] = {
 class DecoderLayer(nnx.Module):
     """A decoder layer, applied to a set of rows."""
 
+    # A layer has the one of its kind, see `MIXERS`.
+    self_attn: SelfAttention
+    linear_attn: GatedDeltaNet
+
     def __init__(self, config: TextConfig, layer: int = 0, *, dtype: Any, rngs: nnx.Rngs):
         self.mlp: SparseMLP | GatedMLP
         norm = functools.partial(

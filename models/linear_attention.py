@@ -101,10 +101,10 @@ class GatedDeltaNet(nnx.Module):
         rule = functools.partial(_by_token if isinstance(runs, TokenStates) else _by_block, sizes)
         takes = split.SECOND, split.SECOND, split.SECOND, split.FIRST, (split.SECOND, split.SECOND), split.WHOLE
         spread = split.spread(rule, takes, (split.SECOND, (split.SECOND, split.SECOND)))
-        out, memory = spread(mixed, beta, decay, self.conv1d.taps[...], tuple(memory), runs)
+        out, after = spread(mixed, beta, decay, self.conv1d.taps[...], tuple(memory), runs)
         z = vz[:keep, :, sizes.group :]
         out = self.norm(out[:keep].astype(dtype), z, self.eps)
-        return times(self.out_proj, out.reshape(keep, -1), implementation), list(memory)
+        return times(self.out_proj, out.reshape(keep, -1), implementation), list(after)
 
 
 class Convolution(nnx.Module):
@@ -184,11 +184,12 @@ def update_block(
       (outputs [HK, G, C, dv], state).
     """
     size = q.shape[1]
-    total = jnp.cumsum(decay, -1)
-    # Only differences of sums of decays are exponentiated: the sums themselves reach -10 000.
-    is_before = jnp.tril(jnp.ones((size, size), bool))
-    between = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
-    since_begin = jnp.exp(total)[..., None]
+    # The decay from each token to each later one is summed on its own. As a difference of sums since the begin, which
+    # reach -20 000, it would lose the digits of tokens that forget little.
+    is_before = np.tri(size, dtype=bool)
+    apart = _matmul(is_before.astype(np.float32), jnp.where(is_before.T, 0, decay[..., :, None]))
+    between = jnp.exp(jnp.where(is_before, apart, -jnp.inf))
+    since_begin = jnp.exp(jnp.cumsum(decay, -1))[..., None]
     k, q = k[:, None], q[:, None]
     # What each token adds, minus what earlier tokens of the block have added along its key.
     system = _matmul(k, k.swapaxes(-1, -2)) * between * beta[..., None]
@@ -196,23 +197,27 @@ def update_block(
     added, read = jnp.split(_matmul(unit_inverse(system), given), [v.shape[-1]], -1)
     added = added - _matmul(read, state)
     out = _matmul(q * since_begin, state) + _matmul(_matmul(q, k.swapaxes(-1, -2)) * between, added)
-    until_end = jnp.exp(total[..., -1:] - total)[..., None]
-    state = state * jnp.exp(total[..., -1])[..., None, None] + _matmul((k * until_end).swapaxes(-1, -2), added)
+    until_end = between[..., -1, :, None]
+    state = state * since_begin[..., -1:, :] + _matmul((k * until_end).swapaxes(-1, -2), added)
     return out, state
 
 
 def unit_inverse(system: jax.Array) -> jax.Array:
     """Return the inverse of the unit lower triangular matrices that have these entries below the diagonal.
 
-    With L the strictly lower part of size n, it is (I - L) (I + L^2) (I + L^4)... up to L^(n / 2). Products of matrices
-    are fast on every device. LAPACK's solver is a call that programs loaded from disk cannot find.
+    The blocks on the diagonal are inverted, first of one row, then of twice as many rows at a time: with X the inverses
+    of two blocks and L the entries below the first block and beside the second one, that of both is X - X L X. Products
+    of matrices are fast on every device, and LAPACK's solver is a call that programs loaded from disk cannot find. A
+    product of powers of the whole matrix would take as many, but if keys are alike, it subtracts numbers of up to 1e17.
     """
     size = system.shape[-1]
-    power = jnp.tril(system, -1)
-    inverse = jnp.eye(size, dtype=system.dtype) - power
-    for _ in range((size - 1).bit_length() - 1):
-        power = _matmul(power, power)
-        inverse = inverse + _matmul(inverse, power)
+    index = np.arange(size)
+    inverse = jnp.eye(size, dtype=system.dtype)
+    for rows in (1 << level for level in range((size - 1).bit_length())):
+        block = index // rows
+        is_beside = (block[:, None] == block + 1) & (block % 2 == 0)
+        between = jnp.where(is_beside, system, 0)
+        inverse = inverse - (between if rows == 1 else _matmul(_matmul(inverse, between), inverse))
     return inverse
 
 
@@ -275,7 +280,10 @@ def _by_block(
 
         made, after = lax.cond(length == 1, alone, lambda: update_block(q, k, v, rate, decayed, before))
         tail = lax.dynamic_slice_in_dim(inputs, length, sizes.taps - 1, 1)
-        out = lax.dynamic_update_slice_in_dim(out, jnp.moveaxis(made, 2, 0), start, 0)
+        # A block without tokens starts where others have outputs.
+        earlier = lax.dynamic_slice_in_dim(out, start, BLOCK)
+        made = jnp.where(is_token[:, None, None, None], jnp.moveaxis(made, 2, 0), earlier)
+        out = lax.dynamic_update_slice_in_dim(out, made, start, 0)
         return out, (tails.at[target].set(tail), states.at[target].set(after))
 
     heads, group = beta.shape[1:]

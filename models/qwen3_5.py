@@ -62,13 +62,18 @@ FIELDS = base.Fields(
 )
 
 
-def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
-    """Return our configuration for the library's `config`; `raw` is the content of `config.json`."""
+def read_config(config: Any, raw: dict[str, Any], **own: Any) -> base.ModelConfig:
+    """Return our configuration for the library's `config`; `raw` is the content of `config.json`.
+
+    Args:
+      own: arguments of `read_text` of a family that differs in them.
+    """
     given, text = config.vision_config, config.text_config
     base.expect("attention_bias", text.attention_bias, False)
-    base.expect("attn_output_gate", text.attn_output_gate, True)
+    # The library's classes keep these three keys only if the file has them.
+    base.expect("attn_output_gate", getattr(text, "attn_output_gate", True), True)
     base.expect("mamba_ssm_dtype", getattr(text, "mamba_ssm_dtype", "float32"), "float32")
-    base.expect("deepstack_visual_indexes", given.deepstack_visual_indexes, [])
+    base.expect("deepstack_visual_indexes", getattr(given, "deepstack_visual_indexes", []), [])
     tower = qwen3_vl.Qwen3VLVisionConfig(
         **base.read_vision(given, "gelu_pytorch_tanh"),
         num_position_embeddings=given.num_position_embeddings,
@@ -88,6 +93,7 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
         norm_offset=True,
         linear_attention=linear,
         kinds=_read_kinds(text, linear),
+        **own,
     )
     return base.read_model(config, raw, decoder, tower, tie_word_embeddings=config.tie_word_embeddings)
 

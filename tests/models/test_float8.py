@@ -52,11 +52,13 @@ def test_logits_are_those_of_a_float64_product(tmp_path, load_oracle, textured_i
     n, base = len(reference.prompt.token_ids), 3
     rows = rows_of(reference.prompt, base=base)
     rows = join(rows, padding_rows(ROWS - n, SLOTS))
-    logits, pool, _ = forward(model, rows, encoder_rows, helper.empty_pool(model, SLOTS))
+    pool, runs = helper.empty_pool(model, SLOTS), helper.runs_of(model, helper.blocks_of(reference.prompt), size=ROWS)
+    logits, pool, _ = forward(model, rows, encoder_rows, pool, runs=runs)
+    k, v = helper.kept_by(model, pool)
     found = {
         "logits": parity.difference(logits[:n], reference.logits),
-        "k": parity.difference([k[base : base + n] for k, _ in pool], reference.k),
-        "v": parity.difference([v[base : base + n] for _, v in pool], reference.v),
+        "k": parity.difference([one[base : base + n] for one in k], reference.k),
+        "v": parity.difference([one[base : base + n] for one in v], reference.v),
     }
     assert max(found.values()) <= TOLERANCE, found
     assert np.abs(reference.logits).max() > 2
