@@ -80,7 +80,7 @@ def read_config(config: Any, raw: dict[str, Any], **own: Any) -> base.ModelConfi
         deepstack_blocks=(),
     )
     linear = _read_linear(text)
-    rotating = text.rope_parameters.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None))
+    rotary_width = _read_rotary_width(text)
     decoder = base.read_text(
         config,
         head_dim=text.head_dim,
@@ -88,7 +88,7 @@ def read_config(config: Any, raw: dict[str, Any], **own: Any) -> base.ModelConfi
         mrope_interleaved=True,
         qkv_bias=False,
         qk_norm=True,
-        rotary_width=int(text.head_dim * (PARTIAL_ROTARY_FACTOR if rotating is None else rotating)),
+        rotary_width=rotary_width,
         output_gate=True,
         norm_offset=True,
         linear_attention=linear,
@@ -96,6 +96,18 @@ def read_config(config: Any, raw: dict[str, Any], **own: Any) -> base.ModelConfi
         **own,
     )
     return base.read_model(config, raw, decoder, tower, tie_word_embeddings=config.tie_word_embeddings)
+
+
+def _read_rotary_width(text: Any) -> int:
+    factor = text.rope_parameters.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None))
+    factor = PARTIAL_ROTARY_FACTOR if factor is None else factor
+    width = int(text.head_dim * factor)
+    if width < 2 or width % 2:
+        raise ValueError(
+            f"partial_rotary_factor must give an even number of values of a head of {text.head_dim}, "
+            f"got {width} for {factor}"
+        )
+    return width
 
 
 def _read_linear(text: Any) -> base.LinearAttentionConfig:
