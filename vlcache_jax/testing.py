@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vlcache_jax.models.config import FLOAT8, ModelConfig
 from vlcache_jax.models.family import Published, PublishedSize
-from vlcache_jax.models.params import Part, parameters, pieces, published_name
+from vlcache_jax.models.params import Part, parameters, pieces, published_name, whole_name
 from vlcache_jax.models.registry import FAMILIES, config_file, load_config
 
 # IDs 0-255 are the bytes themselves; the special tokens follow.
@@ -379,15 +379,6 @@ def _join_pieces(tensors: dict[str, np.ndarray], config: ModelConfig) -> None:
             tensors[f"{layer}.{folder}.{joined}.weight"] = np.concatenate(parts)
 
 
-def _whole(name: str, config: ModelConfig) -> str:
-    """Return the name of the library's tensor that has the values of a tensor, see `pieces`."""
-    for module, outputs in pieces(config).items():
-        folder, _, joined = module.rpartition(".")
-        for own in outputs:
-            name = name.replace(f".{folder}.{own}.", f".{folder}.{joined}.")
-    return name
-
-
 def _quantization_config(name: str, block: int) -> dict[str, Any]:
     """Return the `quantization_config` in its published form."""
     if name == "fp8":
@@ -416,7 +407,7 @@ def _quantize(tensors: dict[str, np.ndarray], config: ModelConfig, *, is_turned:
     """Round the decoder's matrices to FP8 in place. `is_turned`: matrices of experts are [E, out, in]."""
     for part in [part for parameter in parameters(config) for part in parameter.parts if part.in_8_bits]:
         if not part.is_stack:
-            name = _whole(part.tensor, config)
+            name = whole_name(part.tensor)
             if tensors[name].dtype != FLOAT8:  # the first of its parts
                 tensors |= _rounded(name, tensors[name], config)
             continue

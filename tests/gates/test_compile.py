@@ -250,7 +250,9 @@ def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: b
     rows = Rows(index, jax.ShapeDtypeStruct((3, size), jnp.int32), index, index, index)
 
     def step(params, x, memory, rows, deepstack):
-        return bind(graph, params)(x, memory, rows, deepstack, keep=keep, capture=capture, implementation=implementation)
+        return bind(graph, params)(
+            x, memory, rows, deepstack, keep=keep, capture=capture, implementation=implementation
+        )
 
     compiled = compile_program(step, (nnx.to_pure_dict(state), x, [pool, pool], rows, x), (2,))
     assert compiled.spills == (0 if implementation == "mosaic_gpu" else None)

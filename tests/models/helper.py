@@ -97,9 +97,7 @@ def divide(config: ModelConfig, tensors: dict[str, np.ndarray]) -> None:
         for name in [name for name in tensors if f".{module}." in name]:
             parts = np.split(tensors.pop(name), np.cumsum(list(outputs.values()))[:-1])
             folder = module.partition(".")[0]
-            tensors |= {
-                name.replace(module, f"{folder}.{own}"): part for own, part in zip(outputs, parts, strict=True)
-            }
+            tensors |= {name.replace(module, f"{folder}.{own}"): part for own, part in zip(outputs, parts, strict=True)}
 
 
 def patches(config: ModelConfig, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
