@@ -1,7 +1,7 @@
 """Linear attention with a state: the gated delta rule of Qwen3.5 (Gated DeltaNet), as XLA programs.
 
-Each value head of a sequence has a state S [dk, dv], in float32 whatever the model's dtype. A token with key k, value v,
-query q, decay exp(g) and rate beta changes it to
+Each value head of a sequence has a state S [dk, dv], in float32 whatever the model's dtype. A token with key k, value
+v, query q, decay exp(g) and rate beta changes it to
 
     S <- exp(g) S,    S <- S + k (beta (v - S^T k))^T,    and its output is S^T q.
 
@@ -141,7 +141,7 @@ def convolve(inputs: jax.Array, weight: jax.Array, count: int) -> jax.Array:
 
 
 def _heads(sizes: LinearAttentionConfig, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return queries and keys [..., dk] with length 1, and values [..., G, dv], in float32, of mixed [..., channels]."""
+    """Return queries and keys [..., dk] of length 1, and values [..., G, dv], in float32, of mixed [..., channels]."""
     mixed = mixed.astype(jnp.float32)
     q, k, v = jnp.split(mixed, [sizes.key_width, 2 * sizes.key_width], -1)
     q, k = (x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + EPSILON) for x in (q, k))

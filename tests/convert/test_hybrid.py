@@ -266,12 +266,17 @@ def test_the_published_list_leaves_no_matrix_out(made, tmp_path, kind):
 @pytest.mark.parametrize(
     ("quantization", "modules", "listed", "products"),
     [
-        ("block", ["in_proj_qkv", "in_proj_z", "out_proj"], ["re:.*linear_attn.*"], {"in_proj_qk", "in_proj_vz", "out_proj"}),
+        (
+            "block",
+            ["in_proj_qkv", "in_proj_z", "out_proj"],
+            ["re:.*linear_attn.*"],
+            {"in_proj_qk", "in_proj_vz", "out_proj"},
+        ),
         ("fp8", ["in_proj_z"], None, {"in_proj_vz"}),
         pytest.param("channel", ["in_proj_qkv"], None, {"in_proj_qk", "in_proj_vz"}, marks=pytest.mark.slow),
         pytest.param("fp8", ["out_proj"], None, {"out_proj"}, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_matrices_of_linear_layers_are_left_out(made, tmp_path, quantization, modules, listed, products):
     """The others of their products are what their 8 bits stand for."""
     source = made("qwen3_5", quantization)

@@ -24,8 +24,8 @@ from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.testing import TOKEN_IDS
 
-# Arrays between the steps are numpy's: slicing a jax array would compile a program for each shape. By layer: K and V, or
-# the states.
+# By layer, K and V or the states. Arrays between the steps are numpy's: slicing a jax array would compile a program for
+# each shape.
 Pool = list[list[np.ndarray]]
 
 STATES = 5  # slots of states

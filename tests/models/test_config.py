@@ -464,7 +464,7 @@ SECTION = {"rope_type": "default", "rope_theta": 5e6}
         ("qwen3_5", {"vision": {"deepstack_visual_indexes": [1]}}, "deepstack_visual_indexes must be \\[\\]"),
         ("qwen3_5", {"model_type": "qwen3_5_text"}, "got 'qwen3_5_text' .*: text-only checkpoints are not supported"),
         ("qwen3_5_moe", {"model_type": "qwen3_5_moe_text"}, "'qwen3_5_moe_text' .*: text-only checkpoints are not"),
-        ("qwen3_5", {"text": {"rope_parameters": {**SECTION, "rope_type": "yarn", "factor": 4.0}}}, "rope_type .*'yarn'"),
+        ("qwen3_5", {"text": {"rope_parameters": {**SECTION, "rope_type": "yarn", "factor": 4.0}}}, "rope_type .*yarn"),
         ("qwen3_5", {"text": {"attention_bias": True}}, "attention_bias must be False, got True"),
         ("qwen3_5", {"text": {"attn_output_gate": False}}, "attn_output_gate must be True, got False"),
         ("qwen3_5", {"text": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype must be 'float32', got 'bfloat16'"),

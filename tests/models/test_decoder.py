@@ -14,8 +14,8 @@ from tests.models.helper import forward, join, padding_rows, rows_of, take
 from vlcache_jax.models import decoder
 from vlcache_jax.models.model import bind_layer
 
-# At a scale of 4; the sums run in another order. States carry these differences from token to token: at a scale of 1, as
-# far as the library in float32 is from the library in float64.
+# At a scale of 4; the sums run in another order. Of models with states at a scale of 1: these carry differences from
+# token to token, and the library in float32 is as far from the library in float64.
 TOLERANCE = 2e-5
 SLOTS = 80
 ROWS = 72
