@@ -351,8 +351,8 @@ def _problems(parts: Iterable[Part], found: Iterable[StoredTensor | Dequantized 
             yield "missing", f"{piece_name(part.tensor)} {expected}"
         elif tensor.shape != part.tensor_shape:
             yield "wrong shape", f"{tensor.name} must be {expected}, got {list(tensor.shape)}"
-        elif part.in_8_bits != (tensor.dtype == FLOAT8):
-            wanted = FLOAT8.name if part.in_8_bits else f"one of {_NAMES}"
+        elif part.is_float8 != (tensor.dtype == FLOAT8):
+            wanted = FLOAT8.name if part.is_float8 else f"one of {_NAMES}"
             yield "wrong dtype", f"{tensor.name} must be {wanted}, got {tensor.dtype}"
 
 
@@ -377,7 +377,7 @@ def _stack(part: Part, tensors: dict[str, StoredTensor], problems: list[tuple[st
                 problems.append(("missing", f"{name} {list(shape)}"))
             elif single.shape != shape:
                 problems.append(("wrong shape", f"{single.name} must be {list(shape)}, got {list(single.shape)}"))
-            elif single.dtype != (dtype := FLOAT8 if part.in_8_bits else first.dtype):
+            elif single.dtype != (dtype := FLOAT8 if part.is_float8 else first.dtype):
                 problems.append(("wrong dtype", f"{single.name} must be {dtype}, got {single.dtype}"))
             elif part.factors is not None:
                 singles.append(StoredFactors(single, part.factors, outputs // len(names)))

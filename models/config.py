@@ -29,7 +29,7 @@ import numpy as np
 
 from vlcache_jax.common.checks import short
 from vlcache_jax.common.json_files import FLAG, OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, real, whole
-from vlcache_jax.models.layer_kinds import FULL_ATTENTION, LayerKind
+from vlcache_jax.models.layer_kinds import FULL_ATTENTION, LayerKind, LinearAttentionConfig
 
 _BLOCKS = whole(1, 1024)
 INDICES = listed(whole(0, 1023), 1024)  # indices of blocks
@@ -114,28 +114,6 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearAttentionConfig:
-    """The sizes of linear attention (Gated DeltaNet).
-
-    Attributes:
-      key_heads: heads of queries and keys, each of `key_width` values.
-      value_heads: heads of values, a multiple of `key_heads`, each of `value_width` values.
-      taps: number of tokens that the convolution sees, with the present one.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-    taps: int
-
-    @property
-    def group(self) -> int:
-        """Number of value heads of each key head."""
-        return self.value_heads // self.key_heads
-
-
-@dataclasses.dataclass(frozen=True)
 class TextConfig:
     """The configuration of the decoder.
 
@@ -144,7 +122,7 @@ class TextConfig:
       mrope_section: number of rotary frequencies of the T, H and W axes.
       experts: the mixture of experts, or None.
       quantization: storage of FP8 matrices, which stay in FP8, and the excluded ones. None: no matrix is in FP8.
-      kinds: kind of each layer. Empty: all layers have full attention.
+      layer_kinds: kind of each layer. Empty: all layers have full attention.
       linear_attention: sizes of the layers with linear attention, or None.
       rotary_width: number of leading values of a head that rotate. None: all.
       output_gate: True if the output of full attention is multiplied by the sigmoid of a gate.
@@ -167,7 +145,7 @@ class TextConfig:
     max_position_embeddings: int
     experts: ExpertsConfig | None = None
     quantization: Quantization | None = None
-    kinds: tuple[LayerKind, ...] = ()
+    layer_kinds: tuple[LayerKind, ...] = ()
     linear_attention: LinearAttentionConfig | None = None
     rotary_width: int | None = None
     output_gate: bool = False
@@ -175,22 +153,21 @@ class TextConfig:
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the kind of a layer."""
-        return self.kinds[layer] if self.kinds else FULL_ATTENTION
+        return self.layer_kinds[layer] if self.layer_kinds else FULL_ATTENTION
 
     @property
     def paged_layers(self) -> tuple[int, ...]:
         """Layers that keep K,V in pages."""
-        return tuple(layer for layer in range(self.num_layers) if self.kind_of(layer).has_pages)
-
-    @property
-    def state_layers(self) -> tuple[int, ...]:
-        """Layers that keep a state of each sequence."""
-        return tuple(layer for layer in range(self.num_layers) if not self.kind_of(layer).has_pages)
+        return tuple(layer for layer in range(self.num_layers) if self.kind_of(layer).keeps_kv)
 
     @property
     def has_states(self) -> bool:
         """True if some layers keep a state of each sequence, so that K,V alone do not continue a prompt."""
         return len(self.paged_layers) < self.num_layers
+
+    def sequence_bytes(self, dtype: Any) -> int:
+        """Return the bytes of the states that all layers keep of a sequence, in a model of `dtype`."""
+        return sum(self.kind_of(layer).sequence_bytes(dtype) for layer in range(self.num_layers))
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer, or None if it has a plain MLP."""

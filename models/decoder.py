@@ -169,7 +169,7 @@ class SelfAttention(nnx.Module):
         work: Work | None = None,
         *,
         keep: int,
-        capture: bool = False,
+        return_kv: bool = False,
         split_k: bool = False,
         implementation: str | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
@@ -183,9 +183,9 @@ class SelfAttention(nnx.Module):
         """
         places = None if work is None else work.packing()
         parts, gate = self._parts(y, keep=keep, implementation=implementation)
-        q, k, v, captured = rotate_write(
+        q, k, v, new_kv = rotate_write(
             parts, *self._angles(rows, y.dtype), rows.slot, k, v,
-            **self._norms(), keep=keep, places=places, capture=capture, implementation=implementation,
+            **self._norms(), keep=keep, places=places, return_kv=return_kv, implementation=implementation,
         )  # fmt: skip
         start, end = rows.k_start[:keep], rows.k_end[:keep]
         if work is None:
@@ -194,7 +194,7 @@ class SelfAttention(nnx.Module):
             packed = places is not None
             out = paged_attention(q, k, v, work, end=end - start, packed=packed, implementation=implementation)
         project = functools.partial(split_product, like=y[:keep]) if split_k else times
-        return project(self.o_proj, gated(out, gate), implementation), k, v, captured
+        return project(self.o_proj, gated(out, gate), implementation), k, v, new_kv
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Project normed rows [N, M] to (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
@@ -257,18 +257,20 @@ MIXERS: dict[str, tuple[str, Callable[..., nnx.Module]]] = {
 
 
 class DecoderLayer(nnx.Module):
-    """A decoder layer, applied to a set of rows."""
+    """A decoder layer, applied to a set of rows.
 
-    # A layer has the one of its kind, see `MIXERS`.
+    Attributes:
+      self_attn: attention of a layer with pages.
+    """
+
     self_attn: SelfAttention
-    linear_attn: GatedDeltaNet
 
     def __init__(self, config: TextConfig, layer: int = 0, *, dtype: Any, rngs: nnx.Rngs):
         self.mlp: SparseMLP | GatedMLP
         norm = functools.partial(
             RMSNorm, config.hidden_size, config.rms_norm_eps, offset=config.norm_offset, dtype=dtype
         )
-        self.has_pages = config.kind_of(layer).has_pages
+        self.keeps_kv = config.kind_of(layer).keeps_kv
         self.mixer_name, mixer = MIXERS[config.kind_of(layer).name]
         self.input_layernorm = norm()
         setattr(self, self.mixer_name, mixer(config, layer, dtype=dtype, rngs=rngs))
@@ -292,7 +294,7 @@ class DecoderLayer(nnx.Module):
         *,
         keep: int,
         needed: jax.Array | None = None,
-        capture: bool = False,
+        return_kv: bool = False,
         implementation: str | None = None,
     ) -> tuple[jax.Array, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
         """Apply the layer: all N rows change its memory, and the first `keep` rows attend and continue.
@@ -308,7 +310,7 @@ class DecoderLayer(nnx.Module):
           keep: number of rows that continue.
           needed: number of rows that the next layer needs, int32. The others, and rows with empty intervals, use no
             experts. None: all.
-          capture: also return keys before rotation and values for cache entries. Reversing the rotation of bfloat16
+          return_kv: also return keys before rotation and values for cache entries. Reversing the rotation of bfloat16
             keys would lose digits.
           implementation: implementation of the kernels.
 
@@ -316,13 +318,13 @@ class DecoderLayer(nnx.Module):
           (x [keep, M], memory, (raw keys, values) [N, K, D] or None).
         """
         _, y = self.input_layernorm.added(x, implementation=implementation)
-        captured = None
+        new_kv = None
         mixer: Any = getattr(self, self.mixer_name)
-        if self.has_pages:
+        if self.keeps_kv:
             # The kernel that adds partial sums multiplies by the weight as it is stored.
             split_k = not self.post_attention_layernorm.offset
-            out, *memory, captured = mixer(
-                y, *memory, rows, work, keep=keep, capture=capture, split_k=split_k, implementation=implementation
+            out, *memory, new_kv = mixer(
+                y, *memory, rows, work, keep=keep, return_kv=return_kv, split_k=split_k, implementation=implementation
             )
         else:
             out, memory = mixer(y, memory, runs, keep=keep, implementation=implementation)
@@ -332,7 +334,7 @@ class DecoderLayer(nnx.Module):
         x = self.transform(x[:keep], out, is_needed, implementation=implementation)
         if deepstack is not None:
             x = x + deepstack[:keep]
-        return x, memory, captured
+        return x, memory, new_kv
 
     def transform(
         self, x: jax.Array, out: jax.Array, is_needed: jax.Array, *, implementation: str | None = None

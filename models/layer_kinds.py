@@ -46,7 +46,7 @@ class LayerKind:
     states: tuple[StateArray, ...] = ()
 
     @property
-    def has_pages(self) -> bool:
+    def keeps_kv(self) -> bool:
         """True if the layer keeps K,V of each token in pages."""
         return not self.states
 
@@ -54,8 +54,35 @@ class LayerKind:
         """Return the bytes of a sequence's state in a model of `dtype`; 0 for a layer with pages."""
         return sum(array.nbytes(dtype) for array in self.states)
 
+    def part(self, count: int) -> LayerKind:
+        """Return the part of each of `count` devices."""
+        cut = (dataclasses.replace(one, shape=(one.shape[0] // count, *one.shape[1:])) for one in self.states)
+        return dataclasses.replace(self, states=tuple(cut))
+
 
 FULL_ATTENTION = LayerKind("full_attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttentionConfig:
+    """The sizes of linear attention (Gated DeltaNet).
+
+    Attributes:
+      key_heads: heads of queries and keys, each of `key_width` values.
+      value_heads: heads of values, a multiple of `key_heads`, each of `value_width` values.
+      taps: number of tokens that the convolution sees, with the present one.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int
+
+    @property
+    def group(self) -> int:
+        """Number of value heads of each key head."""
+        return self.value_heads // self.key_heads
 
 
 BLOCK = 64  # largest number of tokens that a layer with a state computes together

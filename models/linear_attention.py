@@ -23,8 +23,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from vlcache_jax.models.config import LinearAttentionConfig, TextConfig
-from vlcache_jax.models.layer_kinds import BLOCK, LayerKind, Runs, StateArray, TokenStates
+from vlcache_jax.models.config import TextConfig
+from vlcache_jax.models.layer_kinds import BLOCK, LayerKind, LinearAttentionConfig, Runs, StateArray, TokenStates
 from vlcache_jax.models.layers import joined, leading_back, times
 from vlcache_jax.pallas_kernels import rms_norm, split
 
@@ -205,19 +205,19 @@ def update_block(
 def unit_inverse(system: jax.Array) -> jax.Array:
     """Return the inverse of the unit lower triangular matrices that have these entries below the diagonal.
 
-    The blocks on the diagonal are inverted, first of one row, then of twice as many rows at a time: with X the inverses
-    of two blocks and L the entries below the first block and beside the second one, that of both is X - X L X. Products
-    of matrices are fast on every device, and LAPACK's solver is a call that programs loaded from disk cannot find. A
-    product of powers of the whole matrix would take as many, but if keys are alike, it subtracts numbers of up to 1e17.
+    The inverses X of blocks on the diagonal become those of blocks of twice the size: X - X S X, where S has the
+    entries between the two halves of each larger block. Products of matrices are fast on every device. (LAPACK's solver
+    is a call that a program loaded from disk does not find. The product (I - L) (I + L^2) (I + L^4)... needs fewer
+    products, but its powers reach 1e17 and cancel.)
     """
     size = system.shape[-1]
-    index = np.arange(size)
-    inverse = jnp.eye(size, dtype=system.dtype)
-    for rows in (1 << level for level in range((size - 1).bit_length())):
-        block = index // rows
-        is_beside = (block[:, None] == block + 1) & (block % 2 == 0)
-        between = jnp.where(is_beside, system, 0)
-        inverse = inverse - (between if rows == 1 else _matmul(_matmul(inverse, between), inverse))
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=system.dtype), system.shape)
+    row, column = np.indices((size, size))
+    half = 1
+    while half < size:
+        is_between = (row // (2 * half) == column // (2 * half)) & (row // half > column // half)
+        inverse = inverse - _matmul(inverse, _matmul(jnp.where(is_between, system, 0), inverse))
+        half *= 2
     return inverse
 
 

@@ -91,7 +91,7 @@ class Part:
         return self.path[-1] == "kernel"
 
     @property
-    def in_8_bits(self) -> bool:
+    def is_float8(self) -> bool:
         return self.kept == FLOAT8
 
     def dtype_in(self, dtype: np.dtype) -> np.dtype:

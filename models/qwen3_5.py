@@ -13,7 +13,7 @@ from vlcache_jax.common.json_files import FLAG, TEXT, listed, one_of, optional, 
 from vlcache_jax.models import config as base
 from vlcache_jax.models import qwen3_vl
 from vlcache_jax.models.family import PublishedSize, TensorNames, text_fields
-from vlcache_jax.models.layer_kinds import FULL_ATTENTION, LayerKind
+from vlcache_jax.models.layer_kinds import FULL_ATTENTION, LayerKind, LinearAttentionConfig
 from vlcache_jax.models.linear_attention import NAME as LINEAR_ATTENTION
 from vlcache_jax.models.linear_attention import layer_kind
 
@@ -92,7 +92,7 @@ def read_config(config: Any, raw: dict[str, Any], **own: Any) -> base.ModelConfi
         output_gate=True,
         norm_offset=True,
         linear_attention=linear,
-        kinds=_read_kinds(text, linear),
+        layer_kinds=_read_kinds(text, linear),
         **own,
     )
     return base.read_model(config, raw, decoder, tower, tie_word_embeddings=config.tie_word_embeddings)
@@ -110,13 +110,13 @@ def _read_rotary_width(text: Any) -> int:
     return width
 
 
-def _read_linear(text: Any) -> base.LinearAttentionConfig:
+def _read_linear(text: Any) -> LinearAttentionConfig:
     key_heads, value_heads = text.linear_num_key_heads, text.linear_num_value_heads
     if value_heads % key_heads:
         raise ValueError(
             f"linear_num_value_heads must be a multiple of linear_num_key_heads = {key_heads}, got {value_heads}"
         )
-    return base.LinearAttentionConfig(
+    return LinearAttentionConfig(
         key_heads,
         value_heads,
         text.linear_key_head_dim,
@@ -125,7 +125,7 @@ def _read_linear(text: Any) -> base.LinearAttentionConfig:
     )
 
 
-def _read_kinds(text: Any, linear: base.LinearAttentionConfig) -> tuple[LayerKind, ...]:
+def _read_kinds(text: Any, linear: LinearAttentionConfig) -> tuple[LayerKind, ...]:
     layers = text.num_hidden_layers
     names = text.layer_types
     if names is None:

@@ -293,7 +293,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         ),
         Check("float16", functools.partial(_float8, float8_cases.CASES[0], dtype="float16"), first=True),
     ),
-    "experts_in_8_bits": tuple(
+    "float8_experts": tuple(
         Check(case.name, functools.partial(_float8_experts, case), first=True)
         for case in (*float8_cases.REAL_EXPERTS, *float8_cases.EXPERTS)
     ),

@@ -78,9 +78,7 @@ class NormCase:
 
 
 class RotateResult(NamedTuple):
-    """Results of `rotate_write`; queries are 0 at places of no row. Both of the captured arrays are present, or
-    none.
-    """
+    """Results of `rotate_write`. Queries are 0 at places of no row; `raw_k` and `raw_v` are returned on request."""
 
     q: Any
     k_pool: Any
@@ -110,11 +108,11 @@ class RotateCase:
     keep: int = 0
     rest: int = 0
     places: int = 0
-    capture: bool = False
+    return_kv: bool = False
 
     @property
     def name(self) -> str:
-        options = {"normed": self.normed, "biased": self.biased, "captured": self.capture}
+        options = {"normed": self.normed, "biased": self.biased, "KV returned": self.return_kv}
         numbers = {"kept": self.keep, "without queries": self.rest, "places": self.places}
         said = [f"{n} {what}" for what, n in numbers.items() if n] + [what for what, is_so in options.items() if is_so]
         return ", ".join([f"{self.N} rows, {self.K * self.G}/{self.K} heads of {self.D}", *said])
@@ -133,7 +131,7 @@ class RotateCase:
         slot[nowhere] = np.where(nowhere % 2, 2**29, self.S) + nowhere
         angle = rng.uniform(0, 6, (rows, 1, self.D // 2))
         given = [array(x, dtype) for x in (np.cos(angle), np.sin(angle), np.full((self.S, self.K, self.D), np.nan))]
-        options: dict[str, Any] = {"eps": EPS, "capture": self.capture}
+        options: dict[str, Any] = {"eps": EPS, "return_kv": self.return_kv}
         if self.normed:
             options |= {name: array(rng.standard_normal(self.D), dtype) for name in ("q_norm", "k_norm")}
         if self.biased:
@@ -153,11 +151,11 @@ class RotateCase:
 
     def run(self, args: tuple[Any, ...], options: dict[str, Any], implementation: str) -> RotateResult:
         """Rotate and write the arguments that `inputs` returned."""
-        static = {name: options[name] for name in ("eps", "keep", "capture") if name in options}
+        static = {name: options[name] for name in ("eps", "keep", "return_kv") if name in options}
         arrays = {name: x for name, x in options.items() if name not in static}
         function = functools.partial(rotate_write, **static, implementation=implementation)
-        q, k_pool, v_pool, captured = jax.jit(function)(*args, **arrays)
-        return RotateResult(self._at_rows(np.asarray(q), options), k_pool, v_pool, *(captured or ()))
+        q, k_pool, v_pool, new_kv = jax.jit(function)(*args, **arrays)
+        return RotateResult(self._at_rows(np.asarray(q), options), k_pool, v_pool, *(new_kv or ()))
 
     def reference(self, args: tuple[Any, ...], options: dict[str, Any]) -> RotateResult:
         """Compute the results in float64, with the roundings of the dtype: rotation is rounded once."""
@@ -178,7 +176,7 @@ class RotateCase:
         pools = _wide(k_pool, v_pool)
         for pool, x in zip(pools, (np.where(finite, turned_k, np.nan), np.where(finite, v, 0)), strict=True):
             pool[slot[slot < self.S]] = x[slot < self.S]
-        return RotateResult(self._at_rows(turned_q, options), *pools, *((k, v) if self.capture else ()))
+        return RotateResult(self._at_rows(turned_q, options), *pools, *((k, v) if self.return_kv else ()))
 
     def _at_rows(self, q: np.ndarray, options: dict[str, Any]) -> np.ndarray:
         """Return queries, 0 at places of no row."""
@@ -203,11 +201,11 @@ NORM_CASES = (
 
 # Qwen3-VL has norms and Qwen2.5-VL biases.
 ROTATE_CASES = (
-    RotateCase(5, 2, 2, 128, capture=True),
+    RotateCase(5, 2, 2, 128, return_kv=True),
     RotateCase(1, 8, 4, 128),
-    RotateCase(6, 2, 7, 128, normed=False, biased=True, capture=True),
+    RotateCase(6, 2, 7, 128, normed=False, biased=True, return_kv=True),
     RotateCase(4, 3, 1, 64, biased=True),
-    RotateCase(6, 1, 5, 64, keep=3, rest=7, capture=True),
+    RotateCase(6, 1, 5, 64, keep=3, rest=7, return_kv=True),
     RotateCase(7, 2, 4, 128, places=24),
     RotateCase(9, 1, 2, 128, keep=2, rest=4, normed=False, places=16),
     RotateCase(4, 1, 3, 128),

@@ -406,7 +406,7 @@ class ExpertsShape:
         x, weight, gate_up, down = (jax.ShapeDtypeStruct(s, dtype) for s in shapes)
         return x, weight, jax.ShapeDtypeStruct(weight.shape, jnp.int32), gate_up, down
 
-    def specs_in_8_bits(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def float8_specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return abstract arguments of mix_experts with FP8 matrices, of which 128 inputs share a factor."""
         *given, _, _ = self.specs(dtype)
         shapes = (self.E, 2 * self.F, self.M), (self.E, self.M, self.F)

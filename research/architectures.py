@@ -140,7 +140,7 @@ def _float8(rows: int, run: Callable[..., None]) -> None:
 
 def _float8_experts(rows: int, run: Callable[..., None]) -> None:
     shape = next(shape for shape in EXPERTS["Qwen3-VL-30B-A3B"] if rows == shape.N)
-    run(functools.partial(mix_experts, implementation=IMPLEMENTATION), shape.specs_in_8_bits())
+    run(functools.partial(mix_experts, implementation=IMPLEMENTATION), shape.float8_specs())
 
 
 def _of_8b(name: str) -> AttentionShape:

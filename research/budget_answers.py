@@ -306,7 +306,7 @@ class _Study:
         follow, memory = way.begin(self._masked, look)
         tokenizer = self._llm.get_tokenizer()
         forced = follow(answer[:-1])
-        tokens = greedy(follow, forced, answer, tokenizer.eos_token_id, self._masked.most)
+        tokens = greedy(follow, forced, answer, tokenizer.eos_token_id, self._masked.max_tokens)
         if tokens != answer:
             text = tokenizer.decode(tokens, skip_special_tokens=True)
         comparison = compared(forced[1:], look.trace.logits[1:])
@@ -349,7 +349,7 @@ def compared(logits: np.ndarray, whole: np.ndarray) -> tuple[int, int, float]:
     return same, len(whole), float(np.mean(np.square(logits.astype(np.float64) - whole)))
 
 
-def greedy(follow: Follow, forced: np.ndarray, whole: list[int], end: int, most: int) -> list[int]:
+def greedy(follow: Follow, forced: np.ndarray, whole: list[int], end: int, max_tokens: int) -> list[int]:
     """Return a greedy answer, which reuses the answer with the full cache as far as they agree.
 
     Args:
@@ -357,12 +357,12 @@ def greedy(follow: Follow, forced: np.ndarray, whole: list[int], end: int, most:
       forced: Logits of the full cache's answer, `[c, V]`.
       whole: Tokens of that answer.
       end: Token that ends an answer.
-      most: Maximum tokens of an answer.
+      max_tokens: Maximum tokens of an answer.
     """
     differs = np.flatnonzero(forced.argmax(-1) != whole)
     if not len(differs):
         return whole
     tokens = [*whole[: differs[0]], int(forced[differs[0]].argmax())]
-    while tokens[-1] != end and len(tokens) < most:
+    while tokens[-1] != end and len(tokens) < max_tokens:
         tokens.append(int(follow(tokens)[-1].argmax()))
     return tokens

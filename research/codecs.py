@@ -36,7 +36,7 @@ AUTO = "auto"
 POLICIES = ("full", "0.1", "shift-0.03")
 QUESTIONS = 50  # questions of a task; they take three minutes on two cores
 MAX_TOKENS = 32
-MOST_KL, LEAST_AGREEMENT = 1e-3, 99.9  # in nats and percent; limits for int8
+MAX_KL, LEAST_AGREEMENT = 1e-3, 99.9  # in nats and percent; limits for int8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 (one for one in coded if (one["reuse"], one["codec"]) == (row["reuse"], row["codec"])),
                 key=lambda one: one["mean KL"],
             )["task"],
-            "within": row["mean KL"] <= MOST_KL and row["agreement %"] >= LEAST_AGREEMENT,
+            "within": row["mean KL"] <= MAX_KL and row["agreement %"] >= LEAST_AGREEMENT,
         }
         for row in coded
         if row["task"] == "all"
@@ -209,7 +209,7 @@ def main() -> None:
     show("Records of K, V", stored)
     totals = summarize(rows)
     show(
-        f"Over all tasks; within: mean KL at most {MOST_KL} and agreement at least {LEAST_AGREEMENT} %",
+        f"Over all tasks; within: mean KL at most {MAX_KL} and agreement at least {LEAST_AGREEMENT} %",
         [{**row, "mean KL": f"{row['mean KL']:.1e}"} for row in totals],
     )
     if args.out is not None:

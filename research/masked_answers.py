@@ -191,11 +191,11 @@ class MaskedAnswers:
 
     Args:
       probe: Runs prompts.
-      most: Maximum tokens of an answer.
+      max_tokens: Maximum tokens of an answer.
     """
 
-    def __init__(self, probe: Probe, most: int):
-        self.probe, self.most = probe, most
+    def __init__(self, probe: Probe, max_tokens: int):
+        self.probe, self.max_tokens = probe, max_tokens
         self._rows = jax.jit(self._compute)
         self._observed = jax.jit(self._observe)
         self._rest = jax.jit(self._layers)
@@ -268,13 +268,13 @@ class MaskedAnswers:
         """
         k, v = halves or (look.k, look.v)
         (layers, slots, heads), count, n = k.shape[:3], len(tokens), len(look.prompt)
-        seen = np.zeros((layers, heads, self.most, slots + self.most), bool)
+        seen = np.zeros((layers, heads, self.max_tokens, slots + self.max_tokens), bool)
         seen[:, :, :count, :slots] = prompt
         seen[:, :, :count, slots : slots + count] = np.tri(count, dtype=bool) if own is None else own
-        seen[:, :, range(self.most), range(slots, slots + self.most)] = True
-        ids = np.zeros(self.most, np.int32)
+        seen[:, :, range(self.max_tokens), range(slots, slots + self.max_tokens)] = True
+        ids = np.zeros(self.max_tokens, np.int32)
         ids[:count] = tokens
-        position = np.tile(n + look.prompt.delta + np.arange(self.most, dtype=np.int32), (3, 1))
+        position = np.tile(n + look.prompt.delta + np.arange(self.max_tokens, dtype=np.int32), (3, 1))
         hidden, weights = self._rows(self.probe.runner.text, ids, position, k, v, seen)
         return self.probe.logits(hidden)[:count], np.asarray(weights)[:, :, :count, : slots + count]
 
@@ -449,8 +449,8 @@ class _H2OStream:
         sums = np.take_along_axis(received.reshape(layers * heads, slots).astype(np.float64), kept, 1)
         self._tokens: list[int] = []
         self._states: list[list[_State]] = [list(zip(kept, sums, strict=True))]  # before each token, of each head
-        self._prompt = np.zeros((layers, heads, masked.most, slots), bool)
-        self._own = np.zeros((layers, heads, masked.most, masked.most), bool)
+        self._prompt = np.zeros((layers, heads, masked.max_tokens, slots), bool)
+        self._own = np.zeros((layers, heads, masked.max_tokens, masked.max_tokens), bool)
 
     def follow(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Continue after the common beginning of the tokens, one or more, and those before."""

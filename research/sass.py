@@ -141,12 +141,10 @@ def loops(code: list[Instruction]) -> dict[int, set[int]]:
 
 def innermost(code: list[Instruction], names: Iterable[str]) -> dict[int, set[int]]:
     """Return the loops that have such instructions, but no inner loop with them."""
-    reservation = {
+    containing = {
         first: body for first, body in loops(code).items() if not {code[at].name for at in body}.isdisjoint(names)
     }
-    return {
-        first: body for first, body in reservation.items() if not any(body > other for other in reservation.values())
-    }
+    return {first: body for first, body in containing.items() if not any(body > other for other in containing.values())}
 
 
 def turns(code: list[Instruction], first: int, names: Iterable[str]) -> dict[int, LoopTurn]:

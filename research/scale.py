@@ -29,7 +29,7 @@ from vlcache_jax.study.report import publish, save_figure
 INDEX_BYTES = 3900
 """Of a record in a disk tier's index: K and V of 36 layers, or the encoder's rows."""
 _LINE = '{"at": seconds, "images": {name: tokens}}'  # of a trace
-_MOST_DRAWN = 5_000_000  # requests: about a gigabyte, and ten minutes of a slow core for each rule
+_MAX_DRAWN = 5_000_000  # requests: about a gigabyte, and ten minutes of a slow core for each rule
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def play(
 
 
 def draw(
-    requests: int, rate: float, *, pictures: int, zipf: float, tokens: int = 1024, most: int = 1, seed: int = 0
+    requests: int, rate: float, *, pictures: int, zipf: float, tokens: int = 1024, max_images: int = 1, seed: int = 0
 ) -> list[SimulatedRequest]:
     """Draw random requests.
 
@@ -214,13 +214,13 @@ def draw(
       rate: Requests per second (Poisson).
       pictures: Number of images. The frequency of the k-th is proportional to k^-zipf.
       tokens: Tokens of each image.
-      most: Maximum images of a request; the number is uniform from 1 on.
+      max_images: Maximum images of a request; the number is uniform from 1 on.
     """
     rng = np.random.default_rng(seed)
     weights = np.arange(1, pictures + 1) ** -zipf
     weights /= weights.sum()
     at = np.cumsum(rng.exponential(1 / rate, requests))
-    counts = rng.integers(1, most, requests, endpoint=True)
+    counts = rng.integers(1, max_images, requests, endpoint=True)
     chosen = iter(rng.choice(pictures, counts.sum(), p=weights))
     return [
         SimulatedRequest(float(when), tuple((f"picture-{next(chosen)}", tokens) for _ in range(count)))
@@ -291,7 +291,7 @@ def main(
     pictures: Annotated[int, typer.Option(min=1, help="Number of drawn images.")] = 20000,
     zipf: Annotated[float, typer.Option(min=0, help="Exponent of the frequencies of images; 0: all equal.")] = 1.1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each drawn image.")] = 1024,
-    most: Annotated[int, typer.Option(min=1, help="Maximum images of a drawn request.")] = 1,
+    max_images: Annotated[int, typer.Option(min=1, help="Maximum images of a drawn request.")] = 1,
     capacity: Annotated[int, typer.Option(min=0, help="Maximum image tokens in the cache of an engine.")] = 2**20,
     exchange: Annotated[bool, typer.Option(help="Engines exchange cache entries.")] = True,
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
@@ -308,16 +308,23 @@ def main(
     rows: list[dict[str, Any]] = []
     with Progress("simulating numbers of engines", len(counts)) as bar:
         for count in counts:
-            if given is None and count * requests > _MOST_DRAWN:
+            if given is None and count * requests > _MAX_DRAWN:
                 raise ValueError(
-                    f"engines x requests must be at most {_MOST_DRAWN}, got {count} x {requests}: lower --requests"
+                    f"engines x requests must be at most {_MAX_DRAWN}, got {count} x {requests}: lower --requests"
                 )
             played = given or draw(
-                requests * count, rate * count, pictures=pictures, zipf=zipf, tokens=tokens, most=most
+                requests * count, rate * count, pictures=pictures, zipf=zipf, tokens=tokens, max_images=max_images
             )
             rows += compare(played, [count], capacity=capacity, exchange=exchange)
             bar.update()
-    drawn = {"rate": rate, "requests": requests, "pictures": pictures, "zipf": zipf, "tokens": tokens, "most": most}
+    drawn = {
+        "rate": rate,
+        "requests": requests,
+        "pictures": pictures,
+        "zipf": zipf,
+        "tokens": tokens,
+        "max_images": max_images,
+    }
     head = {"trace": trace.name if trace else drawn, "capacity": capacity, "exchange": exchange, "costs": vars(Costs())}
     publish("requests given to engines, simulated", rows, head, out)
     if chart is not None:

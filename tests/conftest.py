@@ -109,6 +109,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [0, 3],
         },
     },
+    "qwen3_5": {"model_type": "qwen3_5", "seed": 14},
     "qwen3_vl": {"model_type": "qwen3_vl", "seed": 4},
     "qwen3_vl-tied": {
         "model_type": "qwen3_vl",
@@ -190,7 +191,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         },
         "vision": {"depth": 3, "num_position_embeddings": 144, "deepstack_visual_indexes": [2]},
     },
-    "qwen3_5": {"model_type": "qwen3_5", "seed": 13},
     # The last layer has linear attention, as many heads of values as of keys, and values of another width.
     "qwen3_5-tied": {
         "model_type": "qwen3_5",
@@ -244,8 +244,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = tuple(name for mark in item.iter_markers(f"{kind}_for") for name in mark.args)
         given = getattr(item, "callspec", None)
         if names and given is not None:
-            told = (*map(str, given.params.values()), *given.id.split("-"))  # parameters may be named by their ids
-            if any(one.startswith(names) for one in told):
+            values = (*map(str, given.params.values()), *given.id.split("-"))  # parameters may be named by their ids
+            if any(one.startswith(names) for one in values):
                 item.add_marker(kind)
 
 
@@ -305,20 +305,20 @@ def programs_made_once() -> Iterator[None]:
             sizes.pop(name, None)
         buckets = sizes["buckets"]  # a program has its own number of sequences
         sizes["buckets"] = dataclasses.replace(buckets, sequences=buckets.sequences[-1:])
-        self.told = (config, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(sizes.items()))  # type: ignore[attr-defined]
+        self.description = (config, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(sizes.items()))  # type: ignore[attr-defined]
 
     class Once:
         """In the place of what is lowered, and need not be."""
 
         def __init__(self, own: table.Programs, program: Program[Any]):
             self.own, self.program = own, program
-            told: Any = own.shapes
+            shapes: Any = own.shapes
             patched = (Shapes, type(program), shift)  # in some tests
             rules = tuple(id(one) for where in patched for one in vars(where).values())
-            compressed = told.compressed_slots if isinstance(program, of_compressed) else None
-            records = (told.kv.codec, told.kept_tokens) if isinstance(program, of_records) else None
+            compressed = shapes.compressed_slots if isinstance(program, of_compressed) else None
+            records = (shapes.kv.codec, shapes.kept_tokens) if isinstance(program, of_records) else None
             settings = tuple(map(repr, jax.config.values.items()))
-            self.place = told.told, compressed, records, settings, rules, program
+            self.place = shapes.description, compressed, records, settings, rules, program
             self.found = known.pop(self.place, None)
             if self.found is not None:
                 known[self.place] = self.found  # the last to leave
@@ -373,8 +373,9 @@ def nothing_is_compiled_ahead() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def spread_over_devices() -> Iterator[None]:
-    """With VLCACHE_TENSOR_PARALLEL=4 engines that are told of no number of devices are spread over four. Tests whose
-    model cannot be are skipped."""
+    """Spread engines over four devices if VLCACHE_TENSOR_PARALLEL=4 and the test sets no number. Skip tests whose model
+    cannot be spread.
+    """
     if (count := int(os.environ.get("VLCACHE_TENSOR_PARALLEL", "1"))) == 1:
         yield
         return
@@ -397,7 +398,7 @@ def spread_over_devices() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def portable_attention() -> Iterator[None]:
-    """With VLCACHE_EMULATED=1 attention is the portable kernel, emulated, wherever nothing else is asked for."""
+    """Emulate the portable attention kernel if VLCACHE_EMULATED=1 and the test sets no implementation."""
     if os.environ.get("VLCACHE_EMULATED") != "1":
         yield
         return

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MOST_SENTENCE, MOST_PARAGRAPH = 30, 80  # words
+MAX_SENTENCE, MAX_PARAGRAPH = 30, 80  # words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,12 +178,12 @@ def faults(root: pathlib.Path, path: pathlib.Path) -> Iterator[tuple[str, str]]:
     """Yield the kind of each fault of a page, and a message with its place and its remedy."""
     name, text = path.relative_to(root), path.read_text(encoding="utf-8")
     for line, paragraph in paragraphs(text):
-        if (count := words(paragraph)) > MOST_PARAGRAPH:
-            yield "paragraph", f"{name}:{line}: a paragraph of {count} words; at most {MOST_PARAGRAPH}: split it"
+        if (count := words(paragraph)) > MAX_PARAGRAPH:
+            yield "paragraph", f"{name}:{line}: a paragraph of {count} words; at most {MAX_PARAGRAPH}: split it"
         for sentence in sentences(paragraph):
-            if (count := words(sentence)) > MOST_SENTENCE:
+            if (count := words(sentence)) > MAX_SENTENCE:
                 shown = " ".join(sentence.split()[:8])
-                yield "sentence", f"{name}:{line}: {count} words, at most {MOST_SENTENCE}: {shown} ..."
+                yield "sentence", f"{name}:{line}: {count} words, at most {MAX_SENTENCE}: {shown} ..."
     plain = _prose(text)
     for banned in BANNED:
         for found in banned.found(plain):

@@ -158,7 +158,7 @@ def tokens(output):
     return [one.token_ids for one in output.outputs]
 
 
-def told(output):
+def comparable(output):
     """What does not depend on how it was asked for."""
     return (
         [(one.index, one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in output.outputs],
@@ -207,12 +207,12 @@ def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind, monkeypatc
         assert outputs
         assert {output.request_id for output in outputs} == {outputs[0].request_id}
         assert outputs[0].request_id
-    known = told(outputs[-1])
+    known = comparable(outputs[-1])
     engine.service.reset_mm_cache()
     for _ in range(2):
         engine.service.reset_prefix_cache()
         expected = chat(engine, prompt, params)
-    assert known == told(expected)
+    assert known == comparable(expected)
     if kind == "logprobs":
         assert [one.chosen for one in outputs[-1].outputs[0].logprobs] == pytest.approx(
             [one.chosen for one in expected.outputs[0].logprobs], abs=1e-4
@@ -223,7 +223,7 @@ def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind, monkeypatc
 def test_a_prompt_is_continued_as_generate_does(engine, prompt):
     [expected] = LLM(engine.service).generate(prompt, GREEDY, use_tqdm=False)
     engine.service.reset_prefix_cache()
-    assert told(run(last(engine, prompt))) == told(expected)
+    assert comparable(run(last(engine, prompt))) == comparable(expected)
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -316,7 +316,7 @@ def test_deltas_are_joined_to_what_chat_returns(engine, slow, pictures, kind):
     deltas = run(stream_deltas(engine, prompt, params))
     assert len(deltas) > 2
     output = joined(deltas)
-    assert told(output) == told(expected)
+    assert comparable(output) == comparable(expected)
     pairs = [(output.prompt_logprobs, expected.prompt_logprobs)]
     pairs += [(mine.logprobs, its.logprobs) for mine, its in zip(output.outputs, expected.outputs, strict=True)]
     for mine, its in pairs:
@@ -1350,8 +1350,8 @@ def test_tokens_are_those_of_the_prompt(engine, pictures):
             last = output
         return last.prompt_token_ids, await engine.tokenize(conversation), await engine.tokenize("Hello")
 
-    whole, told, text = asyncio.run(both())
-    assert whole.tolist() == told.tolist()
+    whole, token_ids, text = asyncio.run(both())
+    assert whole.tolist() == token_ids.tolist()
     assert text.tolist() == asyncio.run(engine.get_tokenizer())("Hello")["input_ids"]
     with pytest.raises(ValueError, match="must be"):
         asyncio.run(engine.tokenize(5))

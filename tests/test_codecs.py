@@ -23,7 +23,7 @@ from vlcache_jax.testing import make_checkpoint
 FORCED = "the quick brown fox"
 # Most nats between next-token distributions with coded records and with those of the model's dtype, all of them linked;
 # some times of what is found, 4e-7 to 7e-7 and 9e-5 to 2e-4.
-MOST_KL = {"int8": 3e-6, "int4": 6e-4}
+MAX_KL = {"int8": 3e-6, "int4": 6e-4}
 
 
 def large_bias(tensors):
@@ -135,8 +135,8 @@ def test_exact_reuse_never_links_what_is_coded(opened, made, image, monkeypatch,
     first = score(llm, *prompt, reuse="exact")
     assert (report(first).match, report(first).why) == ("miss", Why.unknown_image)
     [record], stats = kv_records(llm), llm.cache.stats()
-    captured = []
-    monkeypatch.setattr(llm.service.cache.writer, "kv", lambda parts, layers: captured.extend(parts))
+    saved = []
+    monkeypatch.setattr(llm.service.cache.writer, "kv", lambda parts, layers: saved.extend(parts))
     again = score(llm, *prompt, reuse="exact")
     assert (report(again).match, report(again).kv, report(again).why) == ("miss", "none", Why.coded)
     assert report(again).encoder == "host"
@@ -144,7 +144,7 @@ def test_exact_reuse_never_links_what_is_coded(opened, made, image, monkeypatch,
     assert (again.cache.exact, again.cache.approximate_tokens) == (True, 0)
     for found in (first, again):
         np.testing.assert_array_equal(found.logits, cold.logits)
-    assert not captured
+    assert not saved
     assert kv_records(llm) == [record]
     now = llm.cache.stats()
     assert (now.stored, now.hits_exact, now.misses - stats.misses) == (stats.stored, stats.hits_exact, 1)
@@ -210,11 +210,11 @@ def test_bytes_do_not_depend_on_the_engine(opened, made, image, codec, bits, les
 
 
 @pytest.mark.parametrize(("codec", "transfers"), [("auto", 2), ("int8", 1), ("int4", 1)])
-def test_what_is_captured_comes_in_few_transfers(opened, made, image, monkeypatch, codec, transfers):
+def test_saved_kv_comes_in_few_transfers(opened, made, image, monkeypatch, codec, transfers):
     """Of a layer: keys and values, or all that is coded."""
     llm, arrays = opened(made("qwen2_5_vl"), codec), []
-    writer, ask = llm.service.cache.writer, llm.service.cache.writer._ask
-    monkeypatch.setattr(writer, "_ask", lambda own, *rest: (arrays.append(len(own)), ask(own, *rest)))
+    writer, enqueue = llm.service.cache.writer, llm.service.cache.writer._enqueue
+    monkeypatch.setattr(writer, "_enqueue", lambda own, *rest: (arrays.append(len(own)), enqueue(own, *rest)))
     score(llm, "Never ", image, " before?", reuse="exact")
     assert arrays == [1, 2 * transfers]  # encoder rows, and two layers
 
@@ -224,7 +224,7 @@ def test_what_is_captured_comes_in_few_transfers(opened, made, image, monkeypatc
 def test_the_bias_of_keys_costs_nothing(opened, made, image, plant, codec):
     directory = made("qwen2_5_vl", plant)
     plain, coded = (log_probabilities(opened(directory, one), image) for one in ("auto", codec))
-    assert 0 < divergence(plain, coded) < MOST_KL[codec]
+    assert 0 < divergence(plain, coded) < MAX_KL[codec]
 
 
 @pytest.mark.slow_for("int4")
@@ -234,7 +234,7 @@ def test_a_bias_that_stays_in_costs_much(opened, made, image, monkeypatch, codec
     plain = log_probabilities(opened(directory), image)
     monkeypatch.setattr(Shapes, "constants", lambda self, text=None: [(None, None)] * self.config.text.num_layers)
     with open_llm(directory, codec) as llm:
-        assert divergence(plain, log_probabilities(llm, image)) > 100 * MOST_KL[codec]
+        assert divergence(plain, log_probabilities(llm, image)) > 100 * MAX_KL[codec]
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     directory = made("qwen3_vl", zero_channel)
     llm = opened(directory, codec)
     plain, coded = log_probabilities(opened(directory), image), log_probabilities(llm, image)
-    assert 0 < divergence(plain, coded) < MOST_KL[codec]
+    assert 0 < divergence(plain, coded) < MAX_KL[codec]
     [record], own = kv_records(llm), CODECS[codec]
     meta, decode, pairs = record.meta, jax.jit(own.decode), jax.jit(own.pairs)
     assert meta.buffers == own.buffers(2, 24)
@@ -287,12 +287,12 @@ def test_scales_that_are_not_finite_are_not_kept(opened, made, image, monkeypatc
     llm = opened(made("qwen2_5_vl"), codec)
     cold = score(llm, "What is ", image, "?", reuse="off")
     kept = llm.service.engine._prefiller.copies
-    before, capture = llm.cache.stats(), kept.capture
+    before, save = llm.cache.stats(), kept.save
     with monkeypatch.context() as context:
         context.setattr(
             kept,
-            "capture",
-            lambda step, layers: capture(step, [*layers[:-1], (layers[-1][0].at[:, 1, 2].set(value), layers[-1][1])]),
+            "save",
+            lambda step, layers: save(step, [*layers[:-1], (layers[-1][0].at[:, 1, 2].set(value), layers[-1][1])]),
         )
         score(llm, "What is ", image, "?", reuse="exact")
     assert not kv_records(llm)

@@ -26,7 +26,7 @@ from tests.helper import (
     spoil_compressed,
     user,
 )
-from tests.test_step_loop import Asked, Driver
+from tests.test_step_loop import Driver, RunRequest
 from vlcache_jax import LLM, AsyncLLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.compress.budgets import sparsity
@@ -140,7 +140,7 @@ class Reference:
             seen = KeyStatistics(
                 received[layer].astype(np.float32), np.int32(n), window, seeds(layout, len(counts))[layer]
             )
-            kept = np.asarray(kept_of(compressor.scores, seen, np.int32(count), most=N))
+            kept = np.asarray(kept_of(compressor.scores, seen, np.int32(count), max_count=N))
             for head, mask in enumerate(masks[layer]):
                 mask[n:, :n] = False
                 mask[n:, kept[head, :count]] = True
@@ -388,7 +388,9 @@ def test_who_waits_for_pages_has_them_by_priority_then_by_arrival(llm, conversat
     compacted = scheduler.compacted
     monkeypatch.setattr(scheduler, "compacted", lambda sequence: begun.append(sequence) or compacted(sequence))
     driver, priorities = Driver(llm), (2, 1, 0, 1, 0)
-    jobs = [driver.arrive(Asked(conversations[2], GREEDY, "exact", one, compress="vl-cache-0.3")) for one in priorities]
+    jobs = [
+        driver.arrive(RunRequest(conversations[2], GREEDY, "exact", one, compress="vl-cache-0.3")) for one in priorities
+    ]
     while driver.step():
         scheduler.decoding.sort(key=order, reverse=True)
     assert [tokens([driver.output(job)]) for job in jobs] == [tokens([alone])] * 5
@@ -408,7 +410,7 @@ def test_each_layer_has_a_seed_of_its_own(llm, conversations, monkeypatch):
 
     driver = Driver(llm)
     monkeypatch.setattr(runner, "run", noted)
-    job = driver.arrive(Asked(conversations[2], GREEDY, "exact", compress="vl-cache-0.3"))
+    job = driver.arrive(RunRequest(conversations[2], GREEDY, "exact", compress="vl-cache-0.3"))
     [sequence] = job.sequences
     driver.finish()
     driver.output(job)
@@ -507,11 +509,11 @@ def test_put_aside_and_gone_on(llm, conversations, monkeypatch):
     [alone] = ask(llm, conversations[0], params=LONG, compress="vl-cache-0.3")
     stop = dataclasses.replace(LONG, stop=[alone.outputs[0].text[150:156]])
     asked = [
-        Asked(conversations[0], LONG, "exact", 1),
-        Asked(conversations[1], three, "exact", 2),
-        Asked(conversations[2], LONG, "exact", 0),
-        Asked(conversations[3], dataclasses.replace(LONG, max_tokens=40), "exact", 1),
-        Asked(conversations[0], stop, "exact", 1),
+        RunRequest(conversations[0], LONG, "exact", 1),
+        RunRequest(conversations[1], three, "exact", 2),
+        RunRequest(conversations[2], LONG, "exact", 0),
+        RunRequest(conversations[3], dataclasses.replace(LONG, max_tokens=40), "exact", 1),
+        RunRequest(conversations[0], stop, "exact", 1),
     ]
     driver, expected = Driver(llm), []
     for one in asked:
@@ -546,7 +548,7 @@ def test_who_ends_while_it_is_put_aside_leaves_nothing(llm, conversations):
 
     def begin():
         driver = Driver(llm)
-        jobs = [driver.arrive(Asked(one, LONG, "exact", compress="vl-cache-0.3")) for one in conversations[:3]]
+        jobs = [driver.arrive(RunRequest(one, LONG, "exact", compress="vl-cache-0.3")) for one in conversations[:3]]
         while not llm.stats().swapped_bytes:
             assert driver.step()
         return driver, jobs, [job.sequences[0].is_swapped_out for job in jobs].index(True)

@@ -30,7 +30,7 @@ def made(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice("ab\n") + str(i): made(rng, depth + 1) for i in range(rng.randrange(5))}
 
 
-def told(parse: Any, text: str | bytes) -> Any:
+def parse_result(parse: Any, text: str | bytes) -> Any:
     """The value, or the error."""
     try:
         return json.dumps(parse(text))
@@ -45,13 +45,13 @@ def test_in_pieces_a_text_means_what_it_means_at_once(monkeypatch):
         if rng.random() < 0.5:  # one character more, less or another one
             place = rng.randrange(len(text) + 1)
             text = text[:place] + rng.choice(["", *',"\\[]{}0-:. \x01NaN']) + text[place + rng.randrange(2) :]
-        at_once = told(parse_json, text)
+        at_once = parse_result(parse_json, text)
         with monkeypatch.context() as context:
             context.setattr(json_files, "AT_ONCE", 0)
             context.setattr(json_files, "_SHORT", 2)
-            assert told(parse_json, text) == at_once, text
+            assert parse_result(parse_json, text) == at_once, text
             if "\ud83d" not in text:
-                assert told(parse_json, text.encode()) == at_once, text
+                assert parse_result(parse_json, text.encode()) == at_once, text
         wrong += "char" in at_once
     assert wrong > 300
 
@@ -69,7 +69,7 @@ def test_large_texts_are_decoded_as_small_ones(encoding, monkeypatch):
 def test_texts_of_any_size_are_nested_to_one_depth(begin, end, at_once, monkeypatch):
     monkeypatch.setattr(json_files, "AT_ONCE", at_once)
     levels = begin.count("[") + begin.count("{")
-    times = json_files.MOST_DEPTH // levels
+    times = json_files.MAX_DEPTH // levels
     deepest = begin * times + "1" + end * times
     assert parse_json(deepest) == json.loads(deepest)
     for more in (1, 100_000):
@@ -86,9 +86,9 @@ def test_numbers_of_any_text_have_so_many_digits(number, at_once, monkeypatch):
 
 
 LARGE = {
-    "integers": b"[" + b"1," * (json_files.MOST_VALUES + 1) + b"1]",
-    "lists": b"[" + b"[]," * (json_files.MOST_VALUES // 8) + b"1]",
-    "names": b"{" + b'"a":1,' * (json_files.MOST_VALUES // 8) + b'"a":1}',
+    "integers": b"[" + b"1," * (json_files.MAX_VALUES + 1) + b"1]",
+    "lists": b"[" + b"[]," * (json_files.MAX_VALUES // 8) + b"1]",
+    "names": b"{" + b'"a":1,' * (json_files.MAX_VALUES // 8) + b'"a":1}',
     "digits": b"[" + b"1" * 2**20 + b"]",
     "an infinity": b"[" + b"1," * 2**20 + b"1e999]",
 }

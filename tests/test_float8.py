@@ -39,7 +39,7 @@ def picture(textured_image):
     return textured_image(64, 64, 1)
 
 
-def asked(directory, disk, *questions):
+def answers_of(directory, disk, *questions):
     """Answers of an engine with records in a folder; questions are texts before the picture, and how it is reused."""
     with LLM(directory, cache=CacheConfig(disk=disk), use_tqdm=False, **SIZES | {"buckets": FEW}) as llm:
         found = [ask(llm, *parts, **options) for *parts, options in questions]
@@ -56,8 +56,8 @@ def assert_alike(found, expected):
 @pytest.mark.slow
 def test_a_model_in_8_bits_answers_and_its_conversion_finds_what_it_kept(made, picture, tmp_path):
     source, converted, _ = made
-    first = asked(source, tmp_path, ("See ", picture, {}))
-    again = asked(converted, tmp_path, ("See ", picture, {}))
+    first = answers_of(source, tmp_path, ("See ", picture, {}))
+    again = answers_of(converted, tmp_path, ("See ", picture, {}))
     assert [image.match for _, _, image in (*first, *again)] == ["miss", "exact"]
     assert first[0][2].key == again[0][2].key
     assert_alike(again, first)
@@ -68,7 +68,7 @@ def test_answers_are_those_of_what_8_bits_stand_for(made, picture, tmp_path):
     """And so are reused ones; the other model finds none of the records."""
     source, _, twin = made
     questions = ("See ", picture, {}), ("See ", picture, {}), ("So", picture, {"reuse": 0.3})
-    found, expected = (asked(directory, tmp_path, *questions) for directory in (source, twin))
+    found, expected = (answers_of(directory, tmp_path, *questions) for directory in (source, twin))
     for own in (found, expected):
         assert [image.match for _, _, image in own] == ["miss", "exact", "approximate"]
     assert found[0][2].key != expected[0][2].key
@@ -82,7 +82,7 @@ def test_layers_with_and_without_matrices_in_8_bits_answer_together(made, pictur
     source = float8.left_out(made[0], tmp_path / "source", names)
     twin = float8.twin(source, tmp_path / "twin")
     questions = ("See ", picture, {}), ("See ", picture, {}), ("So", picture, {"reuse": 0.3})
-    found, expected = (asked(directory, tmp_path / "disk", *questions) for directory in (source, twin))
+    found, expected = (answers_of(directory, tmp_path / "disk", *questions) for directory in (source, twin))
     assert [image.match for _, _, image in found] == ["miss", "exact", "approximate"]
     assert_alike(found, expected)
     checkpoint = open_checkpoint(source)

@@ -19,14 +19,14 @@ def test_there_are_pages():
     assert len(pages(ROOT)) > 40
 
 
-MOST_FRAGMENTS = 30  # docstrings that may open as one
+MAX_FRAGMENTS = 30  # docstrings that may open as one
 
 
 def test_docstrings_open_with_an_imperative_or_a_noun_phrase():
     texts = list(docstrings(ROOT))
     assert len(texts) > 2000
     found = [f"{place}: {text.splitlines()[0]}" for place, text in texts if opening(text)]
-    assert len(found) <= MOST_FRAGMENTS, "\n".join(found)
+    assert len(found) <= MAX_FRAGMENTS, "\n".join(found)
 
 
 def test_errors_have_plain_words():

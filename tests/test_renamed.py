@@ -5,8 +5,9 @@ import warnings
 import pytest
 
 import vlcache_jax
-from vlcache_jax import BucketSizes, CacheConfig, EngineConfig
+from vlcache_jax import AsyncLLM, BucketSizes, CacheConfig, EngineConfig
 from vlcache_jax.common.renamed import current
+from vlcache_jax.reuse.selection import parse_policy
 
 
 def warned(call):
@@ -61,6 +62,22 @@ def test_options_of_searches():
         with pytest.raises(ValueError, match="retriever must be"):
             library.SearchOptions(None, **given)
     assert [str(one.message).split()[-1] for one in caught] == [f"{names[name]}=" for name in given]
+
+
+def test_arguments_of_methods():
+    coroutine, message = warned(lambda: AsyncLLM.rerank(None, "query", [], most=2))
+    assert coroutine.cr_frame.f_locals["max_in_flight"] == 2
+    coroutine.close()
+    assert message.startswith("rerank(most=) is deprecated")
+    assert message.endswith("use max_in_flight=")
+    with pytest.raises(TypeError, match="pass only max_in_flight"):
+        AsyncLLM.rerank(None, "query", [], most=1, max_in_flight=1)
+
+
+def test_names_of_policies():
+    policy, message = warned(lambda: parse_policy("asked-0.1"))
+    assert policy == parse_policy("question-0.1")
+    assert message.startswith("reuse='asked-0.1' is deprecated")
 
 
 def test_both_names_at_once_are_refused():

@@ -285,7 +285,7 @@ def test_a_chain_that_ends_inside_an_image_goes_on_from_its_record_or_before_it(
     for page in [page for page in pages._residents if page.piece.images and page.children == []]:
         pages._cut_off(page)
     [computed] = chat(llm, request)
-    assert computed.cache.images[0].recomputed[0] == span  # whole, so that it is captured
+    assert computed.cache.images[0].recomputed[0] == span  # whole, so that it is saved
     assert tokens([computed]) == cold
     llm.reset_prefix_cache()
     assert chat(llm, request)[0].cache.images[0].match == "exact"

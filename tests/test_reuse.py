@@ -355,7 +355,7 @@ def dense_reference(llm, conversation, policy):
     [request] = llm.service.preparation.identifier.identify([prompt])
     planned = planner.plan(request, ResolvedOptions(reuse=policy))
     with contextlib.ExitStack() as stack:
-        stack.callback(planned.hold.leave)
+        stack.callback(planned.reservation.leave)
         layout, plan = planned.layout, planned.plan
         n = len(layout)
         source = layout.token_ids.copy()
@@ -922,17 +922,15 @@ def test_memory_that_cannot_be_had_is_no_error(llm, a, b, monkeypatch, caplog):
         assert tokens(chat(llm, *requests)) == cold
 
 
-def test_verification_captures_nothing(llm, a, monkeypatch):
-    captured = []
+def test_verification_saves_nothing(llm, a, monkeypatch):
+    saved = []
     kv = llm.service.cache.writer.kv
-    monkeypatch.setattr(
-        llm.service.cache.writer, "kv", lambda parts, *rest: (captured.extend(parts), kv(parts, *rest))[1]
-    )
+    monkeypatch.setattr(llm.service.cache.writer, "kv", lambda parts, *rest: (saved.extend(parts), kv(parts, *rest))[1])
     publish = llm.service.cache.store.publish
     monkeypatch.setattr(llm.service.cache.store, "publish", lambda record: (time.sleep(0.3), publish(record))[1])
     chat(llm, user("x", a), verify=True)
-    assert len({id(part.record) for part in captured}) == 1
-    assert sum(len(part.tokens) for part in captured) == captured[0].record.meta.tokens
+    assert len({id(part.record) for part in saved}) == 1
+    assert sum(len(part.tokens) for part in saved) == saved[0].record.meta.tokens
     assert not llm.cache.verify()
 
 

@@ -81,7 +81,7 @@ def pictures(textured_image):
 
 
 @dataclasses.dataclass
-class Asked:
+class RunRequest:
     """A request of a run.
 
     Attributes:
@@ -176,7 +176,7 @@ def random_requests(rng, pictures, policies, count, most, *, held=False):
             if len(parts) <= 3 and rng.random() < 0.3:
                 parts = [*parts, random_text(rng)]
         asked.append(parts)
-        requests.append(Asked(user(*parts), random_params(rng, most, held), policies[rng.integers(len(policies))]))
+        requests.append(RunRequest(user(*parts), random_params(rng, most, held), policies[rng.integers(len(policies))]))
     return requests
 
 
@@ -542,7 +542,7 @@ def test_records_stay_until_what_reads_them_has_been_read(engine, pictures, monk
     renew(engine)
     driver = Driver(engine)
     for _ in range(2):
-        job = driver.arrive(Asked(shown, GREEDY, "exact"))
+        job = driver.arrive(RunRequest(shown, GREEDY, "exact"))
         driver.finish()
         last = driver.output(job)
         engine.service.cache.writer.flush()
@@ -552,7 +552,7 @@ def test_records_stay_until_what_reads_them_has_been_read(engine, pictures, monk
         if broken is not None:
             broken(engine, context)
         fences = Fences(engine, context)
-        watched = driver.arrive(Asked(shown, GREEDY, "exact"))
+        watched = driver.arrive(RunRequest(shown, GREEDY, "exact"))
         assert engine.cache.evict(pictures[3]) == 0  # it is held
         for record in list(engine.service.cache.store.tier.records()):
             engine.service.cache.store.remove(record)
@@ -577,18 +577,18 @@ def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures,
     one, other = user("See ", pictures[3], "?"), user("Elsewhere there is ", pictures[3], "?")
     expected = []
     for asked in (one, other):
-        job = driver.arrive(Asked(asked, GREEDY, "exact"))
+        job = driver.arrive(RunRequest(asked, GREEDY, "exact"))
         driver.finish()
         expected.append(driver.output(job))
     renew(engine)
     with monkeypatch.context() as context:
         spoil(engine, context)
         fences = Fences(engine, context)
-        job = driver.arrive(Asked(one, GREEDY, "exact"))
+        job = driver.arrive(RunRequest(one, GREEDY, "exact"))
         driver.finish()
         outputs = [driver.output(job)]
         engine.service.cache.writer.flush()
-        job = driver.arrive(Asked(other, GREEDY, "exact"))
+        job = driver.arrive(RunRequest(other, GREEDY, "exact"))
         for record in list(engine.service.cache.store.tier.records()):
             engine.service.cache.store.remove(record)
         driver.finish()
@@ -603,7 +603,7 @@ def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures,
 def test_what_another_request_encodes_is_found_though_nothing_is_stored_yet(engine, pictures, monkeypatch):
     renew(engine)
     driver, reporter = Driver(engine), engine.service.caller.reporter
-    _, job = [driver.arrive(Asked(user(text, pictures[0]), GREEDY, "exact")) for text in ("One ", "Two ")]
+    _, job = [driver.arrive(RunRequest(user(text, pictures[0]), GREEDY, "exact")) for text in ("One ", "Two ")]
     driver.finish()
     record = job.sequences[0].progress.images[0].encoder
     for state, told in ((State.filling, "host"), (State.ready, "host"), (Lost(Why.load_failed), "computed")):
@@ -621,14 +621,14 @@ def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictur
     driver, copied = Driver(short_steps), []
     writer, put = short_steps.service.cache.writer, Record.put
     first = dataclasses.replace(GREEDY, max_tokens=1)
-    driver.arrive(Asked(user(pictures[2], "?"), first, "exact"))
+    driver.arrive(RunRequest(user(pictures[2], "?"), first, "exact"))
     driver.finish()
     writer.flush()
     monkeypatch.setattr(Record, "put", lambda *given: (copied.append(len(job.sequences[0].generated)), put(*given)))
-    steps = writer.asked
-    job = driver.arrive(Asked(user(STARTS[1], pictures[2], "?"), first, "exact"))
+    steps = writer.requested
+    job = driver.arrive(RunRequest(user(STARTS[1], pictures[2], "?"), first, "exact"))
     driver.finish()
-    assert writer.asked == steps + 2
+    assert writer.requested == steps + 2
     writer.flush()
     assert copied
     assert set(copied) == {1}  # tokens that there were then
@@ -707,9 +707,9 @@ def test_a_row_that_has_ended_writes_nothing(engine, pictures, monkeypatch, comp
         for pool in (runner.pool, runner.compressed):
             pool.arrays = jax.tree.map(lambda half: jax.device_put(np.full_like(half, 0.5)), pool.make())  # no token's
         driver = Driver(engine)
-        asked = [Asked(user(text, pictures[0], "?"), one, "exact", compress=compress)
+        asked = [RunRequest(user(text, pictures[0], "?"), one, "exact", compress=compress)
                  for text, one in zip(texts, params, strict=True)]  # fmt: skip
-        first = driver.arrive(Asked(user(pictures[0]), GREEDY, "exact"))  # others need not wait for its image
+        first = driver.arrive(RunRequest(user(pictures[0]), GREEDY, "exact"))  # others need not wait for its image
         driver.finish()
         driver.output(first)
         jobs = [driver.arrive(one) for one in asked]
@@ -748,7 +748,9 @@ def test_windows_of_a_number_of_steps_answer_the_same(engine, pictures, monkeypa
         programs = ran.setdefault(runner.shapes.is_host, {})
         with monkeypatch.context() as context:
             context.setattr(runner, "run", lambda one, *args: programs.setdefault(one) or run(one, *args))
-            asked = [Asked(user("What is it, ", pictures[0], "?"), one, "exact", compress=compress) for one in params]
+            asked = [
+                RunRequest(user("What is it, ", pictures[0], "?"), one, "exact", compress=compress) for one in params
+            ]
             jobs = [driver.arrive(one) for one in asked]
             driver.finish()
         outputs = [driver.output(job) for job in jobs]
@@ -827,17 +829,17 @@ def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
     question = "What is it, where does it stand, and who may have put it there? Say it in one word."
     shown = [user(start, pictures[i], question) for i, start in itertools.product(range(4), ("See ", "Look: "))]
     for conversation in shown:
-        job = driver.arrive(Asked(conversation, GREEDY, "exact"))
+        job = driver.arrive(RunRequest(conversation, GREEDY, "exact"))
         driver.finish()
         driver.output(job)
     many.service.cache.writer.flush()
     windows = Windows(many, monkeypatch)
-    decoding = [driver.arrive(Asked(user(f"{i} and more"), LONG, "exact")) for i in range(32)]
+    decoding = [driver.arrive(RunRequest(user(f"{i} and more"), LONG, "exact")) for i in range(32)]
     while not all(job.sequences[0].generated for job in decoding):
         driver.step()
 
     many.reset_prefix_cache()  # so that they are linked, not found in pages
-    hit = driver.arrive(Asked(shown[0], GREEDY, "exact"))
+    hit = driver.arrive(RunRequest(shown[0], GREEDY, "exact"))
     [sequence] = hit.sequences
     passes = 0  # there are decode slots and pages, so the first one admits it
     while not sequence.generated:
@@ -848,7 +850,7 @@ def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
 
     many.reset_prefix_cache()
     first = len(windows.rows)
-    hits = [driver.arrive(Asked(conversation, GREEDY, "exact")) for conversation in shown]
+    hits = [driver.arrive(RunRequest(conversation, GREEDY, "exact")) for conversation in shown]
     while not all(job.sequences[0].generated for job in hits):
         driver.step()
     assert len(windows.rows) - first > 3  # they took several steps
@@ -905,14 +907,14 @@ def test_who_has_ended_decodes_no_more(engine, pictures, monkeypatch, seed):
 
 def engine_needed(sequence):
     """Whether an aborted one may have gone on for others' sake."""
-    return any(use.captured is not None for use in sequence.progress.images) or len(sequence.layout) >= PAGE
+    return any(use.saved is not None for use in sequence.progress.images) or len(sequence.layout) >= PAGE
 
 
 def test_who_lacks_one_thing_after_the_other_is_waited_for(engine, pictures, monkeypatch):
     """What may come next is found out right after it was asked for; only then the picture, which is slow."""
     renew(engine)
     held = dataclasses.replace(GREEDY, structured_outputs={"choice": ["left", "right"]})
-    asked = Asked(user("See ", pictures[1], "?"), held, "exact")
+    asked = RunRequest(user("See ", pictures[1], "?"), held, "exact")
     [first] = engine.chat(asked.conversation, held, use_tqdm=False)
     engine.cache.flush()
     engine.reset_prefix_cache()
@@ -948,13 +950,13 @@ def test_an_engine_that_cannot_go_on_says_so(engine, pictures):
     planned = engine.service.preparation.planner.plan(lost, ResolvedOptions(reuse=parse_policy("exact")))
     with pytest.raises(RuntimeError, match="the engine is stuck: 0 requests wait and 1 run"):
         engine.chat(conversation, GREEDY, use_tqdm=False)
-    job = driver.arrive(Asked(conversation, GREEDY, "exact"))
+    job = driver.arrive(RunRequest(conversation, GREEDY, "exact"))
     with pytest.raises(RuntimeError, match="the engine is stuck"):
         driver.finish()
     engine.service.engine.fail(RuntimeError("stuck"))
     assert job.has_ended
     engine.service.caller.end(job)
-    planned.hold.leave(failed=True)
+    planned.reservation.leave(failed=True)
     [output] = engine.chat(conversation, GREEDY, use_tqdm=False)
     assert output.cache.images[0].why.value == "unknown_image"
     assert engine.stats().in_use == 0
@@ -1066,11 +1068,11 @@ def assert_is_greedy(llm, librarys, conversation, params, output):
         assert answer.text == text[:cut]
     if params.logprobs is not None:
         told = log_softmax(logits[len(prompt) - 1 : -1])
-        assert_told(llm, told, tokens, answer.logprobs, params.logprobs)
+        assert_logprobs(llm, told, tokens, answer.logprobs, params.logprobs)
         np.testing.assert_allclose(answer.cumulative_logprob, told[np.arange(len(tokens)), tokens].sum(), atol=1e-3)
 
 
-def assert_told(llm, expected, tokens, logprobs, count):
+def assert_logprobs(llm, expected, tokens, logprobs, count):
     """Log-probabilities of tokens are those expected, [n, V]."""
     assert len(logprobs) == len(tokens) == len(expected)
     for row, token, one in zip(expected, tokens, logprobs, strict=True):
@@ -1182,7 +1184,7 @@ def test_prompt_logprobs_are_the_librarys(short_steps, librarys, pictures, is_ag
         logits, prompt = librarys.logits(conversation)
         assert output.prompt_logprobs[0] is None
         count = own.prompt_logprobs
-        assert_told(short_steps, log_softmax(logits[:-1]), prompt[1:], output.prompt_logprobs[1:], count)
+        assert_logprobs(short_steps, log_softmax(logits[:-1]), prompt[1:], output.prompt_logprobs[1:], count)
         assert_is_greedy(short_steps, librarys, conversation, own, output)
 
 
@@ -1230,7 +1232,7 @@ def test_sampled_answers_are_the_same_in_a_batch(many, librarys, asking, sampled
                 assert p[p > p[token] * (1 + 1e-4)].sum() < own.top_p
             if own.logprobs is not None:
                 told = log_softmax(logits[len(prompt) - 1 : -1])
-                assert_told(many, told, answer.token_ids, answer.logprobs, own.logprobs)
+                assert_logprobs(many, told, answer.token_ids, answer.logprobs, own.logprobs)
 
 
 @pytest.mark.parametrize("window", some_seeds(buckets=(3,), thorough=(1, 20)))

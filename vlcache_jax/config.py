@@ -146,8 +146,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
         self._set(limits=_limits_per_prompt(self.limit_mm_per_prompt))
         check_max_pixels(self.max_image_pixels)
-        path, most = self.allowed_local_media_path, self.max_image_bytes
-        self._set(access=Access(self.allow_remote_images, self.allowed_media_domains, path, most))
+        path, max_bytes = self.allowed_local_media_path, self.max_image_bytes
+        self._set(access=Access(self.allow_remote_images, self.allowed_media_domains, path, max_bytes))
         dispatch.check_name(self.implementation)
 
     def _set(self, **values: Any) -> None:
@@ -252,18 +252,18 @@ def _limits_per_prompt(limits: Any) -> dict[str, int]:
     found: dict[str, int] = {}
     idle: list[str] = []
     for kind, given in limits.items():
-        most = given
+        count = given
         if isinstance(given, Mapping):
-            most = given.get("count")
+            count = given.get("count")
             for key in given:
                 if key not in _LIMIT_KEYS:
                     raise ValueError(unknown(key, _LIMIT_KEYS, where=f"limit_mm_per_prompt[{kind!r}]"))
             idle += [f"limit_mm_per_prompt[{kind!r}][{key!r}]" for key in given if key != "count"]
-            if most is None:
+            if count is None:
                 continue
-        if not is_a(most, int) or most < 0:
-            raise ValueError(f"limit_mm_per_prompt must be integers of at least 0, got {most!r} for {kind}")
-        found[kind] = most
+        if not is_a(count, int) or count < 0:
+            raise ValueError(f"limit_mm_per_prompt must be integers of at least 0, got {count!r} for {kind}")
+        found[kind] = count
     if idle:
         warn_ignored(idle)
     return found

@@ -17,6 +17,7 @@ from vlcache_jax.calls.caller import in_order
 from vlcache_jax.calls.groups import Call, RequestError
 from vlcache_jax.calls.in_flight import RequestsInFlight, together
 from vlcache_jax.common.checks import check_flags, check_whole
+from vlcache_jax.common.renamed import renamed_arguments
 from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.retrieval import ANSWERS, InputRenderer, PairRenderer, listed_inputs
 from vlcache_jax.outputs import CacheReport, HiddenState, RequestMetrics, plain
@@ -292,6 +293,7 @@ class AsyncEmbedder:
 
         return EmbeddingOutput.of(await self._hidden_state(call, name), dimensions, name)
 
+    @renamed_arguments({"most": "max_in_flight"})
     async def rerank(
         self,
         query: Document,
@@ -303,14 +305,14 @@ class AsyncEmbedder:
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         options: RequestOptions | None = None,
-        most: int = 32,
+        max_in_flight: int = 32,
     ) -> list[RerankOutput]:
         """Score documents by their relevance to a query; see `LLM.rerank`.
 
         Args:
           query, documents, instruction: see `LLM.rerank`.
           reuse, cache_salt, priority, mm_processor_kwargs, options: see `generate`.
-          most: maximum number of documents in flight.
+          max_in_flight: maximum number of documents in flight.
 
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`. The first error ends the call.
@@ -329,7 +331,7 @@ class AsyncEmbedder:
             calls = [functools.partial(call, name.format(i), [one], *rest) for i, one in enumerate(listed)]
             return [functools.partial(self._hidden_state, one, None) for one in calls]
 
-        states = await together(await self._requests.run(work), most)
+        states = await together(await self._requests.run(work), max_in_flight)
         return await self._requests.run(functools.partial(self._pooling.ranked, states))
 
     async def _hidden_state(self, call: Callable[[], Call], name: str | None) -> HiddenState:

@@ -276,7 +276,7 @@ class ImageCache:
         """
         check_text(uuid or None, "uuid", "a non-empty string")
         owner_key(cache_salt)  # checks the salt
-        return self._store.pictures.pop(alias_key(uuid, cache_salt)) is not None
+        return self._store.image_keys.pop(alias_key(uuid, cache_salt)) is not None
 
     def verify(self) -> list[str]:
         """Check all entries against their checksums, remove damaged ones, and return their names."""

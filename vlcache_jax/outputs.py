@@ -21,7 +21,7 @@ from vlcache_jax.engine.completions import RequestMetrics as RequestMetrics
 from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
 from vlcache_jax.engine.completions import spelled
 from vlcache_jax.engine.compressed_pages import Compression as Compression
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, PooledSequence
+from vlcache_jax.engine.request import Generation, ImageUse, Planned, PooledSequence, ScoredSequence
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.reuse.policies import Plan, active_rows
 
@@ -390,7 +390,7 @@ class Reporter:
         ids = np.zeros(0, np.int32)
         return RequestOutput(prompt, ids, (), 0, RequestMetrics(), _NOTHING, error=error, request_id=request_id)
 
-    def score(self, planned: Planned, sequence: Forced) -> Score:
+    def score(self, planned: Planned, sequence: ScoredSequence) -> Score:
         """Return the score of a request's continuation."""
         return Score(
             token_ids=tuple(sequence.layout.token_ids[len(planned.layout) :].tolist()),

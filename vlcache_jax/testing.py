@@ -405,7 +405,7 @@ def _quantization_config(name: str, block: int) -> dict[str, Any]:
 
 def _quantize(tensors: dict[str, np.ndarray], config: ModelConfig, *, is_turned: bool) -> None:
     """Round the decoder's matrices to FP8 in place. `is_turned`: matrices of experts are [E, out, in]."""
-    for part in [part for parameter in parameters(config) for part in parameter.parts if part.in_8_bits]:
+    for part in [part for parameter in parameters(config) for part in parameter.parts if part.is_float8]:
         if not part.is_stack:
             name = whole_name(part.tensor)
             if tensors[name].dtype != FLOAT8:  # the first of its parts

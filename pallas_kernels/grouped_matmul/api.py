@@ -81,26 +81,26 @@ def mix_experts(
       ValueError: Shapes or dtypes do not match.
       NotImplementedError: The requested implementation does not support this case.
     """
-    if in_8_bits := gate_up_scale is not None and down_scale is not None:
+    if is_float8 := gate_up_scale is not None and down_scale is not None:
         check_float8("gate_up", gate_up, gate_up_scale)
         check_float8("down", down, down_scale)
-    _check(x, weight, expert, *(_turned(x, one) if in_8_bits else one for one in (gate_up, down)))
-    N, E, F, M = len(x), len(down), gate_up.shape[1 if in_8_bits else 2] // 2, x.shape[1]
+    _check(x, weight, expert, *(_turned(x, one) if is_float8 else one for one in (gate_up, down)))
+    N, E, F, M = len(x), len(down), gate_up.shape[1 if is_float8 else 2] // 2, x.shape[1]
 
     def check() -> None:
         from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu  # its import takes a second
         from vlcache_jax.pallas_kernels.quantized_matmul import mosaic_gpu as quantized
 
         dispatch.check_array(implementation, x)
-        if in_8_bits:
+        if is_float8:
             quantized.check(x, gate_up, gate_up_scale, F)
             quantized.check(x, down, down_scale, M)
         else:
             mosaic_gpu.check(x, F)
 
-    bits = " in 8 bits" if in_8_bits else ""
+    bits = " in 8 bits" if is_float8 else ""
     case = f"{N} x {expert.shape[1]} of {E} experts, {x.dtype} {M} x {F}{bits}"
-    name, checks = "experts_in_8_bits" if in_8_bits else "experts", dict.fromkeys(dispatch.FAMILIES, check)
+    name, checks = "float8_experts" if is_float8 else "experts", dict.fromkeys(dispatch.FAMILIES, check)
     choice = dispatch.choose(name, case, implementation, checks)
     own = expert - first
     own = jnp.where((own >= 0) & (own < E), own, E)
@@ -112,7 +112,7 @@ def mix_experts(
 
     portable = dispatch.family(choice.implementation) == dispatch.PORTABLE
     if gate_up_scale is not None and down_scale is not None:
-        mix = mosaic_gpu_mma.mix_experts_in_8_bits if portable else mosaic_gpu.mix_experts_in_8_bits
+        mix = mosaic_gpu_mma.mix_float8_experts if portable else mosaic_gpu.mix_float8_experts
         stacks = gate_up, down, gate_up_scale, down_scale
         return mix(x, weight, own, *stacks, programs=programs, interpret=interpret)
     if portable:

@@ -116,7 +116,7 @@ def mix_packed(
     return jnp.where((expert < count)[:, :, None], parts, 0).sum(axis=1, dtype=jnp.float32)
 
 
-def mix_experts_in_8_bits(
+def mix_float8_experts(
     x: jax.Array,
     weight: jax.Array,
     expert: jax.Array,

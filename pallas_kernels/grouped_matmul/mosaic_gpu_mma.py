@@ -67,7 +67,7 @@ def mix_experts(
     return mix_packed(x, weight, expert, gate_up, down, len(gate_up), EIGHT, run)
 
 
-def mix_experts_in_8_bits(
+def mix_float8_experts(
     x: jax.Array,
     weight: jax.Array,
     expert: jax.Array,

@@ -27,7 +27,7 @@ from vlcache_jax.pallas_kernels.attention.mosaic_gpu import ACC, MULTIPROCESSORS
 BOX = 8  # rows that are written together
 M = 64  # outputs that a warpgroup multiplies
 BLOCK = 128  # inputs, which share a factor
-MOST_ROWS = 128  # rows of a tile
+MAX_ROWS = 128  # rows of a tile
 STAGES = 8  # blocks in flight at most
 LOADED = plgpu.Layout.WGMMA_UPCAST_2X  # for 8-bit weights, four of which are loaded at once
 FACTORS = LOADED.reduce(1)
@@ -57,7 +57,7 @@ def default_config(
       tiles: Number of tiles of rows; None: as many as the rows fill.
     """
     programs = programs or MULTIPROCESSORS
-    tile = min(MOST_ROWS, -(-rows // BOX) * BOX)
+    tile = min(MAX_ROWS, -(-rows // BOX) * BOX)
     items = (tiles or -(-rows // tile)) * (outputs // (2 * M))
     return QuantizedMatmulConfig(tile, 1 if outputs % (2 * M) or items < programs else 2, programs)
 
@@ -65,7 +65,7 @@ def default_config(
 def rows_of_experts(choices: int, experts: int) -> int:
     """Return the rows of a tile: twice the mean of an expert, because few experts have more."""
     mean = choices / min(choices, experts)
-    return int(min(MOST_ROWS, max(2 * BOX, BOX * -(-2 * mean // BOX))))
+    return int(min(MAX_ROWS, max(2 * BOX, BOX * -(-2 * mean // BOX))))
 
 
 def check(x: Any, weight: Any, scale: Any, outputs: int) -> None:

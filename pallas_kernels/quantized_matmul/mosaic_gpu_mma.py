@@ -38,7 +38,7 @@ from vlcache_jax.pallas_kernels.ring import Ring
 
 TOGETHER = 2  # programs on a multiprocessor
 PLACES = 4  # maximum places of the ring
-MOST_ROWS = 64  # of a tile: their sums are in registers
+MAX_ROWS = 64  # of a tile: their sums are in registers
 ROWS = 16  # a tile has a multiple of these: the fewest that threads copy as they are swizzled
 NEAR = 16  # tiles whose items follow each other output by output, so that their reads stay in the second-level cache
 
@@ -106,7 +106,7 @@ def default_config(
 def rows_of_tile(rows: int, chip: Chip) -> int:
     """Return as many rows as `rows` fill and as leave room for two places of a ring."""
     room = chip.shared_memory // TOGETHER - 2 * RESERVED
-    most = next(rows for rows in (MOST_ROWS, MOST_ROWS // 2) if 2 * _of_place(rows, 2) <= room)
+    most = next(rows for rows in (MAX_ROWS, MAX_ROWS // 2) if 2 * _of_place(rows, 2) <= room)
     return min(most, -(-rows // ROWS) * ROWS)
 
 

@@ -104,7 +104,7 @@ def rotate_write(
     offset: bool = False,
     keep: int | None = None,
     places: jax.Array | None = None,
-    capture: bool = False,
+    return_kv: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Normalize and rotate the heads of the product q|k|v, and write keys and values into the pool.
@@ -132,12 +132,12 @@ def rotate_write(
       keep: Number of first rows whose queries are wanted, at most those of the first part; None: all of these.
       places: Row at each place of the returned queries, int32 `[R]`. A place with a row from `keep` on has undefined
         content. None: the queries are in the order of their rows.
-      capture: Also return the arrays that cache entries hold: keys before rotation, and values, both unmodified.
+      return_kv: Also return the arrays that cache entries hold: keys before rotation, and values, both unmodified.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel does bfloat16 and float16, and heads of
         width 64 and 128.
 
     Returns:
-      (q `[keep, H, D]` or `[R, H, D]`, rotated; k_pool; v_pool; captured keys and values, `[N, K, D]` each, or None)
+      (q `[keep, H, D]` or `[R, H, D]`, rotated; k_pool; v_pool; unmodified keys and values, `[N, K, D]` each, or None)
 
     Raises:
       ValueError: An argument is wrong; the message names it.
@@ -168,16 +168,16 @@ def rotate_write(
             raise NotImplementedError(f"mosaic_gpu rotates all {D} values of a head, got angles for {2 * half}")
         mosaic_gpu.check_rotate(parts[0], places)
 
-    case = f"{dtype} {[rows, K, width, D]}{', captured' if capture else ''}"
+    case = f"{dtype} {[rows, K, width, D]}{', KV returned' if return_kv else ''}"
     choice = dispatch.choose("rotate_write", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
     arrays = parts, cos, sin, slot, k_pool, v_pool, bias, q_norm, k_norm, places
     if choice.implementation == "xla":
-        q, k_pool, v_pool, captured = xla.rotate_write(*arrays, eps=eps, offset=offset, keep=keep)
-        return q, k_pool, v_pool, captured if capture else None
+        q, k_pool, v_pool, new_kv = xla.rotate_write(*arrays, eps=eps, offset=offset, keep=keep)
+        return q, k_pool, v_pool, new_kv if return_kv else None
     from vlcache_jax.pallas_kernels.rows import mosaic_gpu
 
     return mosaic_gpu.rotate_write(
-        *arrays, eps=eps, keep=keep, capture=capture, bulk=dispatch.has_bulk_copies(choice),
+        *arrays, eps=eps, keep=keep, return_kv=return_kv, bulk=dispatch.has_bulk_copies(choice),
         interpret=dispatch.interpreter(choice),
     )  # fmt: skip
 

@@ -107,7 +107,7 @@ def rotate_write(
     *,
     eps: float,
     keep: int,
-    capture: bool,
+    return_kv: bool,
     bulk: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
@@ -116,24 +116,24 @@ def rotate_write(
     `bulk`: TMA copies rows; it does so since Hopper.
     """
     angles = jnp.concatenate([cos[:, 0], sin[:, 0]], -1)
-    found, captured, first = [], [], 0
+    found, new_kv, first = [], [], 0
     for part in parts:
         own_bias = None if bias is None else bias[:, -part.shape[2] :]
         k_pool, v_pool, queries, raw = _rotate_write(
             part, angles, slot, k_pool, v_pool, own_bias, q_norm, k_norm, places,
-            first=first, keep=keep, eps=eps, capture=capture, bulk=bulk, interpret=interpret,
+            first=first, keep=keep, eps=eps, return_kv=return_kv, bulk=bulk, interpret=interpret,
         )  # fmt: skip
         found += queries
-        captured.append(raw)
+        new_kv.append(raw)
         first += len(part)
-    if not capture:
+    if not return_kv:
         return found[0], k_pool, v_pool, None
-    halves = zip(*captured, strict=True)
+    halves = zip(*new_kv, strict=True)
     raw_k, raw_v = (of_parts[0] if len(of_parts) == 1 else jnp.concatenate(of_parts) for of_parts in halves)
     return found[0], k_pool, v_pool, (raw_k, raw_v)
 
 
-@functools.partial(jax.jit, static_argnames=("first", "keep", "eps", "capture", "bulk", "interpret"))
+@functools.partial(jax.jit, static_argnames=("first", "keep", "eps", "return_kv", "bulk", "interpret"))
 def _rotate_write(
     qkv: jax.Array,
     angles: jax.Array,
@@ -148,14 +148,14 @@ def _rotate_write(
     first: int,
     keep: int,
     eps: float,
-    capture: bool,
+    return_kv: bool,
     bulk: bool,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
     """Rotate and write a part, whose rows begin at `first` in the step.
 
     Returns:
-      (k_pool, v_pool, queries, captured keys and values); the last two are empty if there are none or they are not
+      (k_pool, v_pool, queries, unmodified keys and values); the last two are empty if there are none or they are not
       wanted.
     """
     (N, K, width, D), S, dtype = qkv.shape, len(k_pool), qkv.dtype
@@ -270,14 +270,14 @@ def _rotate_write(
                         pl.when(is_there)(functools.partial(copy_to, out_refs[-2:], raw[0], row))
                 copies.finish()
 
-            scoped(program, 2, *([2] if capture else []))
+            scoped(program, 2, *([2] if return_kv else []))
 
         if blocks:
             pl.when(block < blocks)(queries)
         pl.when(block >= blocks)(keys)
 
     k_ref, v_ref = jax.new_ref(k_pool), jax.new_ref(v_pool)
-    shapes = [(wanted, K * G, D)] * bool(wanted) + [(N, K, D)] * (2 * capture)
+    shapes = [(wanted, K * G, D)] * bool(wanted) + [(N, K, D)] * (2 * return_kv)
     outputs = plgpu.kernel(
         rotate_kernel,
         out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
@@ -292,5 +292,5 @@ def _rotate_write(
         k_ref,
         v_ref,
     )
-    count = len(outputs) - 2 * capture
+    count = len(outputs) - 2 * return_kv
     return jax.freeze(k_ref), jax.freeze(v_ref), outputs[:count], outputs[count:]

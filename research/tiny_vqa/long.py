@@ -32,8 +32,8 @@ from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.testing import TOKEN_IDS
 
 VARIANT = "small"
-_MOST_IMAGES = 16
-_VOCABULARY, _MOST_TOKENS = 576, 8192  # of the model: names of numbers are added, and prompts grow
+_MAX_IMAGES = 16
+_VOCABULARY, _MAX_TOKENS = 576, 8192  # of the model: names of numbers are added, and prompts grow
 _TOKENS_A_QUESTION = 48  # image tokens of a prompt for one question, or the fewest questions
 _PACKED = "packed"
 _HELD_OUT = 2026  # seed of the prompts that are not in training
@@ -62,7 +62,7 @@ _MIXTURE = {"image_first": 0.85, "text_first": 0.15}
 
 
 def _stage(sizes: tuple[Size, ...], images: range, promote: float) -> train.Stage:
-    shares = tuple(float(n in images) / len(images) for n in range(1, _MOST_IMAGES + 1))
+    shares = tuple(float(n in images) / len(images) for n in range(1, _MAX_IMAGES + 1))
     return train.Stage(sizes, shares, promote, _MIXTURE, _SHARES)
 
 
@@ -195,7 +195,7 @@ class Trainer(train.Trainer):
         tokenizer.add_tokens([AddedToken(number, normalized=False) for number in train.NUMBERS[known:]])
         tokenizer.save_pretrained(directory)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        config["text_config"] |= {"vocab_size": _VOCABULARY, "max_position_embeddings": _MOST_TOKENS}
+        config["text_config"] |= {"vocab_size": _VOCABULARY, "max_position_embeddings": _MAX_TOKENS}
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ def test_each_gpu_has_its_form_of_the_kernels(tmp_path, monkeypatch, capability,
     if forms:
         assert [plan.implementation for plan in found] == forms
         checked = {kernel for case in running.sections()["check"].cases(found[-1]) for kernel in case.kernels}
-        assert "experts_in_8_bits" in checked
+        assert "float8_experts" in checked
         assert "statistics" not in checked
         assert not list(running.sections()["tune"].cases(found[-1]))
 

@@ -46,8 +46,8 @@ class FakeServer:
         headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if line)
         body = await reader.readexactly(int(headers["Content-Length"]))
         if head.startswith("GET /v1/models "):
-            told = json.dumps({"data": [{"id": "fake"}]}).encode()
-            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(told)}\r\n\r\n".encode() + told)
+            models = json.dumps({"data": [{"id": "fake"}]}).encode()
+            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(models)}\r\n\r\n".encode() + models)
         else:
             assert head.startswith("POST /v1/chat/completions ")
             number = len(self.requests)
@@ -150,29 +150,29 @@ def test_a_server_is_measured(tmp_path, chunked):
     fields = {"model": "fake", "max_tokens": 7, "temperature": 0, "stream": True, "ignore_eos": True}
     for body in bodies:
         assert body == fields | {"messages": body["messages"], "stream_options": {"include_usage": True}}
-    told = json.loads(out.read_text())
-    assert [(row["rate"], row["requests"], row["whole"], row["refused"]) for row in told["rows"]] == [
+    report = json.loads(out.read_text())
+    assert [(row["rate"], row["requests"], row["whole"], row["refused"]) for row in report["rows"]] == [
         (1000, 9, 8, 1), (2000, 9, 9, 0)
     ]  # fmt: skip
-    for row in told["rows"]:
+    for row in report["rows"]:
         assert 0 < row["TTFT p50 ms"] <= row["TTFT p90 ms"] <= row["TTFT p99 ms"] <= row["end-to-end p99 ms"]
         assert row["tokens/s"] == pytest.approx(3 * row["requests/s"])
         assert 0 < row["goodput/s"] <= row["requests/s"]
         assert 0 < row["cached %"] < 100
-    assert [(kind["kind"], kind["requests"]) for kind in told["kinds"]] == [(kind, 3) for kind in KINDS] * 2
-    assert (told["load"]["seed"], told["goal"]) == (0, {"ttft": 1.0, "per_token": 0.1})
+    assert [(kind["kind"], kind["requests"]) for kind in report["kinds"]] == [(kind, 3) for kind in KINDS] * 2
+    assert (report["load"]["seed"], report["goal"]) == (0, {"ttft": 1.0, "per_token": 0.1})
     with Image.open(picture) as drawn:
         assert len({*drawn.convert("RGB").resize((64, 64)).get_flattened_data()}) > 10
     assert "TTFT ms p50/p90/p99" in result.output
 
 
-def told(text):
+def streamed(text):
     return 200, [piece(content=text), END, USAGE, None]
 
 
 def test_policies_take_turns(tmp_path):
     """At each rate all get the same requests, under a salt of their own, and are compared with the first."""
-    with running(lambda number: told("b" if number == 4 + 2 * 6 - 1 else "a")) as server:
+    with running(lambda number: streamed("b" if number == 4 + 2 * 6 - 1 else "a")) as server:
         out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
         result = bench(
             server, "--policies", "mpic-32", "--rates", "1000,2000", "--requests", 6, "--warmup", 0, "--pictures", 2,
@@ -194,7 +194,7 @@ def test_policies_take_turns(tmp_path):
 
 def test_runs_are_repeated(tmp_path):
     """Each with requests of its own; told are medians and the spread."""
-    with running(lambda number: told("a")) as server:
+    with running(lambda number: streamed("a")) as server:
         out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
         result = bench(
             server, "--policies", "full", "--rates", "1000,2000", "--requests", 3, "--repeats", 3, "--warmup", 0,
@@ -253,10 +253,10 @@ def test_a_server_of_its_own(policies, checkpoints, tmp_path, monkeypatch):
     model = checkpoints("qwen3_vl")
     result = CliRunner().invoke(app, ["bench", "serve", *small.split(), "--model", str(model), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    told = json.loads(out.read_text())
-    assert told["model"] == model.name
-    off, *others = told["rows"]
-    assert [row["reuse"] for row in told["rows"]] == ["off", *policies.split(",")]
+    report = json.loads(out.read_text())
+    assert report["model"] == model.name
+    off, *others = report["rows"]
+    assert [row["reuse"] for row in report["rows"]] == ["off", *policies.split(",")]
     assert (off["cached %"], off["equal answers %"]) == (0, 100)
     assert min(row["cached %"] for row in others) > 0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from vlcache_jax.cache.items import Item, Items
-from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.cache.store import ImageKey
 
-PICTURE = PictureKey("a" * 64, 64, 96)
+PICTURE = ImageKey("a" * 64, 64, 96)
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def item(name, entry="b" * 64, expires=None):
     return Item("shoes", name, PICTURE, {}, entry, None, {}, 5.0, expires)
 
 
-def told(items):
+def listed_items(items):
     return [(one.id, one.version, one.metadata) for one in items.items(None, "shoes")]
 
 
@@ -31,13 +31,13 @@ def test_an_item_is_changed_and_ends_by_its_name(items):
     items.put(first, 0)
     items.put(other, 0)
     assert items.describe(None, "shoes", "first", {"price": 5}, lambda ends: ends)
-    assert told(items) == [("first", first.version, {"price": 5}), ("other", other.version, {})]
+    assert listed_items(items) == [("first", first.version, {"price": 5}), ("other", other.version, {})]
     assert items.remove(None, "shoes", "first")
-    assert told(items) == [("other", other.version, {})]
+    assert listed_items(items) == [("other", other.version, {})]
     for owner, library, name in ((None, "shoes", "first"), (None, "boots", "other"), ("somebody", "shoes", "other")):
         assert not items.describe(owner, library, name, {}, lambda ends: ends)
         assert not items.remove(owner, library, name)
-    assert told(items) == [("other", other.version, {})]
+    assert listed_items(items) == [("other", other.version, {})]
 
 
 def test_records_of_an_item_that_was_replaced_belong_to_none(items):

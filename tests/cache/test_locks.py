@@ -22,13 +22,13 @@ def test_what_waits_says_for_what_and_ends(tmp_path, caplog, monkeypatch):
             itertools.count(0.0, 2.0).__next__,
             rf"unlocked within 9 s, but process {os.getpid()} on .* holds the",
         )
-        with pytest.raises(TimeoutError, match=told), held(path, most=9.0, clock=clock):
+        with pytest.raises(TimeoutError, match=told), held(path, timeout=9.0, clock=clock):
             pytest.fail("held twice")
         with held(path, waits=False) as is_mine:
             assert not is_mine
     [line] = caplog.messages
     assert line.startswith(f"waiting for the lock {path}, held by process {os.getpid()} on ")
-    with held(path, most=0.0) as is_mine:
+    with held(path, timeout=0.0) as is_mine:
         assert is_mine
 
 
@@ -36,7 +36,7 @@ def test_who_says_nothing_is_another_process(tmp_path, monkeypatch):
     path = tmp_path / "lock"
     with held(path):
         path.write_bytes(b"\xff\x00")
-        with pytest.raises(TimeoutError, match="but another process holds the lock"), held(path, most=0.0):
+        with pytest.raises(TimeoutError, match="but another process holds the lock"), held(path, timeout=0.0):
             pytest.fail("held twice")
 
 
@@ -76,7 +76,7 @@ def test_what_is_no_file_is_refused_and_closed(tmp_path, monkeypatch):
 
 def test_opening_waits_for_a_while(tmp_path, monkeypatch):
     DiskTier(tmp_path, 10**6).close()
-    monkeypatch.setattr(disk, "MOST", 0.0)
+    monkeypatch.setattr(disk, "LOCK_TIMEOUT", 0.0)
     told = r"^disk must be a usable directory.* or end it"
     with held(tmp_path / disk.FOLDER / "lock"), pytest.raises(ValueError, match=told):
         DiskTier(tmp_path, 10**6)
@@ -84,7 +84,7 @@ def test_opening_waits_for_a_while(tmp_path, monkeypatch):
     library = Items(tmp_path)
     assert library.count(None, "a") == 0
     library.close()
-    monkeypatch.setattr(items, "MOST", 0.0)
+    monkeypatch.setattr(items, "LOCK_TIMEOUT", 0.0)
     told = r"the index of libraries .* or end it"
     with held(tmp_path / items.FOLDER / "opening"), pytest.raises(ValueError, match=told):
         library.count(None, "a")
@@ -109,7 +109,7 @@ def test_a_forked_child_closes_nothing_of_its_parent(tmp_path):
     assert [path.stem for path in tier.directory.glob("*.writer")] == [tier._me]
     assert [one.entry for one in library.loose(None)] == ["a" * 64]
     with pytest.MonkeyPatch.context() as patches:  # who opens the directory next sees that it lives
-        patches.setattr(disk, "MOST", 0.0)
+        patches.setattr(disk, "LOCK_TIMEOUT", 0.0)
         DiskTier(tmp_path, 10**6).close()
     assert [path.stem for path in tier.directory.glob("*.writer")] == [tier._me]
     tier.close()

@@ -19,7 +19,7 @@ from vlcache_jax.cache.lookups import any_form
 from vlcache_jax.cache.record import Record, RefusedError, TierError, Why
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tiers.disk import DiskTier
-from vlcache_jax.cache.writer import Captured, Writer
+from vlcache_jax.cache.writer import SavedTokens, Writer
 
 CONTEXT = key(7)
 
@@ -33,18 +33,18 @@ class Clock:
 
 
 class Elsewhere(DictTier):
-    """A tier that is asked over a network; `gate` keeps its operations waiting, `error` fails them."""
+    """A remote tier that lists its calls; `gate` keeps them waiting, `error` fails them."""
 
     label = "remote"
     is_local = False
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.gate, self.error, self.asked = threading.Event(), None, []
+        self.gate, self.error, self.calls = threading.Event(), None, []
         self.gate.set()
 
     def _pass(self, what):
-        self.asked.append(what)
+        self.calls.append(what)
         self.gate.wait(10)
         if self.error is not None:
             raise self.error
@@ -125,9 +125,9 @@ def test_what_is_elsewhere_is_found_loaded_and_kept_on_the_disk(record):
 def test_without_a_look_nothing_elsewhere_is_asked(record):
     remote = filled(Elsewhere(), record)
     house = House(remote)
-    remote.asked.clear()
+    remote.calls.clear()
     assert house.store.lookup(record.meta.entry, CONTEXT, grid=None, approximate=False).brought == {}
-    assert remote.asked == []
+    assert remote.calls == []
 
 
 def test_a_look_holds_for_a_while(record):
@@ -136,13 +136,13 @@ def test_a_look_holds_for_a_while(record):
     for seconds, asked in ((0, 1), (4.9, 1), (0.2, 2)):  # nothing was found
         house.clock.now += seconds
         house.store.look([record.meta.entry])
-        assert len(remote.asked) == asked
+        assert len(remote.calls) == asked
     filled(remote, record)
-    remote.asked.clear()
+    remote.calls.clear()
     for seconds, asked in ((5.1, 1), (59, 1), (1.1, 2)):  # something was
         house.clock.now += seconds
         house.store.look([record.meta.entry])
-        assert len(remote.asked) == asked
+        assert len(remote.calls) == asked
     assert (house.counted().missing, house.counted().found) == (2, 2)
 
 
@@ -155,9 +155,9 @@ def test_what_was_found_and_is_gone_is_computed_and_asked_for_again(record):
         house.settle()
         assert handle.kv is None or not handle.kv.is_ready
     assert house.counted().gone == 1
-    remote.asked.clear()
+    remote.calls.clear()
     house.store.look([record.meta.entry])
-    assert remote.asked == ["find"]
+    assert remote.calls == ["find"]
 
 
 @pytest.mark.parametrize("tier", [DictTier, Elsewhere])
@@ -202,15 +202,15 @@ def test_a_look_waits_no_longer_than_its_time(record):
 def test_a_tier_that_fails_is_left_alone_for_a_while(record):
     remote = filled(Elsewhere(), record)
     house = House(remote)
-    remote.error, remote.asked[:] = TierError("the cable is out"), []
+    remote.error, remote.calls[:] = TierError("the cable is out"), []
     for number in range(10, 20):
         assert house.bring(make(number, CONTEXT)).kv is None
-    assert (len(remote.asked), house.counted().failed, house.counted().unasked) == (3, 3, 7)
+    assert (len(remote.calls), house.counted().failed, house.counted().unasked) == (3, 3, 7)
     house.clock.now += 1.1
     house.bring(make(21, CONTEXT))  # one try, and it rests twice as long
     house.clock.now += 1.1
     house.bring(make(22, CONTEXT))
-    assert len(remote.asked) == 4
+    assert len(remote.calls) == 4
     remote.error = None
     house.clock.now += 1.0
     with house.bring(record) as handle:
@@ -252,7 +252,7 @@ def test_who_refuses_is_not_asked_again_at_once(record):
     house = House(remote)
     for number in range(3):
         house.bring(make(number + 1, CONTEXT))
-    assert (remote.asked, house.counted().refused, house.counted().unasked) == (["find"], 1, 2)
+    assert (remote.calls, house.counted().refused, house.counted().unasked) == (["find"], 1, 2)
 
 
 def test_a_record_that_comes_too_late_is_computed(record):
@@ -350,11 +350,11 @@ def test_what_others_lend_is_only_read(record):
     peer = filled(Elsewhere(), record)
     peer.is_read_only = True
     house = House(peer)
-    peer.asked.clear()
+    peer.calls.clear()
     house.compute(make(2, CONTEXT))
     house.settle()
     assert house.store.delete(key(1)) == set()
-    assert (peer.asked, list(peer.kept)) == ([], [record.meta.name])
+    assert (peer.calls, list(peer.kept)) == ([], [record.meta.name])
     assert (house.counted().skipped, house.counted().stored) == (0, 0)
 
 
@@ -454,12 +454,12 @@ def there(*numbers):
 def test_no_copy_begins_before_it_may(writing):
     writer, ask, copied = writing
     ask(1)
-    asked = writer.asked
+    requested = writer.requested
     places = [ask(2), ask(3)]
     writer.throttle(10**9)
     assert copied == []
-    writer.begin(asked)
-    writer.begin(asked)
+    writer.begin(requested)
+    writer.begin(requested)
     writer.throttle(sum(place.data.nbytes for place in places))  # the first one has been copied, then
     assert copied == there(1)
     assert not any(place.is_ready for place in places)
@@ -503,7 +503,7 @@ def test_two_layers_are_on_their_way_at_most(record):
     [place] = house.store.reserve([dataclasses.replace(record.meta, checksums=())])
     layers = [tuple(Computed(half, layer, copied) for half in halves) for layer, halves in enumerate(record.data)]
     tokens = np.arange(record.meta.tokens)
-    writer.kv([Captured(place, tokens, tokens)], layers)
+    writer.kv([SavedTokens(place, tokens, tokens)], layers)
     writer.flush()
     ahead = [("sent", 0), ("sent", 1), ("there", 0), ("sent", 2), ("there", 1), ("there", 2)]
     assert copied == [one for one in ahead for _ in range(2)]  # keys and values
@@ -589,7 +589,7 @@ def test_closing_gives_up_what_is_far_away(record, monkeypatch):
     handle = house.bring(make(3, CONTEXT))
     for number in (1, 2, 4):
         house.compute(make(number, CONTEXT))
-    assert eventually(lambda: "write" in remote.asked)
+    assert eventually(lambda: "write" in remote.calls)
     house.store.close()
     skipped = 2  # The first of three records is being written.
     assert (handle.kv.is_settled, handle.kv.is_ready, house.counted().skipped) == (True, False, skipped)
@@ -867,7 +867,7 @@ def test_what_is_no_record_of_this_engine_is_never_read_and_told_of_once(record)
     for _ in range(2):  # within the time that a look holds
         assert house.bring(record).kv is None
     house.settle()
-    assert (remote.kept, "read" in remote.asked, house.counted().damaged) == ({}, False, 1)
+    assert (remote.kept, "read" in remote.calls, house.counted().damaged) == ({}, False, 1)
     assert (house.store.stats().corrupt, house.store.stats().whys) == (1, {})
     remote.kept[record.meta.name] = other.with_room(other.tokens), 0.0, record.parts
     house.compute(record)  # what is there is replaced
@@ -912,7 +912,7 @@ def test_a_look_that_hangs_is_waited_for_once(record):
     for _ in range(3):  # as long as the first look goes on, there is no other
         assert house.bring(record).kv is None
         assert not house.store.knows(record.meta.entry)
-    assert (disk.asked.count("find"), house.counted("disk").late) == (1, 1)
+    assert (disk.calls.count("find"), house.counted("disk").late) == (1, 1)
     looks._limit = 100.0
     disk.gate.set()
     while looks._stuck:
@@ -935,8 +935,8 @@ def test_looks_that_hang_count_against_the_tier(record):
         while looks._stuck:
             time.sleep(0.001)
     looks._limit = 100.0
-    asked = len(disk.asked)
+    asked = len(disk.calls)
     assert house.bring(record).kv is None  # it is left alone
-    assert len(disk.asked) == asked
+    assert len(disk.calls) == asked
     house.clock.now += 1.1
     assert house.bring(record).kv is not None

@@ -215,8 +215,8 @@ class Made:
 
 
 @dataclass
-class Asked:
-    """What a request found, and what it may find."""
+class Lookup:
+    """A request: what it found and what it may find."""
 
     image: Image
     handle: Handle
@@ -285,15 +285,15 @@ class Machine(RuleBasedStateMachine):
         )  # fmt: skip
         self.store._ticking = threading.current_thread()  # who is late is looked at when time passes
         self.filling: list[Record] = []
-        self.asked: list[Asked] = []
+        self.lookups: list[Lookup] = []
         self.pinned: dict[str, Record] = {}  # in memory
         self.published: list[Record] = []  # since the last flush
         self.lost_writes = 0
 
     def teardown(self):
         if self.store is not None:
-            while self.asked:
-                self.end(self.asked.pop())
+            while self.lookups:
+                self.end(self.lookups.pop())
             for record in self.filling:
                 self.store.cancel(record)
             self.drain()
@@ -395,16 +395,16 @@ class Machine(RuleBasedStateMachine):
     )  # fmt: skip
     def ask(self, image, context, approximate, hears, is_held, waits):
         """A request is planned, and later waits for what comes."""
-        asked = self.bring(image, context, approximate, hears)
-        self.asked.append(asked)
+        lookup = self.bring(image, context, approximate, hears)
+        self.lookups.append(lookup)
         if is_held:
-            asked.handle.hold()
-            asked.is_held = True
+            lookup.handle.hold()
+            lookup.is_held = True
         if waits:
             self.drain()
-            for record in asked.records:
+            for record in lookup.records:
                 assert record.is_settled or record in self.filling
-            self.check(asked)
+            self.check(lookup)
 
     def bring(self, image, context, approximate, hears=True):
         entry = image.entry
@@ -416,8 +416,8 @@ class Machine(RuleBasedStateMachine):
         self.at_once = False
         handle = self.store.lookup(entry, context, grid=GRID, approximate=approximate)
         oldest = -np.inf if self.config.ttl is None else self.clock.now - self.config.ttl
-        asked = Asked(image, handle, oldest)
-        asked.records = [record for record in (handle.encoder, handle.kv) if record is not None]
+        lookup = Lookup(image, handle, oldest)
+        lookup.records = [record for record in (handle.encoder, handle.kv) if record is not None]
         if handle.exact:
             assert handle.kv.meta.canonical
             assert handle.kv.meta.context == context
@@ -425,27 +425,27 @@ class Machine(RuleBasedStateMachine):
             assert approximate or handle.kv is None
         if handle.encoder is not None:
             assert handle.encoder.meta.context is None
-        self.check(asked)
-        return asked
+        self.check(lookup)
+        return lookup
 
-    def check(self, asked):
+    def check(self, lookup):
         """What a request found is what was computed for its image, and not too old when it came."""
-        for record in asked.records:
-            assert record.meta.entry == asked.image.entry
-            assert record.meta.owner == owner_key(asked.image.salt)
+        for record in lookup.records:
+            assert record.meta.entry == lookup.image.entry
+            assert record.meta.owner == owner_key(lookup.image.salt)
             if record.is_ready:
                 made = self.made[record.meta.name][content(record.meta, record.parts.values())]
                 assert made.canonical == record.meta.canonical
-                assert made.at >= asked.oldest
+                assert made.at >= lookup.oldest
 
-    def end(self, asked):
-        self.check(asked)
-        asked.handle.release()
+    def end(self, lookup):
+        self.check(lookup)
+        lookup.handle.release()
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.lookups)
     @rule(data=st.data())
     def release(self, data):
-        self.end(self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1))))
+        self.end(self.lookups.pop(data.draw(st.integers(0, len(self.lookups) - 1))))
 
     # What happens in the background.
 
@@ -489,9 +489,9 @@ class Machine(RuleBasedStateMachine):
     def ask_for_all(self):
         for image in IMAGES:
             for context in CONTEXTS:
-                asked = self.bring(image, context, True)
+                lookup = self.bring(image, context, True)
                 self.drain()
-                self.end(asked)
+                self.end(lookup)
 
     # What users do.
 
@@ -530,7 +530,7 @@ class Machine(RuleBasedStateMachine):
             channel._breaker._faults < 3 for channel in self.store.channels
         )
         self.unpin(image)
-        is_used = any(asked.image == image for asked in self.asked) or any(
+        is_used = any(lookup.image == image for lookup in self.lookups) or any(
             record.meta.entry == image.entry and not record.is_ready
             for record in (*self.store.tier.records(), *self.filling)  # one may have lost its place, and be filled
         )
@@ -574,8 +574,8 @@ class Machine(RuleBasedStateMachine):
         def happen():
             match how:
                 case "release":
-                    while self.asked:
-                        self.end(self.asked.pop())
+                    while self.lookups:
+                        self.end(self.lookups.pop())
                 case "evict":
                     self.store.evict(image.entry)
                 case "late":
@@ -612,8 +612,8 @@ class Machine(RuleBasedStateMachine):
     @rule(is_killed=st.booleans())
     def restart(self, is_killed):
         """Another process begins; what the disk has kept is found by it."""
-        while self.asked:
-            self.end(self.asked.pop())
+        while self.lookups:
+            self.end(self.lookups.pop())
         if is_killed:
             for hands in self.hands:
                 hands.jobs.clear()
@@ -631,14 +631,14 @@ class Machine(RuleBasedStateMachine):
     def find_again(self, name):
         _, entry, *context = name.split("/")
         image = BY_ENTRY[entry]
-        asked = self.bring(image, context[0] if context else CONTEXTS[0], True)
+        lookup = self.bring(image, context[0] if context else CONTEXTS[0], True)
         self.drain()
-        self.check(asked)
-        handle = asked.handle
+        self.check(lookup)
+        handle = lookup.handle
         # An image that is linked in its own context needs no encoder rows.
         assert handle.exact if not context and handle.encoder is None else handle.kv or handle.encoder
-        assert all(record.is_ready for record in asked.records if record.meta.name in self.expected())
-        asked.handle.release()
+        assert all(record.is_ready for record in lookup.records if record.meta.name in self.expected())
+        lookup.handle.release()
 
     # What always holds.
 
@@ -670,9 +670,9 @@ class Machine(RuleBasedStateMachine):
         if self.store is None:
             return
         pins, held = Counter(), Counter()
-        for asked in self.asked:
-            for record in asked.records:
-                (held if asked.is_held else pins)[record] += 1
+        for lookup in self.lookups:
+            for record in lookup.records:
+                (held if lookup.is_held else pins)[record] += 1
         for channel in self.store.channels:
             held.update(channel._writing.values())
         for record in {*self.store.tier.records(), *self.store._left, *pins, *held}:

@@ -45,8 +45,8 @@ def lookup(store, entry, context="c", approximate=False):
         return handle
 
 
-def reservation(store, entry, context="c"):
-    """As a request that is going to read it does."""
+def held_handle(store, entry, context="c"):
+    """Return a handle that holds the KV of an image, as a request that will read it does."""
     handle = store.lookup(entry, context, grid=GRID, approximate=False)
     assert handle.kv is not None
     handle.hold()
@@ -90,7 +90,7 @@ def test_pinned_records_stay_and_held_ones_make_room():
     [record] = store.reserve([kv("c")])
     assert [r.meta.entry for r in store.tier.records()] == ["a", "c"]
     store.publish(record)
-    held = reservation(store, "c")
+    held = held_handle(store, "c")
     assert store.reserve([kv("d"), kv("e")])[1] is None  # room for one beside what is pinned
     assert [r.meta.entry for r in store.tier.records()] == ["a", "d"]
     assert lookup(store, "c").why is Why.evicted
@@ -118,8 +118,8 @@ def test_a_handle_pins_until_it_holds():
 def test_what_has_to_leave_keeps_its_contents_until_the_last_holder_releases_it():
     store = Store(CacheConfig(host_bytes=2 * kv("a").nbytes))
     [record, other] = fill(store, kv("a"), kv("b"), value=3.0)
-    holders = [reservation(store, "a") for _ in range(3)]
-    with reservation(store, "b"):
+    holders = [held_handle(store, "a") for _ in range(3)]
+    with held_handle(store, "b"):
         fill(store, kv("new", "1"), kv("new", "2"), value=7.0)
         assert store.tier.get(record.meta.name) is None
         assert (lookup(store, "a").kv, lookup(store, "a").why) == (None, Why.evicted)
@@ -145,7 +145,7 @@ def test_whatever_lets_a_held_record_leave(leave):
     config = CacheConfig(host_bytes=2 * kv("a").nbytes, max_contexts_per_image=1)
     store = Store(config)
     [record] = fill(store, kv("a"), value=3.0)
-    handle = reservation(store, "a")
+    handle = held_handle(store, "a")
     if leave == "reserve":
         fill(store, kv("b"), kv("d"))
     elif leave == "displace":
@@ -178,7 +178,7 @@ def test_a_held_record_that_left_is_still_filled(holders):
         [record] = store.reserve([kv("a")])
         if claimed_before:
             record.begin()
-        handles = [reservation(store, "a") for _ in range(holders)]
+        handles = [held_handle(store, "a") for _ in range(holders)]
         fill(store, kv("b"))
         assert store.tier.get(record.meta.name) is None
         assert record.is_awaited
@@ -203,7 +203,7 @@ def test_a_held_record_that_left_is_still_filled(holders):
 def test_a_claimed_record_that_left_is_filled_though_nobody_waits_any_more(holders):
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     [record] = store.reserve([kv("a")])
-    handles = [reservation(store, "a") for _ in range(holders)]
+    handles = [held_handle(store, "a") for _ in range(holders)]
     record.begin()
     fill(store, kv("b"))
     for handle in handles:
@@ -222,7 +222,7 @@ def test_what_left_and_nobody_holds_or_fills_is_settled_as_failed(holders):
     """With the last holder, not before: it might still be filled for the others."""
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     [record] = store.reserve([kv("a")])
-    handles = [reservation(store, "a") for _ in range(holders)]
+    handles = [held_handle(store, "a") for _ in range(holders)]
     fill(store, kv("b"))
     for handle in handles:
         assert not record.is_settled
@@ -238,7 +238,7 @@ def test_what_left_and_nobody_holds_or_fills_is_settled_as_failed(holders):
 def test_who_was_to_fill_a_record_that_left_gives_it_up(end, is_filled):
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     [record] = store.reserve([kv("a")])
-    handles = [reservation(store, "a") for _ in range(2)]
+    handles = [held_handle(store, "a") for _ in range(2)]
     [other] = fill(store, kv("b"))
     if is_filled:
         record.data[:] = 3
@@ -258,7 +258,7 @@ def test_who_was_to_fill_a_record_that_left_gives_it_up(end, is_filled):
 def test_a_record_that_stays_is_not_given_up_with_its_holder():
     store = Store(CacheConfig())
     [record] = store.reserve([kv("a")])
-    reservation(store, "a").release()
+    held_handle(store, "a").release()
     assert not record.is_settled
     record.data[:] = 1
     store.publish(record)
@@ -270,7 +270,7 @@ def test_a_reservation_takes_what_it_needs_whoever_holds_it():
     store = Store(CacheConfig(host_bytes=enc("a").nbytes + 2 * kv("a").nbytes))
     fill(store, kv("old"))
     fill(store, kv("used"))
-    held = reservation(store, "used")
+    held = held_handle(store, "used")
     [wide] = store.reserve([kv("wide", padded=100)])
     assert wide is None
     assert [record.meta.name for record in store.tier.records()] == ["kv/old/c", "kv/used/c"]

@@ -31,7 +31,7 @@ PASSED = {
     "rotate_write": SelfTestResult(True, "9 cases"),
     "experts": SelfTestResult(True, "11 cases"),
     "float8_matmul": SelfTestResult(True, "7 cases"),
-    "experts_in_8_bits": SelfTestResult(True, "4 cases"),
+    "float8_experts": SelfTestResult(True, "4 cases"),
 }
 
 

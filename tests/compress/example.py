@@ -24,7 +24,7 @@ ACCUMULATED = [2.8, 1.06, 1.4, 0.203, 0.337, 0.2]
 NORMALIZED = [0.4667, 0.212, 0.35, 0.0677, 0.1685, 0.2]
 
 
-@functools.partial(jax.jit, static_argnames=("scores", "most"))
-def kept_of(scores: Scores, seen: KeyStatistics, count: int, most: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("scores", "max_count"))
+def kept_of(scores: Scores, seen: KeyStatistics, count: int, max_count: int) -> jax.Array:
     """The tokens that each KV head keeps by these scores, as one program."""
-    return kept_tokens(scores(seen), seen.length, count, seen.window, most=most)
+    return kept_tokens(scores(seen), seen.length, count, seen.window, max_count=max_count)

@@ -27,7 +27,7 @@ from vlcache_jax.compress.scores import Drawn, KeyStatistics, PooledScores, Rece
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 
 ALL = (VLCache, PostVision, SnapKV, PyramidKV, H2O, ZipCache, Streaming, Random)
-ranked = jax.jit(kept_tokens, static_argnames="most")
+ranked = jax.jit(kept_tokens, static_argnames="max_count")
 
 
 def observed(received, window=1, seed=0):
@@ -39,7 +39,7 @@ def observed(received, window=1, seed=0):
 
 def kept(scores, count, seen):
     """Sets of tokens, one a KV head."""
-    chosen = np.asarray(kept_of(scores, seen, count, most=seen.received.shape[1]))[:, :count]
+    chosen = np.asarray(kept_of(scores, seen, count, max_count=seen.received.shape[1]))[:, :count]
     assert (np.diff(chosen, axis=1) > 0).all()
     return [set(head.tolist()) for head in chosen]
 
@@ -109,22 +109,22 @@ def test_kept_tokens(data):
     length = data.draw(st.integers(1, W))
     count = data.draw(st.integers(1, length))
     window = data.draw(st.integers(0, count))
-    got = np.asarray(ranked(score.astype(np.float32), length, count, window, most=W))
+    got = np.asarray(ranked(score.astype(np.float32), length, count, window, max_count=W))
     for head, chosen in zip(score, got, strict=True):
         order = np.argsort(-head[: length - window], kind="stable")[: count - window]
         assert chosen.tolist() == [*sorted(order), *range(length - window, length), *[W] * (W - count)]
 
 
 def test_kept_tokens_no_more_than_there_are():
-    assert ranked(np.zeros((1, 4), np.float32), 4, 2, 1, most=9).tolist() == [[0, 3, 4, 4]]
+    assert ranked(np.zeros((1, 4), np.float32), 4, 2, 1, max_count=9).tolist() == [[0, 3, 4, 4]]
 
 
 def test_a_score_of_no_number_chooses_nothing_behind_the_prompt():
     """0 / 0 is -nan on x86, and sorted behind -inf."""
     score = np.copysign(np.full((1, 8), np.nan, np.float32), -1)
-    assert ranked(score, 4, 3, 1, most=8).tolist() == [[0, 1, 3, *[8] * 5]]
+    assert ranked(score, 4, 3, 1, max_count=8).tolist() == [[0, 1, 3, *[8] * 5]]
     score[0, 2] = -5
-    assert ranked(score, 4, 2, 1, most=8).tolist() == [[2, 3, *[8] * 6]]
+    assert ranked(score, 4, 2, 1, max_count=8).tolist() == [[2, 3, *[8] * 6]]
 
 
 def test_observed_rows():

@@ -26,7 +26,7 @@ SHARES = (0.05, 0.31, 0.18, 0.46)  # of the bytes, by shard
 
 
 def make_source(directory: pathlib.Path, text: dict[str, Any]) -> tuple[int, int]:
-    """Writes a checkpoint without ever reservation it; returns its bytes, and those of the largest tensor."""
+    """Write a checkpoint tensor by tensor; return its bytes and those of the largest tensor."""
     make_checkpoint(directory, dtype="bfloat16")
     (directory / "model.safetensors").unlink()
     config = json.loads((directory / "config.json").read_text())

@@ -12,6 +12,7 @@ import pytest
 
 from tests.convert.test_float8 import dequantized, parameter_of
 from tests.models import float8
+from tests.models.helper import state_layers
 from vlcache_jax.convert import convert, verify_weights
 from vlcache_jax.convert.plan import PlanError, make_plan
 from vlcache_jax.device.checkpoint import open_checkpoint
@@ -233,7 +234,7 @@ def test_weights_stand_for_what_is_published(made, tmp_path, kind, quantization)
         np.testing.assert_array_equal(dequantized(tree, parameter.path), np.asarray(wanted, np.float64))
         in_8_bits += 1
     layers = checkpoint.config.text.num_layers
-    linear = len(checkpoint.config.text.state_layers)
+    linear = len(state_layers(checkpoint.config.text))
     assert in_8_bits == 3 * linear + 2 * (layers - linear) + (4 if kind == "qwen3_5_moe" else 2) * layers
 
 
@@ -280,7 +281,7 @@ def test_the_published_list_leaves_no_matrix_out(made, tmp_path, kind):
 def test_matrices_of_linear_layers_are_left_out(made, tmp_path, quantization, modules, listed, products):
     """The others of their products are what their 8 bits stand for."""
     source = made("qwen3_5", quantization)
-    linear = load_config(source).text.state_layers
+    linear = state_layers(load_config(source).text)
     names = [f"{LAYERS}.{i}.linear_attn.{module}" for i in linear for module in modules]
     directory = float8.left_out(source, tmp_path / "left-out", names, listed)
     checkpoint = open_checkpoint(directory, dtype="float32")

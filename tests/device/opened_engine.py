@@ -44,17 +44,17 @@ def opened():
             SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1),
         )
         answer = output.outputs[0]
-        told = [[token, one[token].logprob] for token, one in zip(answer.token_ids, answer.logprobs, strict=True)]
+        logprobs = [[token, one[token].logprob] for token, one in zip(answer.token_ids, answer.logprobs, strict=True)]
         return dict(counts) | {
-            "answer": told,
+            "answer": logprobs,
             "kernels": sorted(map(str, llm.kernels.items())),
             "programs": llm.service.device.runner.programs.num_programs,
-            "stats": told_of_programs(llm.stats()),
+            "stats": program_counts(llm.stats()),
             "shown": sorted({one.split()[0] for one in shown}),
         }
 
 
-def told_of_programs(stats):
+def program_counts(stats):
     return [stats.programs, stats.compiled_programs, stats.compile_seconds > 0, stats.load_seconds > 0]
 
 
@@ -69,8 +69,8 @@ def damaged():
     content = two.read_bytes()
     two.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     three.write_bytes(other.read_bytes())
-    with counting() as told:
-        return opened() | {"told": len(told)}
+    with counting() as messages:
+        return opened() | {"messages": len(messages)}
 
 
 def misled():
@@ -79,19 +79,19 @@ def misled():
     contents = [path.read_bytes() for path in paths]
     for number, path in enumerate(paths):
         path.write_bytes(contents[number - 1] if number % 2 else contents[number][:-1])
-    with counting() as told:
-        return opened() | {"told": len(told), "files": len(paths)}
+    with counting() as messages:
+        return opened() | {"messages": len(messages), "files": len(paths)}
 
 
 @contextlib.contextmanager
 def counting():
     """What the log says of damaged files."""
-    told, log = [], compile_cache._log
+    messages, log = [], compile_cache._log
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage()) if "is damaged" in record.getMessage() else None
+    handler.emit = lambda record: messages.append(record.getMessage()) if "is damaged" in record.getMessage() else None
     log.addHandler(handler)
     try:
-        yield told
+        yield messages
     finally:
         log.removeHandler(handler)
 

@@ -15,7 +15,7 @@ from vlcache_jax.pallas_kernels import CODECS, link
 
 @pytest.mark.slow_for("int4", "32")
 @pytest.mark.parametrize(("codec", "tokens"), [("int8", 32), ("int8", 5), ("int4", 4), ("int4", 3), ("auto", 5)])
-def test_what_is_captured_is_linked_as_its_planes_are(codec, tokens):
+def test_saved_kv_is_linked_like_its_buffers(codec, tokens):
     kv, rng = KVShape(2, 2, 128, np.dtype(np.float32), CODECS.get(codec)), np.random.default_rng(tokens)
     pairs = [rng.normal(size=kv.half(tokens).shape).astype(np.float32) for _ in range(2 * kv.layers)]
     coded = [[x] if kv.codec is None else jax.jit(kv.codec.encode)(x) for x in pairs]

@@ -78,9 +78,9 @@ def test_an_answer_is_the_same_whatever_happens_to_files(starts, case):
 def test_what_is_damaged_is_compiled_again(starts):
     _, later = starts
     damaged, misled = later["damaged"], later["misled"]
-    assert (damaged["lowered"], damaged["compiled"], damaged["told"]) == (3, 3, 3)
+    assert (damaged["lowered"], damaged["compiled"], damaged["messages"]) == (3, 3, 3)
     # What is compiled is found by what is lowered; the log tells of each file.
-    assert (misled["lowered"], misled["compiled"], misled["told"]) == (misled["programs"], 0, misled["programs"])
+    assert (misled["lowered"], misled["compiled"], misled["messages"]) == (misled["programs"], 0, misled["programs"])
 
 
 @pytest.mark.slow

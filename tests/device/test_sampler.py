@@ -77,11 +77,11 @@ def decode_slots_of(answers):
     return decode_slots
 
 
-def in_many_rows(params, logits, most=100):
+def in_many_rows(params, logits, max_tokens=100):
     """The token of each row, all with these parameters behind the same prompt and answer; the seed is the row's."""
     one = decode_slots_of([(0, params, ANSWER)])
     decode_slots = jax.tree.map(lambda x: jnp.repeat(x[:1], MANY, axis=0), one)
-    packed = np.stack([Choosing.row(params, decode_slot=i, seed=i, most=most) for i in range(MANY)])
+    packed = np.stack([Choosing.row(params, decode_slot=i, seed=i, max_tokens=max_tokens) for i in range(MANY)])
     sampled, _ = run(logits, decode_slots, packed)
     return np.asarray(sampled.token)
 
@@ -228,7 +228,9 @@ def test_draws_need_no_sorted_rows(width, decimals):
          "top_p": float(rng.choice([0.01, 0.3, 0.8, 0.95, 1.0])), "min_p": float(rng.choice([0.0, 0.02, 0.2]))}
         for _ in range(MANY)
     ]  # fmt: skip
-    rows = np.stack([Choosing.row(params_of(**one), decode_slot=0, seed=i, most=9) for i, one in enumerate(options)])
+    rows = np.stack(
+        [Choosing.row(params_of(**one), decode_slot=0, seed=i, max_tokens=9) for i, one in enumerate(options)]
+    )
     ask, step = jax.jit(Choosing.unpack)(rows), np.arange(MANY, dtype=np.int32)
     expected = jax.jit(draw_by_sorting)(logits, ask, step)
     found = jax.jit(functools.partial(_draw_by, width=width))(logits, ask, step)
@@ -273,7 +275,7 @@ def mixed():
     reverse."""
     params = [params_of(**options) for options in MIXED]
     tokens = [ANSWER[: i % 3 + 5] for i in range(len(MIXED))]
-    rows = [Choosing.row(p, decode_slot=len(MIXED) - 1 - i, seed=50 + i, most=10) for i, p in enumerate(params)]
+    rows = [Choosing.row(p, decode_slot=len(MIXED) - 1 - i, seed=50 + i, max_tokens=10) for i, p in enumerate(params)]
     return params, tokens, rows
 
 
@@ -347,7 +349,7 @@ def test_a_choice_has_all_that_rows_ask_for():
     assert choice_of(np.stack(rows[:2])) == "drawn"
     assert choice_of(padded(rows[:1])) == "greedy"
     held = params_of(structured_outputs={"choice": ["a"]})
-    assert choice_of(Choosing.row(held, decode_slot=0, seed=0, most=9)[None]) == "any"
+    assert choice_of(Choosing.row(held, decode_slot=0, seed=0, max_tokens=9)[None]) == "any"
 
 
 @pytest.mark.parametrize("choice", FIXED)
@@ -399,7 +401,7 @@ def test_it_does_not_matter_how_logits_lie():
     params, tokens, rows = mixed()
     decode_slots = decode_slots_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(len(rows))])
     logits = noise(FEW, seed=7).at[1, 3].set(jnp.nan).at[2, 5:9].set(9)  # of equals the first is chosen
-    plain = [Choosing.row(params_of(), decode_slot=i, seed=i, most=20) for i in range(FEW)]
+    plain = [Choosing.row(params_of(), decode_slot=i, seed=i, max_tokens=20) for i in range(FEW)]
     for packed in (padded(rows), np.stack(plain)):
         one = run(logits, decode_slots, packed)
         turned = jax.jit(lambda x, decode_slots, rows: sample(x, decode_slots, Choosing.unpack(rows), axis=0))(
@@ -414,7 +416,7 @@ def test_where_an_answer_ends():
     """At an end token unless it comes too early, and where it is as long as it may be."""
     logits = jnp.zeros((FEW, V)).at[:, ENDS[0]].set(9).at[:, 2].set(5).at[3, 2].set(20)
     params = [params_of(), params_of(min_tokens=3), params_of(), params_of()]
-    rows = [Choosing.row(p, decode_slot=i, seed=0, most=3 if i > 1 else 9) for i, p in enumerate(params)]
+    rows = [Choosing.row(p, decode_slot=i, seed=0, max_tokens=3 if i > 1 else 9) for i, p in enumerate(params)]
     decode_slots = decode_slots_of([(i, p, []) for i, p in enumerate(params)])
     said = []
     for _ in range(5):
@@ -447,7 +449,7 @@ def test_rows_without_a_token(temperature):
     params = [params_of(temperature=temperature), nothing, params_of()]
     decode_slots = decode_slots_of([(i, p, ANSWER) for i, p in enumerate(params)])
     logits = noise(FEW).at[0, 9].set(jnp.inf)
-    rows = [Choosing.row(p, decode_slot=i, seed=0, most=20) for i, p in enumerate(params)]
+    rows = [Choosing.row(p, decode_slot=i, seed=0, max_tokens=20) for i, p in enumerate(params)]
     sampled, after = run(logits, decode_slots, padded(rows))
     assert sampled.token[:3].tolist() == [NOT_FINITE, NOT_ALLOWED, int(logits[2].argmax())]
     assert after.is_ended[:3].tolist() == [True, True, False]
@@ -459,7 +461,7 @@ def test_an_answer_that_goes_on_elsewhere():
     """What the device counted is what the host counts: a decode slot opened with the answer so far is the decode slot
     it left."""
     params = params_of(frequency_penalty=2.0, repetition_penalty=1.2, bad_words=["x"], temperature=1.0)
-    tokens, packed = [], padded([Choosing.row(params, decode_slot=1, seed=9, most=99)])
+    tokens, packed = [], padded([Choosing.row(params, decode_slot=1, seed=9, max_tokens=99)])
     decode_slots = decode_slots_of([(1, params, [])])
     for i in range(12):
         sampled, decode_slots = run(noise(FEW, seed=i), decode_slots, packed)
@@ -474,7 +476,7 @@ def test_a_lane_without_bias_and_words_ignores_what_was_there():
     held = bias_row(before, V), words_array(WORDS, V), recent_tokens(ANSWER)
     decode_slots = opened(empty_decode_state(FEW, V), 0, marks_row(PROMPT, [], ENDS, V), *held)
     logits = jnp.zeros((FEW, V)).at[0, 5].set(1.0)
-    rows = [Choosing.row(params_of(repetition_penalty=1.1), decode_slot=0, seed=0, most=9)]
+    rows = [Choosing.row(params_of(repetition_penalty=1.1), decode_slot=0, seed=0, max_tokens=9)]
     sampled, decode_slots = run(logits, decode_slots, padded(rows))
     assert (sampled.token[0], decode_slots.step[0]) == (5, 1)
 
@@ -482,7 +484,7 @@ def test_a_lane_without_bias_and_words_ignores_what_was_there():
 def test_log_probabilities_are_of_raw_logits():
     logits = noise(FEW)
     params = [params_of(logprobs=5, logit_bias={i: 100.0}) if i < 3 else params_of() for i in range(4)]
-    rows = [Choosing.row(p, decode_slot=i, seed=0, most=9) for i, p in enumerate(params)]
+    rows = [Choosing.row(p, decode_slot=i, seed=0, max_tokens=9) for i, p in enumerate(params)]
     sampled, _ = run(logits, decode_slots_of([(i, p, []) for i, p in enumerate(params)]), padded(rows))
     expected = np.asarray(jax.nn.log_softmax(logits))[:3]
     np.testing.assert_array_equal(sampled.token[:3], range(3))

@@ -50,7 +50,7 @@ def test_pages_are_of_one_lease_at_a_time(data):
                 assert pages.in_use == COUNT - free
                 continue
             assert [len(table) for table in block_table.tables] == [-(-count // PAGE) for count in counts]
-            assert (block_table.kept.tolist(), block_table.most) == (counts, pages.needed(counts, more))
+            assert (block_table.kept.tolist(), block_table.max_pages) == (counts, pages.needed(counts, more))
             running.append(block_table)
             tokens[block_table], most[block_table] = 0, more
         elif command == "grow" and running:

@@ -119,9 +119,9 @@ def test_the_first_stop_string_ends_the_answer(tokenizer, include):
         letters = "".join(random_.choices("aabbc é👋", k=random_.randint(1, 30)))
         ids = tokenizer(letters)["input_ids"]
         stop = ["".join(random_.choices("aabbcé👋", k=random_.randint(1, 4))) for _ in range(random_.randint(1, 4))]
-        least = random_.choice([0, 1, 5, 12])
-        expected = by_hand(tokenizer, ids, stop, least)
-        detokenizer = Detokenizer(tokenizer, stop, include_stop=include, least=least)
+        min_tokens = random_.choice([0, 1, 5, 12])
+        expected = by_hand(tokenizer, ids, stop, min_tokens)
+        detokenizer = Detokenizer(tokenizer, stop, include_stop=include, min_tokens=min_tokens)
         answers = [detokenizer.append(chunk) for chunk in chunks(random_, ids)]
         detokenizer.finish()
         if expected is None:

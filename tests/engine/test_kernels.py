@@ -130,7 +130,7 @@ def fails(*_, **__):
 
 mosaic_gpu.attention, mosaic_gpu.paged_attention, linking.link = wrong, fails, fails
 observing.attention_statistics = rows.norm_residual = rows.rotate_write = mixing.mix_experts = fails
-quantized.float8_matmul = mixing.mix_experts_in_8_bits = fails
+quantized.float8_matmul = mixing.mix_float8_experts = fails
 dispatch.is_hopper = lambda device: True
 checks.CHECKS["attention"] = [check for check in checks.CHECKS["attention"] if check.name == "windows"]
 checks.main()
@@ -154,7 +154,7 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
     checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
-    checked += ["norm_residual", "rotate_write", "experts", "float8_matmul", "experts_in_8_bits"]
+    checked += ["norm_residual", "rotate_write", "experts", "float8_matmul", "float8_experts"]
     # Each that has failed ends its process. Then their portable forms find a CPU there, no device.
     portable = [PORTABLE[kernel] for kernel in checked if kernel in PORTABLE]
     assert processes == [*(checked[first:] for first in range(len(checked))), portable]
@@ -163,7 +163,7 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     whys = {kernel: why for _, kernel, _, why in kernels}
     assert {implementation for _, _, implementation, _ in kernels} == {"xla"}
     # No record is coded, nothing compressed, and there are no experts; a kernel without checks would never run.
-    assert set(whys) == set(CHECKS) - {"link_coded", "statistics", "experts", "float8_matmul", "experts_in_8_bits"}
+    assert set(whys) == set(CHECKS) - {"link_coded", "statistics", "experts", "float8_matmul", "float8_experts"}
     assert re.fullmatch(r"self-test on cpu failed: windows: error must be at most 0\.04, got [\d.]+", whys["attention"])
     assert re.fullmatch(r"self-test on cpu failed: causal, .*: RuntimeError\('INTERNAL: .*", whys["paged_attention"])
     assert re.fullmatch(r"self-test on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])

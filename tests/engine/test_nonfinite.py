@@ -52,14 +52,14 @@ def once(monkeypatch, runner, name, damage):
     monkeypatch.setattr(runner, name, lambda *args: damage(method(*args)) if next(calls) == 0 else method(*args))
 
 
-def damage_captured(forward_pass):
-    k, v = forward_pass.captured[1]
-    forward_pass.captured[1] = k, v.at[:, 0, 3].set(np.inf)
+def damage_saved_kv(forward_pass):
+    k, v = forward_pass.new_kv[1]
+    forward_pass.new_kv[1] = k, v.at[:, 0, 3].set(np.inf)
 
 
 def test_keys_and_values_that_are_not_finite_are_not_kept(llm, picture, monkeypatch):
     cold = tokens(ask(llm, (picture, "what?"), reuse="off"))
-    damage_first_forward_pass(monkeypatch, damage_captured)
+    damage_first_forward_pass(monkeypatch, damage_saved_kv)
     reports = []
     for _ in range(3):
         outputs = ask(llm, (picture, "what?"))
@@ -80,7 +80,7 @@ def test_keys_and_values_that_are_not_finite_are_not_kept(llm, picture, monkeypa
 def test_who_waits_for_what_is_not_finite_computes(llm, picture, monkeypatch):
     questions = (picture, "what?"), (picture, "where?")
     cold = tokens(ask(llm, *questions, reuse="off"))
-    damage_first_forward_pass(monkeypatch, damage_captured)
+    damage_first_forward_pass(monkeypatch, damage_saved_kv)
     outputs = ask(llm, *questions)
     first, second = outputs
     assert first.metrics.wave == second.metrics.wave  # they ran together

@@ -27,10 +27,10 @@ def chain(tokens, images=(), owner="me"):
     return Chain.of(owner, ids, [(PlacedImage(start, key, GRID), length) for start, length, key in images])
 
 
-def take(pages, tokens, images=(), owner="me", *, keep=None, most=None):
+def take(pages, tokens, images=(), owner="me", *, keep=None, max_cached=None):
     own = chain(tokens, images, owner)
-    most = len(own) - 1 if most is None else most
-    block_table = pages.take(len(own), own, most=most, keep=len(own) if keep is None else keep)
+    max_cached = len(own) - 1 if max_cached is None else max_cached
+    block_table = pages.take(len(own), own, max_cached=max_cached, keep=len(own) if keep is None else keep)
     return block_table, own
 
 
@@ -215,8 +215,8 @@ def test_twins_do_not_count_on_each_other():
     """What others hold already is found as theirs; who computed it again loses nothing when they fail."""
     pages = Pages(20, size=8)
     tokens = chain(range(16))
-    first = pages.take(16, tokens, most=15, keep=16)
-    twin = pages.take(16, tokens, most=0, keep=16, usable=0)
+    first = pages.take(16, tokens, max_cached=15, keep=16)
+    twin = pages.take(16, tokens, max_cached=0, keep=16, usable=0)
     third, _ = take(pages, range(20))
     assert (twin.sources, third.sources) == ([], [first])
     compute(pages, twin)
@@ -298,7 +298,7 @@ def test_nothing_is_kept_behind_what_is_not():
     assert pages.stats().resident == 0
     run(pages, range(16))
     own = chain(range(16))
-    twin = pages.take(16, own, most=0, keep=16, usable=0)
+    twin = pages.take(16, own, max_cached=0, keep=16, usable=0)
     fork = pages.fork(twin, 16, 16)
     for block_table in (twin, fork):
         compute(pages, block_table)
@@ -331,7 +331,7 @@ def test_the_same_key_with_another_grid_is_another_image():
     ids = np.arange(12, dtype=np.int32)
     ids[5:10] = PLACEHOLDER
     other = Chain.of("me", ids, [(PlacedImage(5, "one", (1, 4, 4)), 5)])
-    assert pages.take(12, other, most=11, keep=12).cached == 4
+    assert pages.take(12, other, max_cached=11, keep=12).cached == 4
 
 
 def test_leases_from_before_a_reset_are_of_no_use():
@@ -445,7 +445,7 @@ class Machine(RuleBasedStateMachine):
         own = chain(tokens, images, owner)
         length, is_kept = len(own), known and exact >= len(own)
         exact = min(exact, length) if known else 0
-        block_table = self.pages.take(length, own if known else None, most=length - 1, keep=exact)
+        block_table = self.pages.take(length, own if known else None, max_cached=length - 1, keep=exact)
         if block_table is None:
             used = {page for request in self.running for page in request.block_table.table}
             assert -(-length // self.SIZE) > self.COUNT - len(used) - len(self.running)

@@ -14,7 +14,7 @@ from tests.helper import planned
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Sequence
+from vlcache_jax.engine.request import Generation, ImageUse, ScoredSequence, Sequence
 from vlcache_jax.engine.scheduler import _LEAST_RUN, Scheduler, order
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
@@ -62,7 +62,7 @@ def again(sequence, name):
 def fills(record, name, **options):
     """Its image is computed, and kept."""
     one = answer(name, 5, images=["miss"], **options)
-    one.progress.images = [ImageUse(span, captured=record) for span in one.layout.images]
+    one.progress.images = [ImageUse(span, saved=record) for span in one.layout.images]
     return one
 
 
@@ -86,7 +86,9 @@ def scheduler_of(pages=40, decode_slots=4, rows=1000):
 
 def test_the_first_page_for_compressed_prompts_is_nobodys():
     counts = {0: 0, PAGE: 0, 2 * PAGE: 1, 9 * PAGE: 8}  # by slots
-    assert {slots: Scheduler(Pages(4), 1, 8, LAYERS, slots).compressed.count for slots in counts} == counts
+    assert {
+        slots: Scheduler(Pages(4), 1, 8, LAYERS, compressed_slots=slots).compressed.count for slots in counts
+    } == counts
     assert scheduler_of().compressed.count == 0
 
 
@@ -260,7 +262,7 @@ def test_who_is_put_back_keeps_its_place():
 def test_who_is_put_back_is_scored_from_its_beginning():
     """The scores of the first attempt are forgotten, also those of a prompt whose answer has not begun."""
     scheduler, whole = scheduler_of(), answer("whole", 5)
-    scored = Forced(whole.planned, 0, keep_logits=True)
+    scored = ScoredSequence(whole.planned, 0, keep_logits=True)
     generation = Generation(
         whole.planned, 4, params=SamplingParams(), seed=0, end_tokens=frozenset(), bad_words=(), detokenizer=None
     )
@@ -653,14 +655,16 @@ def test_nothing_leaks_whatever_happens(tenants, data):
                     source.is_proven for source in one.progress.block_table.sources
                 ):
                     scheduler.pages.proven(one.progress.block_table)
-        elif command == "grow" and (active := [one for one in scheduler.decoding if one.progress.scheduled < one.most]):
+        elif command == "grow" and (
+            active := [one for one in scheduler.decoding if one.progress.scheduled < one.max_length]
+        ):
             before = scheduler.pages.stats()
             tokens = scheduler.grow(active, data.draw(st.integers(1, 20)))
             for one in active if tokens else ():
-                new = min(tokens, one.most - one.progress.scheduled)
+                new = min(tokens, one.max_length - one.progress.scheduled)
                 one.progress.scheduled += new
                 one.tokens = (*one.tokens, *range(new))
-                assert len(one.progress.block_table.table) * SIZE >= min(one.progress.scheduled - 1, one.most - 1)
+                assert len(one.progress.block_table.table) * SIZE >= min(one.progress.scheduled - 1, one.max_length - 1)
         elif command == "preempt" and len(running) > 1:
             busy = data.draw(st.lists(st.sampled_from(running), unique=True))
             others = [one for one in running if one not in busy]

@@ -62,12 +62,12 @@ class Held:
     """Programs of some names, which are gone, and whose compilation waits until they are released.
 
     Attributes:
-      asked: those whose compilation has begun.
+      begun: those whose compilation has begun.
       fails: the warm-up is to fail.
     """
 
     def __init__(self, engine, names, monkeypatch):
-        self.programs, self.names, self.asked = engine.service.device.runner.programs, names, []
+        self.programs, self.names, self.begun = engine.service.device.runner.programs, names, []
         self.fails = False
         self._go, found = threading.Event(), self.programs._found
         for program in [one for one in self.programs._compiled if self._is_held(one)]:
@@ -75,7 +75,7 @@ class Held:
 
         def wait(program, shows):
             if self._is_held(program):
-                self.asked.append(program)
+                self.begun.append(program)
                 assert self._go.wait(WITHIN)
             return found(program, shows)
 
@@ -89,7 +89,7 @@ class Held:
         """A warm-up that waits for a program, until the end or `release`; yields its task."""
         warming = asyncio.create_task(engine.warmup(verbose=False))
         try:
-            while not self.asked:
+            while not self.begun:
                 await asyncio.sleep(0.01)
             yield warming
             assert self._go.is_set() or not warming.done()
@@ -150,7 +150,7 @@ def test_while_a_program_is_compiled_others_serve(engine, prompts, name, names, 
             return await ask()
 
     assert run(ask_meanwhile()) == expected
-    assert len(held.asked) == len(set(held.asked))  # each is compiled once
+    assert len(held.begun) == len(set(held.begun))  # each is compiled once
 
 
 def test_a_stream_goes_on_while_the_programs_of_another_request_are_compiled(engine, prompts, monkeypatch):

@@ -30,7 +30,7 @@ def products(run: Callable[..., Any]) -> None:
 def experts(run: Callable[..., Any]) -> None:
     E, M, F, k = 128, 2048, 768, 8
     for rows in (1, 64, 8192):
-        args = ExpertsShape(rows, k, E, M, F).specs_in_8_bits()
+        args = ExpertsShape(rows, k, E, M, F).float8_specs()
         compiled = run(lambda *args: mix_experts(*args, implementation=IMPLEMENTATION), args)
         packed = rows * k + 7 * min(E, rows * k) + 256
         shares = min(E, rows * k) * 3 * M * F // 4

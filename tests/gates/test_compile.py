@@ -215,13 +215,13 @@ def test_a_norm_with_residual_is_one_operation(shape: RowsShape, partials: int) 
 
 
 @pytest.mark.parametrize("shape", ROWS_SHAPES)
-@pytest.mark.parametrize("capture", [False, True])
-def test_rotation_and_writing_are_one_operation_in_place(shape: RowsShape, capture: bool) -> None:
+@pytest.mark.parametrize("return_kv", [False, True])
+def test_rotation_and_writing_are_one_operation_in_place(shape: RowsShape, return_kv: bool) -> None:
     """Beside the one that puts cosines and sines side by side."""
     (*given, k, v), options = shape.rotate_specs()
 
     def write(k, v, given, options):
-        return rotate_write(*given, k, v, **options, capture=capture, implementation="mosaic_gpu")
+        return rotate_write(*given, k, v, **options, return_kv=return_kv, implementation="mosaic_gpu")
 
     compiled = compile_program(write, (k, v, given, options), (0, 1))
     assert compiled.spills == 0
@@ -231,7 +231,7 @@ def test_rotation_and_writing_are_one_operation_in_place(shape: RowsShape, captu
 
 
 @pytest.mark.parametrize(
-    ("size", "keep", "capture", "implementation"),
+    ("size", "keep", "return_kv", "implementation"),
     [
         *((*sizes, False, "mosaic_gpu") for sizes in ((4096, 4096), (4096, 64), (512, 512), (64, 64), (1, 1))),
         *((4096, 64, True, kernels) for kernels in ("mosaic_gpu", "xla")),
@@ -241,7 +241,7 @@ def test_rotation_and_writing_are_one_operation_in_place(shape: RowsShape, captu
         ),
     ],
 )
-def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: bool, implementation: str) -> None:
+def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, return_kv: bool, implementation: str) -> None:
     text = CONFIG.text
     graph, state = nnx.split(abstract_model(CONFIG, jnp.bfloat16).language_model.layers[0])
     x = jax.ShapeDtypeStruct((size, text.hidden_size), jnp.bfloat16)
@@ -251,7 +251,7 @@ def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: b
 
     def step(params, x, memory, rows, deepstack):
         return bind(graph, params)(
-            x, memory, rows, deepstack, keep=keep, capture=capture, implementation=implementation
+            x, memory, rows, deepstack, keep=keep, return_kv=return_kv, implementation=implementation
         )
 
     compiled = compile_program(step, (nnx.to_pure_dict(state), x, [pool, pool], rows, x), (2,))

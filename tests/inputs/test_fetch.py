@@ -83,17 +83,17 @@ def refused(url, domains=("127.0.0.1",), **limits):
 
 @pytest.fixture
 def names(monkeypatch):
-    """The addresses of every host, changeable; what was looked up is in `asked`."""
+    """The addresses of every host, changeable; what was looked up is in `resolved`."""
 
     class Names:
-        addresses, asked = [PUBLIC], []
+        addresses, resolved = [PUBLIC], []
 
         def look_up(self, host, port, **_):
-            self.asked.append(host)
+            self.resolved.append(host)
             return [(None, None, 0, "", (address, port)) for address in self.addresses]
 
     names = Names()
-    names.asked = []
+    names.resolved = []
     monkeypatch.setattr(socket, "getaddrinfo", names.look_up)
     return names
 
@@ -181,7 +181,7 @@ def test_a_name_of_a_private_address_is_not_dialled(names, dialled, address, als
 def test_a_private_address_is_not_dialled(names, dialled, address):
     url = f"http://[{address}]/a" if ":" in address else f"http://{address}/a"
     assert refused(url, None) == "its host has a non-public address"
-    assert not names.asked
+    assert not names.resolved
     assert not dialled
 
 
@@ -214,7 +214,7 @@ def test_a_public_address_is_dialled(dialled, host):
 )  # fmt: skip
 def test_a_bad_url_is_not_dialled(names, dialled, url, reason):
     assert refused(url, None) == reason
-    assert not names.asked
+    assert not names.resolved
     assert not dialled
 
 
@@ -240,7 +240,7 @@ def test_domains(names, dialled, domains, host, allowed):
     reason = refused(f"http://{host}/a", domains)
     assert reason == ("Connection refused" if allowed else "its host is not in allowed_media_domains")
     assert bool(dialled) == allowed
-    assert allowed or not names.asked
+    assert allowed or not names.resolved
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_address_that_was_checked_is_dialled(names, dialled, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", changing)
     with serving(lambda path: [whole(b"x")]) as dialled.server:
         assert get("http://pictures.example/a", None) == b"x"
-    assert names.asked == ["pictures.example"]
+    assert names.resolved == ["pictures.example"]
     assert dialled == [PUBLIC]
 
 

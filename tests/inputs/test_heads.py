@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlcache_jax.inputs.image_headers import MOST, end_of
+from vlcache_jax.inputs.image_headers import LIMITS, end_of
 from vlcache_jax.inputs.images import read_image, trimmed
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
@@ -63,7 +63,7 @@ def tiff(extra, *, big=False, exif=()):
     return begin + bytes(64) + directory(known) + (directory(exif) if exif else b"")
 
 
-NUMBERS = MOST["numbers in tags"]
+NUMBERS = LIMITS["numbers in tags"]
 REFUSED = {
     "empty comments": (in_jpeg(segment(0xFE) * (1 << 16)), "4096 segments"),
     "comments behind an end": (in_jpeg(b"\xff\xd9" + segment(0xFE) * (1 << 16)), "4096 segments"),

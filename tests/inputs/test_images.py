@@ -17,7 +17,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from vlcache_jax.cache.keys import content_key, entry_key
 from vlcache_jax.inputs.access import Access
-from vlcache_jax.inputs.images import MOST_IMAGE_PIXELS, read_image
+from vlcache_jax.inputs.images import PILLOW_MAX_PIXELS, read_image
 from vlcache_jax.inputs.processor import ImageProcessor, Patches, check_limits, check_own_limits, overrule
 from vlcache_jax.inputs.videos import read_video
 from vlcache_jax.models import qwen2_vl
@@ -607,7 +607,7 @@ def test_the_pixel_limit_is_our_own(monkeypatch):
             read_image(value).decode(max_pixels=599)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # a caller may lift Pillow's limit
     with pytest.raises(ValueError, match="image must have at most 178956970 pixels, got 20000x20000"):
-        read_image(png_header(20000, 20000)).decode(MOST_IMAGE_PIXELS)
+        read_image(png_header(20000, 20000)).decode(PILLOW_MAX_PIXELS)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400)  # 600 pixels: Pillow warns, here an error
     np.testing.assert_array_equal(read_image(encode(picture)).decode(), textured(20, 30))
 

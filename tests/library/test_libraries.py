@@ -71,7 +71,7 @@ def ask(llm, *parts, reuse=None, salt=None, system=SYSTEM, on_error="raise"):
     return output
 
 
-def told(output):
+def scored_tokens(output):
     """Tokens and their log-probabilities, which tell pictures apart that a model of random weights answers alike."""
     return np.array([(one.token, one.chosen) for one in output.outputs[0].logprobs])
 
@@ -81,14 +81,14 @@ def same(one, other):
 
 
 def test_a_named_picture_answers_as_its_bytes_and_is_not_computed(llm, pictures):
-    expected = told(ask(llm, shown(pictures[0]), reuse="off"))
+    expected = scored_tokens(ask(llm, shown(pictures[0]), reuse="off"))
     library = Library(llm, "products", system=SYSTEM)
     item = library.add(pictures[0], "one", metadata={"price": 3})
     assert (item.id, item.metadata, item.file) == ("one", {"price": 3}, None)
     assert library.items() == [library.get("one")] or library.items()[0].version == item.version
     llm.reset_prefix_cache()
     output = ask(llm, named("one"))
-    assert same(told(output), expected)
+    assert same(scored_tokens(output), expected)
     [image] = output.cache.images
     assert (image.match, image.encoder, image.kv) == ("exact", "none", "host")
     # Elsewhere it is known, too: other words before it, beside others, behind its own picture as bytes.
@@ -96,7 +96,7 @@ def test_a_named_picture_answers_as_its_bytes_and_is_not_computed(llm, pictures)
         by_name = [named("one") if number == "one" else shown(pictures[number]) for number in numbers]
         by_bytes = [shown(pictures[0 if number == "one" else number]) for number in numbers]
         found, cold = ask(llm, "Look: ", *by_name), ask(llm, "Look: ", *by_bytes, reuse="off")
-        assert same(told(found), told(cold))
+        assert same(scored_tokens(found), scored_tokens(cold))
         assert found.cache.images[numbers.index("one")].encoder != "computed"
     assert ask(llm, "Others: ", named("one"), reuse="full").cache.images[0].match == "approximate"
 
@@ -106,7 +106,7 @@ def test_every_policy(llm, pictures, reuse):
     Library(llm, "products", system=SYSTEM).add(pictures[0], "one")
     by_name = ask(llm, "Look: ", named("one"), reuse=reuse)
     by_bytes = ask(llm, "Look: ", shown(pictures[0]), reuse=reuse)
-    assert same(told(by_name), told(by_bytes))
+    assert same(scored_tokens(by_name), scored_tokens(by_bytes))
 
 
 def test_who_may_name_what(llm, pictures):
@@ -204,13 +204,13 @@ def test_records_that_do_not_fit_are_told_and_the_item_is_not_there(directory, p
 def test_many_of_which_some_are_wrong(llm, pictures, tmp_path):
     library = Library(llm, "products")
     rows = {f"{i}": picture for i, picture in enumerate(pictures)} | {"wrong": b"no picture", "none": tmp_path / "none"}
-    told = library.add_many(rows, use_tqdm=False)
-    assert set(told.added) == {f"{i}" for i in range(8)}
-    assert told.failed.keys() == {"wrong", "none"}
-    assert "Pillow" in told.failed["wrong"]
+    report = library.add_many(rows, use_tqdm=False)
+    assert set(report.added) == {f"{i}" for i in range(8)}
+    assert report.failed.keys() == {"wrong", "none"}
+    assert "Pillow" in report.failed["wrong"]
     before = {item.id: item.version for item in library.items()}
     again = library.add_many([(*row, {"n": 1}) for row in rows.items()], use_tqdm=False)
-    assert (set(again.added), again.failed.keys()) == (set(told.added), told.failed.keys())
+    assert (set(again.added), again.failed.keys()) == (set(report.added), report.failed.keys())
     assert {item.id: item.version for item in library.items()} == before
     stats = library.stats()
     assert (stats.items, stats.kept, stats.with_bytes) == (8, 8, 0)
@@ -219,13 +219,13 @@ def test_many_of_which_some_are_wrong(llm, pictures, tmp_path):
 
 def test_the_same_name_twice_in_one_call(llm, pictures):
     library = Library(llm, "products")
-    told = library.add_many([("a", pictures[0]), ("a", pictures[1]), ("b", pictures[2])], use_tqdm=False)
-    assert told.added == ("a", "b")
+    report = library.add_many([("a", pictures[0]), ("a", pictures[1]), ("b", pictures[2])], use_tqdm=False)
+    assert report.added == ("a", "b")
     assert library.add_many([("b", pictures[0]), ("a", pictures[0])], use_tqdm=False).added == ("b", "a")
     assert library.add_many([([], pictures[0]), (3, pictures[0])], use_tqdm=False).failed.keys() == {"[]", "3"}
-    told = library.add_many([("x", pictures[0]), ("\ud800", pictures[0]), ("y", pictures[0])], use_tqdm=False)
-    assert (told.added, list(told.failed)) == (("x", "y"), ["\ud800"])
-    assert library.get("a").picture.height == pictures[0].shape[0]
+    report = library.add_many([("x", pictures[0]), ("\ud800", pictures[0]), ("y", pictures[0])], use_tqdm=False)
+    assert (report.added, list(report.failed)) == (("x", "y"), ["\ud800"])
+    assert library.get("a").image_key.height == pictures[0].shape[0]
 
 
 def test_a_disk_that_takes_nothing_is_told(directory, pictures, tmp_path):
@@ -328,11 +328,11 @@ def test_a_restart(directory, pictures, tmp_path):
         plain = Library(llm, "plain", "a", system=SYSTEM)
         library.add_many({"one": pictures[0], "two": picture.getvalue()}, use_tqdm=False)
         plain.add(pictures[2], "three", metadata={"x": 1})
-        expected = [told(ask(llm, shown(one), reuse="off")) for one in pictures[:3]]
+        expected = [scored_tokens(ask(llm, shown(one), reuse="off")) for one in pictures[:3]]
     with opened(directory, tmp_path) as llm:  # no library is opened
         before = llm.cache.stats()
         found = [ask(llm, named(name)) for name in ("one", "two")] + [ask(llm, named("three", "plain"), salt="a")]
-        assert all(map(same, map(told, found), expected))
+        assert all(map(same, map(scored_tokens, found), expected))
         assert [output.cache.images[0].kv for output in found] == ["disk"] * 3
         assert [output.cache.images[0].match for output in found] == ["exact"] * 3
         assert llm.cache.stats().misses == before.misses
@@ -345,7 +345,7 @@ def test_a_restart(directory, pictures, tmp_path):
         llm.cache.delete(library.get("one").entry, shared=True)
         llm.cache.delete(plain.get("three").entry, cache_salt="a")
         llm.reset_mm_cache()
-        assert same(told(ask(llm, named("one"))), expected[0])
+        assert same(scored_tokens(ask(llm, named("one"))), expected[0])
         with pytest.raises(RequestError, match=r"'three' of library 'plain': .* add it again with keep_bytes=True"):
             ask(llm, named("three", "plain"), salt="a")
         assert (library.stats().kept, plain.stats().kept) == (1, 0)
@@ -359,7 +359,7 @@ def test_damaged_records_of_a_picture_without_bytes(directory, pictures, tmp_pat
     """K, V that are damaged are computed again, as encoder rows are there."""
     with opened(directory, tmp_path) as llm:
         Library(llm, "products", system=SYSTEM).add(pictures[0], "one")
-        expected = told(ask(llm, named("one"), reuse="exact"))
+        expected = scored_tokens(ask(llm, named("one"), reuse="exact"))
     for path in tmp_path.rglob("*kv*"):
         if path.is_file():
             content = bytearray(path.read_bytes())
@@ -367,7 +367,7 @@ def test_damaged_records_of_a_picture_without_bytes(directory, pictures, tmp_pat
             path.write_bytes(content)
     with opened(directory, tmp_path) as llm:
         output = ask(llm, named("one"))
-        assert same(told(output), expected)
+        assert same(scored_tokens(output), expected)
         assert output.cache.images[0].match == "exact" or output.cache.images[0].encoder in ("disk", "host")
 
 
@@ -376,7 +376,7 @@ def test_requests_see_one_version_or_the_other(directory, pictures):
     pictures = pictures[:3]
     with opened(directory) as llm:
         library = Library(llm, "products", system=SYSTEM)
-        expected = [told(ask(llm, shown(one), reuse="off")) for one in pictures]
+        expected = [scored_tokens(ask(llm, shown(one), reuse="off")) for one in pictures]
         assert not any(same(expected[i], expected[i - 1]) for i in range(3))
         library.add(pictures[0], "one")
         ended, answers, errors = threading.Event(), [], []
@@ -384,7 +384,7 @@ def test_requests_see_one_version_or_the_other(directory, pictures):
         def keep_asking():
             while not ended.is_set():
                 try:
-                    answers.append(told(ask(llm, named("one"))))
+                    answers.append(scored_tokens(ask(llm, named("one"))))
                 except Exception as error:
                     errors.append(error)
 
@@ -399,7 +399,7 @@ def test_requests_see_one_version_or_the_other(directory, pictures):
         assert not errors
         assert len(answers) > 3
         assert all(any(same(answer, one) for one in expected) for answer in answers)
-        assert same(told(ask(llm, named("one"))), expected[0])
+        assert same(scored_tokens(ask(llm, named("one"))), expected[0])
         library.update(pictures[1], "one")
         library._clean()
         assert llm.service.items.loose(library.salt) == []
@@ -515,7 +515,7 @@ def test_a_change_that_happened_is_told_though_its_cleaning_fails(llm, pictures,
     with monkeypatch.context() as patches:
         patches.setattr(llm.service.items, "forget", full)
         changed = library.update(pictures[1], "one", metadata={"n": 2})
-        assert (changed.metadata, library.get("one").picture.height) == ({"n": 2}, pictures[1].shape[0])
+        assert (changed.metadata, library.get("one").image_key.height) == ({"n": 2}, pictures[1].shape[0])
         assert library.remove("one")
         assert "one" not in library
         assert Library(llm, "products").stats().uncleaned == library.stats().uncleaned == 2
@@ -546,12 +546,12 @@ def kept(directory, pictures, tmp_path):
 )  # fmt: skip
 def test_an_entry_that_no_library_wrote_is_damaged(kept, column, value, caplog):
     llm, library, index = kept
-    expected, before = told(ask(llm, named("two"))), llm.service.items.damaged
+    expected, before = scored_tokens(ask(llm, named("two"))), llm.service.items.damaged
     index.execute(f"UPDATE items SET {column} = ? WHERE id = 'one'", (value,))
     index.commit()
     with pytest.raises(RequestError, match="has no 'one'"):
         ask(llm, named("one"))
-    assert same(told(ask(llm, named("two"))), expected)  # others are as they were
+    assert same(scored_tokens(ask(llm, named("two"))), expected)  # others are as they were
     assert ([item.id for item in library.items()], library.stats().damaged - before) == (["two"], 1)
     assert caplog.text.count("item 'one' of library 'products' is damaged and deleted") == 1
     assert index.execute("SELECT COUNT(*) FROM items").fetchone() == (1,)

@@ -40,7 +40,7 @@ def retriever(library):
 
 
 @pytest.fixture
-def told(llm, monkeypatch):
+def chat_calls(llm, monkeypatch):
     """What each turn was asked, and what came."""
     calls, chat = [], LLM.chat
 
@@ -54,11 +54,11 @@ def told(llm, monkeypatch):
     return calls
 
 
-def test_an_answer_goes_on_with_what_was_found(llm, retriever, told, textured_image):
+def test_an_answer_goes_on_with_what_was_found(llm, retriever, chat_calls, textured_image):
     llm.reset_prefix_cache()
     searches = SearchOptions(retriever, top_k=2, max_rounds=1, required=True)
     [output] = llm.chat([QUESTION], GREEDY, use_tqdm=False, retrieve=searches)
-    (_, _, [call]), (conversations, _, [last]) = told
+    (_, _, [call]), (conversations, _, [last]) = chat_calls
     assert _call(call.outputs[0].text) is not None
     [search] = output.searches
     assert [name for name, _ in search.hits] == ["0", "1"][: len(search.hits)]
@@ -86,23 +86,23 @@ def test_an_answer_goes_on_with_what_was_found(llm, retriever, told, textured_im
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_bounds(llm, library, retriever, told):
+def test_bounds(llm, library, retriever, chat_calls):
     for bound, hits in (({"k": 1}, 1), ({"tokens": 4}, 1), ({"tokens": 1}, 0)):
         searches = SearchOptions(retriever, required=True, **bound)
         [output] = llm.chat([QUESTION], GREEDY, use_tqdm=False, retrieve=searches)
         assert len(output.searches[0].hits) == hits
-    del told[:]
+    del chat_calls[:]
     short = SamplingParams(temperature=0, max_tokens=5)
     [output] = llm.chat([QUESTION], short, use_tqdm=False, retrieve=SearchOptions(retriever, required=True))
     assert output.searches == ()  # its tokens are used up before its call is whole
-    assert len(told) == 1
+    assert len(chat_calls) == 1
     [output] = llm.chat([QUESTION], short, use_tqdm=False, retrieve=retriever)
     assert output.searches == ()  # a model of random weights asks for nothing
 
 
 @pytest.mark.parametrize("how", ["fails", "is slow", "wrong vectors"])
 @pytest.mark.slow
-def test_a_search_that_finds_nothing_is_told_as_such(llm, library, how, told):
+def test_a_search_that_finds_nothing_is_told_as_such(llm, library, how, chat_calls):
     def embed(inputs):
         if how == "fails":
             raise OSError("no network")
@@ -119,7 +119,7 @@ def test_a_search_that_finds_nothing_is_told_as_such(llm, library, how, told):
     assert search.hits == ()
     said = {"fails": "OSError: no network", "is slow": "more than 0.1 s", "wrong vectors": "same length"}[how]
     assert said in search.error
-    assert told[1][0][0][-1] == {"role": "tool", "content": [{"type": "text", "text": "[]"}]}
+    assert chat_calls[1][0][0][-1] == {"role": "tool", "content": [{"type": "text", "text": "[]"}]}
     assert output.error is None
 
 

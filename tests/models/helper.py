@@ -16,6 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder, load_config
+from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.decoder import embed
 from vlcache_jax.models.layer_kinds import BLOCK, Runs, TokenStates
 from vlcache_jax.models.model import LayerGraphs, layer_graphs
@@ -191,6 +192,11 @@ def empty_pool(model: Model, num_slots: int, fill: float = 0.0, states: int = ST
     return pool
 
 
+def state_layers(text: TextConfig) -> tuple[int, ...]:
+    """The layers that keep a state of each sequence."""
+    return tuple(layer for layer in range(text.num_layers) if text.kind_of(layer).states)
+
+
 def kept_by(model: Model, pool: Pool) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """K and V of all layers that have them."""
     k, v = zip(*(pool[i] for i in model.config.text.paged_layers), strict=True)
@@ -262,7 +268,7 @@ def forward(
     bounds = bounds or (len(rows.slot),) * (model.config.text.num_layers + 1)
     layers = model.params["language_model"]["layers"]
     x, deepstack = map(np.asarray, _embed(model.graph, model.params, encoder_rows.astype(model.dtype), rows.source))
-    new_pool, captured = [], []
+    new_pool, new_kv = [], []
     for i, memory in enumerate(pool):
         n, keep = bounds[i], bounds[i + 1]
         feature = deepstack[i, :n] if i < len(deepstack) else None
@@ -270,11 +276,11 @@ def forward(
         x, memory, raw = run(x, list(memory), take(rows, slice(n)), feature, None, runs, keep=keep)
         new_pool.append([np.asarray(array) for array in memory])
         if raw is not None:
-            captured.append(np.asarray(raw[0], np.float32))
+            new_kv.append(np.asarray(raw[0], np.float32))
         if hidden is not None:
             hidden.append(np.asarray(x, np.float32))
     logits = _logits(model.graph, model.params, x)
-    return np.asarray(logits), new_pool, captured
+    return np.asarray(logits), new_pool, new_kv
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -297,14 +303,14 @@ def pinned(model: Model, params: Any, route: np.ndarray) -> Any:
     def run(*args: Any, keep: int) -> Any:
         with mock.patch.object(decoder, "route", pin):
             graph = model.layer_graphs[jax.tree.structure(params)]
-            return jax.jit(functools.partial(bind(graph, params), keep=keep, capture=True))(*args)
+            return jax.jit(functools.partial(bind(graph, params), keep=keep, return_kv=True))(*args)
 
     return run
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "keep"))
 def _layer(graph: Any, params: Any, *args: Any, keep: int) -> Any:
-    return bind(graph, params)(*args, keep=keep, capture=True)
+    return bind(graph, params)(*args, keep=keep, return_kv=True)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

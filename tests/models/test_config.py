@@ -12,7 +12,7 @@ import shutil
 
 import pytest
 
-from tests.models.helper import divide
+from tests.models.helper import divide, state_layers
 from vlcache_jax.models import load_config
 from vlcache_jax.models.params import library_name, parameters, published_name
 from vlcache_jax.models.registry import FAMILIES, published_config
@@ -387,14 +387,14 @@ def test_what_the_library_writes_of_hybrids_is_read(kind, tmp_path):
         config.save_pretrained(tmp_path)
         found = load_config(tmp_path)
         assert found == FAMILIES[config.model_type].read_config(config, raw)
-        assert [kind.name for kind in found.text.kinds] == list(config.text_config.layer_types)
+        assert [kind.name for kind in found.text.layer_kinds] == list(config.text_config.layer_types)
         published = {**raw, "vision_config": {**raw["vision_config"], "model_type": config.model_type}}
         (tmp_path / "config.json").write_text(json.dumps(published))
         assert load_config(tmp_path) == found
     linear = found.text.linear_attention
     assert (linear.key_heads, linear.value_heads, linear.group, linear.taps) == (3, 9, 3, 5)
     assert (linear.key_width, linear.value_width, found.text.rotary_width) == (24, 40, 24)
-    assert (found.text.paged_layers, found.text.state_layers) == ((0,), (1, 2))
+    assert (found.text.paged_layers, state_layers(found.text)) == ((0,), (1, 2))
     assert found.text.output_gate
     assert found.text.norm_offset
 

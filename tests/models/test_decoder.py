@@ -58,7 +58,7 @@ def test_prefill_of_images_and_text(checkpoint, reference):
     pool = helper.empty_pool(model, SLOTS)
     logits, pool, raw_k = forward(model, rows, encoder_rows, pool, runs=runs, hidden=hidden)
     k, v = helper.kept_by(model, pool)
-    states = [[state[1] for state in pool[i]] for i in model.config.text.state_layers]
+    states = [[state[1] for state in pool[i]] for i in helper.state_layers(model.config.text)]
     pairs = {
         "logits": ([logits[:n]], [reference.logits]),
         "raw_k": ([one[:n] for one in raw_k], reference.raw_k),
@@ -204,13 +204,13 @@ def test_chunks_in_slot_order_equal_one_prefill(case):
     assert parity.difference(np.concatenate([first, second]), case.logits) <= TOLERANCE
 
 
-def test_capture_is_optional(case):
+def test_kv_is_returned_on_request(case):
     layer = bind_layer(case.model.layer_graphs, case.model.params["language_model"]["layers"][0])
     x = jnp.asarray(np.zeros((case.length, case.model.config.text.hidden_size), np.float32))
     memory = [jnp.asarray(half) for half in helper.empty_pool(case.model, SLOTS)[0]]
     step = functools.partial(layer, x, memory, case.rows, keep=5)
     *without, nothing = jax.eval_shape(step)
-    *others, (raw_k, v) = jax.eval_shape(functools.partial(step, capture=True))
+    *others, (raw_k, v) = jax.eval_shape(functools.partial(step, return_kv=True))
     assert nothing is None
     assert without == others
     assert raw_k.shape == v.shape == (case.length, *memory[0].shape[1:])
@@ -230,7 +230,7 @@ def test_keys_carry_what_is_not_finite_in_values(case):
     x[:, 0] = 0
     x[row, 0] = 1000
     memory = [jnp.asarray(half) for half in helper.empty_pool(case.model, SLOTS, fill=2.0)[0]]
-    step = jax.jit(functools.partial(layer, keep=case.length, capture=True))
+    step = jax.jit(functools.partial(layer, keep=case.length, return_kv=True))
     out, (k, v), (raw_k, raw_v) = step(x, memory, case.rows)
     assert np.isfinite(v).all()
     np.testing.assert_array_equal(np.argwhere(np.isnan(k)), [[row, head, place]])

@@ -39,7 +39,7 @@ def routes_of(model, reference, monkeypatch):
 
 def uncached_layer(model, params):
     graph = model.layer_graphs[jax.tree.structure(params)]
-    return lambda *args, keep: jax.jit(functools.partial(nnx.merge(graph, params), keep=keep, capture=True))(*args)
+    return lambda *args, keep: jax.jit(functools.partial(nnx.merge(graph, params), keep=keep, return_kv=True))(*args)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_steps_of_blocks_and_then_tokens(name, checkpoints, load_oracle, texture
         row = take(rows, [slot])._replace(position=np.full((3, 1), slot + prompt.delta, np.int32))
         states = TokenStates(np.array([2], np.int32), np.array([2], np.int32))
         logits[slot : slot + 1], pool, _ = forward(model, row, reference.encoder_rows[:1], pool, runs=states)
-    states = [[array[2] for array in pool[i]] for i in model.config.text.state_layers]
+    states = [[array[2] for array in pool[i]] for i in helper.state_layers(model.config.text)]
     found = {
         "logits": parity.relative([logits], [reference.logits], 1),
         **{
@@ -91,6 +91,6 @@ def test_bfloat16(name, checkpoints, load_oracle, textured_image):
     assert_no_worse(logits, theirs.logits, exact.logits)
     assert_no_worse(np.stack(hidden), np.stack(theirs.hidden), np.stack(exact.hidden))
     assert_no_worse(np.stack(raw_k), np.stack(theirs.raw_k), np.stack(exact.raw_k))
-    for layer, own, other in zip(model.config.text.state_layers, theirs.states, exact.states, strict=True):
+    for layer, own, other in zip(helper.state_layers(model.config.text), theirs.states, exact.states, strict=True):
         for array, rounded, right in zip(pool[layer], own, other, strict=True):
             assert_no_worse(np.asarray(array[1], np.float32), rounded, right)

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 from tests.helper import drawn
-from vlcache_jax.models.config import LinearAttentionConfig
-from vlcache_jax.models.layer_kinds import BLOCK, Runs, TokenStates
+from vlcache_jax.models.layer_kinds import BLOCK, LinearAttentionConfig, Runs, TokenStates
 from vlcache_jax.models.linear_attention import GatedDeltaNet, layer_kind, unit_inverse, update, update_block
 
 SIZES = LinearAttentionConfig(key_heads=2, value_heads=6, key_width=8, value_width=12, taps=4)

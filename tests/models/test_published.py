@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.models.helper import state_layers
 from vlcache_jax.models.config import ExpertsConfig
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.registry import FAMILIES, SIZES, config_file, find_name, published_config
@@ -124,7 +125,7 @@ def test_states(name):
     assert (linear.key_heads, linear.value_heads, linear.key_width, linear.value_width) == (16, value_heads, 128, 128)
     assert text.paged_layers == tuple(range(3, text.num_layers, 4))
     found = [0.0, 0.0]
-    for layer in text.state_layers:
+    for layer in state_layers(text):
         tail, rule = text.kind_of(layer).states
         found[0] += rule.nbytes("bfloat16") / 2**20
         found[1] += tail.nbytes("bfloat16") / 2**20

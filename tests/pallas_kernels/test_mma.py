@@ -66,7 +66,7 @@ def portable_checks() -> list[Any]:
     """What a first contact checks. One of each kernel is quick, or several of attention."""
     found = []
     for kernel in PORTABLE:
-        if kernel in ("float8_matmul", "experts_in_8_bits"):  # see `test_quantized_matmul.py`
+        if kernel in ("float8_matmul", "float8_experts"):  # see `test_quantized_matmul.py`
             continue
         of_kernel = [check for check in CHECKS[kernel] if check.first]
         quick = [check for check in of_kernel if check.name in QUICK] or of_kernel[:1]

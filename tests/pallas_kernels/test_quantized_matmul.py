@@ -118,7 +118,7 @@ def test_shapes_and_dtypes_must_go_together(weight, scale, message):
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
 SMALL = [
     check
-    for kernel, real in (("float8_matmul", float8_cases.REAL), ("experts_in_8_bits", float8_cases.REAL_EXPERTS))
+    for kernel, real in (("float8_matmul", float8_cases.REAL), ("float8_experts", float8_cases.REAL_EXPERTS))
     for check in CHECKS[kernel]
     if not any(case.name == check.name for case in real)
 ]
@@ -183,7 +183,7 @@ def test_what_is_checked_on_a_chip_holds_in_xla(check):
 
 @not_a_number
 def test_experts_that_are_checked_on_a_chip_hold_in_xla():
-    assert CHECKS["experts_in_8_bits"][-1].error("xla") < 0.03
+    assert CHECKS["float8_experts"][-1].error("xla") < 0.03
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def chat(llm, *conversations, reuse=None):
     return outputs
 
 
-def told(output):
+def image_reports(output):
     """What is told of each image."""
     images = output.cache.images
     return [(image.match, image.kv, image.encoder, image.why and image.why.value) for image in images]
@@ -216,11 +216,11 @@ def test_a_load_can_be_forced(loading, a, b, load):
     llm = loading(load)
     cold = chat(llm, prompt, reuse="off")
     first = chat(llm, prompt)
-    assert told(first[0]) == [("miss", "none", "computed", "unknown_image")] * 2
+    assert image_reports(first[0]) == [("miss", "none", "computed", "unknown_image")] * 2
     before = kept(llm)
     assert len(before) == 4
     again = chat(llm, prompt)
-    assert told(again[0]) == [FORCED[load]] * 2
+    assert image_reports(again[0]) == [FORCED[load]] * 2
     assert answers(again) == answers(first) == answers(cold)
     assert again[0].cache.exact
     computes = load != "kv"
@@ -243,18 +243,18 @@ def test_elsewhere_an_image_is_a_miss_of_its_new_context(loading, a, load):
     chat(llm, here)
     [output] = chat(llm, there, reuse="full")
     expected = ("approximate", "host", "none", "other_context") if load == "kv" else FORCED[load]
-    assert told(output) == [expected]
+    assert image_reports(output) == [expected]
     assert output.cache.exact == (load != "kv")
     assert llm.cache.stats().kv_records == (1 if load == "kv" else 2)
     if load != "kv":
         assert answers([output]) == answers(cold)
         records = kept(llm)
         [again] = chat(llm, there, reuse="full")  # now its own record is passed over
-        assert told(again) == [FORCED[load]]
+        assert image_reports(again) == [FORCED[load]]
         assert kept(llm) == records
     [output] = chat(llm, user("A third place ", a), reuse="exact")
     encoder = "computed" if load == "none" else "host"
-    assert told(output) == [("miss", "none", encoder, "other_context")]  # nothing could have been linked
+    assert image_reports(output) == [("miss", "none", encoder, "other_context")]  # nothing could have been linked
 
 
 def test_a_full_cache_evicts_nothing_for_what_is_there(loading, a, b, monkeypatch):
@@ -264,7 +264,7 @@ def test_a_full_cache_evicts_nothing_for_what_is_there(loading, a, b, monkeypatc
     monkeypatch.setattr(llm.service.cache.store.tier, "capacity", llm.cache.stats().bytes)
     for prompt in (user(a), user(b), user(a)):
         [output] = chat(llm, prompt)
-        assert told(output) == [FORCED["none"]]
+        assert image_reports(output) == [FORCED["none"]]
     assert (llm.cache.stats().stored, llm.cache.stats().evicted) == (4, 0)
 
 
@@ -281,7 +281,7 @@ def test_a_call_means_the_same_as_one_by_one(loading, a, b, load, keeps_pages, r
     llm = loading(load, keeps_pages)
     together = chat(llm, *prompts, reuse=reuse)
     assert answers(together) == answers(single)
-    assert list(map(told, together)) == list(map(told, single))
+    assert list(map(image_reports, together)) == list(map(image_reports, single))
     assert set(kept(llm)) == names
     now = llm.cache.stats()
     assert (now.stored, now.passed_over, now.misses) == (stats.stored, stats.passed_over, stats.misses)
@@ -296,7 +296,7 @@ def test_files_seen_before_are_decoded_where_they_are_computed(loading, a, tmp_p
     first = chat(llm, prompt)
     again = chat(llm, prompt)
     assert again[0].metrics.decode_image == 0  # it was known by its bytes, and decoded later
-    assert told(again[0]) == [FORCED["none"]]
+    assert image_reports(again[0]) == [FORCED["none"]]
     assert answers(again) == answers(first)
 
 
@@ -304,10 +304,10 @@ def test_verify_and_off_are_as_ever(loading, a):
     llm = loading("encoder")
     chat(llm, user(a))
     [output] = llm.chat([user(a)], GREEDY, use_tqdm=False, verify=True)
-    assert told(output) == [FORCED["encoder"]]
+    assert image_reports(output) == [FORCED["encoder"]]
     assert output.verification.max_logit_difference < 1e-4
     [off] = chat(llm, user(a), reuse="off")
-    assert told(off) == [("miss", "none", "computed", "reuse_off")]
+    assert image_reports(off) == [("miss", "none", "computed", "reuse_off")]
     assert llm.cache.stats().passed_over == 1
 
 
@@ -316,7 +316,7 @@ def test_what_is_in_pages_stays_there(loading, a):
     conversation = user("Words before ", a, " and behind it, as many as it takes. " * 6)
     first = chat(llm, conversation)
     again = chat(llm, conversation)
-    assert told(again[0]) == [("exact", "kv_pool", "none", None)]
+    assert image_reports(again[0]) == [("exact", "kv_pool", "none", None)]
     assert answers(again) == answers(first)
 
 
@@ -326,7 +326,7 @@ def test_coded_records_are_passed_over_too(directory, a):
         chat(llm, user(a))
         for _ in range(2):
             [output] = chat(llm, user(a), reuse="full")
-            assert told(output) == [FORCED["encoder"]]
+            assert image_reports(output) == [FORCED["encoder"]]
         assert (llm.cache.stats().kv_records, llm.cache.stats().stored) == (1, 2)
 
 
@@ -340,13 +340,13 @@ def test_auto_goes_by_the_rates_of_this_machine(home, directory, identity, a, ra
         cold = chat(llm, user(a), reuse="off")
         chat(llm, user(a))
         again = chat(llm, user(a))
-        assert told(again[0]) == [FORCED[load]]
+        assert image_reports(again[0]) == [FORCED[load]]
         assert answers(again) == answers(cold)
         CHEAP_LINK.save(identity)  # rates are those of when it was opened
-        assert told(chat(llm, user(a))[0]) == [FORCED[load]]
+        assert image_reports(chat(llm, user(a))[0]) == [FORCED[load]]
     with open_llm(directory, "kv") as llm:  # which asks for no rates
         chat(llm, user(a))
-        assert told(chat(llm, user(a))[0]) == [FORCED["kv"]]
+        assert image_reports(chat(llm, user(a))[0]) == [FORCED["kv"]]
 
 
 @pytest.mark.slow
@@ -355,9 +355,9 @@ def test_auto_weighs_what_a_policy_computes_anyway(home, directory, identity, a)
     Rates({"host": 0.0}, link=1.0, stage=0.0, row=2.0, encode=1.0, decode=1.0).save(identity)
     with open_llm(directory, "auto") as llm:
         chat(llm, user("Here ", a))
-        assert told(chat(llm, user("There ", a), reuse=0.2)[0])[0][0] == "approximate"
+        assert image_reports(chat(llm, user("There ", a), reuse=0.2)[0])[0][0] == "approximate"
         [output] = chat(llm, user("Far away ", a), reuse=0.8)
-        assert told(output) == [FORCED["encoder"]]
+        assert image_reports(output) == [FORCED["encoder"]]
 
 
 def test_a_trusted_id_is_never_decoded_for_speed(home, directory, identity, a, b):
@@ -367,8 +367,8 @@ def test_a_trusted_id_is_never_decoded_for_speed(home, directory, identity, a, b
         content = [[{"type": "image", "image": image, "uuid": "mine"}] for image in (a, b)]
         chat(llm, [{"role": "user", "content": content[0]}])
         [output] = chat(llm, [{"role": "user", "content": content[1]}])
-        assert told(output)[0][0] in ("exact", "miss")
-        assert told(output)[0][2] != "computed"
+        assert image_reports(output)[0][0] in ("exact", "miss")
+        assert image_reports(output)[0][2] != "computed"
 
 
 # Measuring.
@@ -392,7 +392,7 @@ def test_a_calibrated_engine_goes_by_what_was_measured(home, tmp_path_factory, a
         assert llm.service.preparation.planner.rates == rates
         chat(llm, user(a))
         expected = choose(rates, found.image)
-        assert told(chat(llm, user(a))[0]) == [FORCED[expected]]
+        assert image_reports(chat(llm, user(a))[0]) == [FORCED[expected]]
 
 
 def test_rates_that_are_not_positive_are_measured_again_and_then_an_error(home, directory, monkeypatch):
@@ -417,9 +417,9 @@ def test_the_command_says_what_pays_and_keeps_it(home, monkeypatch, identity):
     monkeypatch.setattr(commands, "calibrate", lambda *_, **__: found)
     result = CliRunner().invoke(app, ["calibrate", "tiny-vqa", "--codec", "int8"])
     assert result.exit_code == 0, result.output
-    told = dict(re.split(r"  +", line) for line in result.stdout.splitlines() if re.search(r"\S  +\d", line))
-    assert float(told["load its KV"]) == 1e3 * (400 * 2 + 1000 * 3)
-    assert float(told["compute it from its pixels"]) == 1e3 * (1000 * 100 + 40 * 18)
+    shown = dict(re.split(r"  +", line) for line in result.stdout.splitlines() if re.search(r"\S  +\d", line))
+    assert float(shown["load its KV"]) == 1e3 * (400 * 2 + 1000 * 3)
+    assert float(shown["compute it from its pixels"]) == 1e3 * (1000 * 100 + 40 * 18)
     assert "loading the KV pays if less than 96 % of its tokens are recomputed" in result.stdout
     assert Rates.load(identity) == RATES
     assert CliRunner().invoke(app, ["calibrate", "tiny-vqa", "--codec", "zip"]).exit_code == 1

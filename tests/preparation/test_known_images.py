@@ -19,7 +19,7 @@ from vlcache_jax.cache.keys import Bounded, alias_key
 from vlcache_jax.preparation.recognition import KnownImage
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
-MOST_CALLS = 4400  # of a hit of 20 known images; about 3900 when this was written, and 7900 before
+MAX_CALLS = 4400  # of a hit of 20 known images; about 3900 when this was written, and 7900 before
 COMPILES = "vlcache-ahead"  # a thread
 
 
@@ -100,7 +100,7 @@ def test_the_store_decides_what_is_kept(llm, encoded, loss):
     store = llm.service.cache.store
     if loss == "clear":
         llm.reset_mm_cache()
-        assert len(store.described) == len(store.pictures) == 0
+        assert len(store.described) == len(store.image_keys) == 0
     elif loss == "spoil":
         for record in store.tier.records():
             store.discard(record)
@@ -132,7 +132,7 @@ def test_limits_have_descriptions_of_their_own(llm, encoded):
     again = ask(llm, encoded, mm_processor_kwargs=limits)
     assert matches(first) + matches(again) == ["miss", "exact"]
     small, whole = described(llm, encoded, **limits), described(llm, encoded)
-    assert small.picture is whole.picture
+    assert small.image_key is whole.image_key
     assert small.key != whole.key
     assert small.shape.tokens == again.cache.images[0].tokens < whole.shape.tokens
 
@@ -216,4 +216,4 @@ def test_a_hit_of_known_images_makes_few_calls(checkpoints, textured_image):
             threading.setprofile_all_threads(None)
             sys.setprofile(None)
     assert matches(output) == ["exact"] * 20
-    assert calls <= MOST_CALLS
+    assert calls <= MAX_CALLS

@@ -9,7 +9,7 @@ import llguidance
 import pytest
 
 from vlcache_jax.inputs.prompt import PromptRenderer
-from vlcache_jax.protocol.deltas import Joined
+from vlcache_jax.protocol.deltas import ParsedAnswer
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.tools import forced_call
 
@@ -55,7 +55,7 @@ def test_right_calls_are_taken_and_read(takes):
     for text in (COLOGNE, NOW, call("any", '{"a": [1, {"b": null}]}'), f"{NOW}\n{COLOGNE}\n{NOW}"):
         assert takes(text)
         parser = AnswerParser("a", has_tools=True)
-        found = Joined.of(parser.push(text) + parser.finish())
+        found = ParsedAnswer.of(parser.push(text) + parser.finish())
         assert (found.content, len(found.calls)) == ("", text.count("\n<tool_call>") + 1)
         assert all(isinstance(json.loads(one["function"]["arguments"]), dict) for one in found.calls)
     assert takes(COLOGNE, tool_choice=NAMED)

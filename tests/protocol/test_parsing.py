@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlcache_jax.inputs.prompt import is_opened, thinks
-from vlcache_jax.protocol.deltas import CallDelta, Delta, Joined, joined_pieces, unfinished
+from vlcache_jax.protocol.deltas import CallDelta, Delta, ParsedAnswer, joined_pieces, unfinished
 from vlcache_jax.protocol.parsing import AnswerParser, ReasoningParser
 from vlcache_jax.protocol.tools import ToolParser
 
@@ -30,7 +30,7 @@ PARSERS = {
 def whole(parser, *pieces, **end):
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish(**end)
     assert all((delta.content != "") + (delta.reasoning != "") + (delta.call is not None) == 1 for delta in deltas)
-    return Joined.of(deltas)
+    return ParsedAnswer.of(deltas)
 
 
 def called(text, **end):
@@ -195,7 +195,7 @@ def test_one_call_at_most_is_told():
     text = f"So. {calls[0]}\n{calls[1]} and\n{calls[2].removesuffix('</tool_call>')}"
     for pieces in ([text], list(text)):
         parser = AnswerParser("a", has_tools=True, is_single=True)
-        found = Joined.of([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
+        found = ParsedAnswer.of([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
         assert (found.content, len(found.calls)) == ("So. and", 1)
         assert found.calls[0]["function"]["arguments"] == '{"n": 0}'
         assert parser.finish_reason("stop") == "tool_calls"
@@ -293,5 +293,5 @@ def test_thinking_comes_before_calls():
     parser.push(NONE)
     assert [parser.finish_reason(reason) for reason in ("stop", "length", None)] == ["tool_calls", "length", None]
     plain = AnswerParser("a")
-    assert whole(plain, f"</think>{NONE}") == Joined(f"</think>{NONE}")
+    assert whole(plain, f"</think>{NONE}") == ParsedAnswer(f"</think>{NONE}")
     assert plain.finish_reason("stop") == "stop"

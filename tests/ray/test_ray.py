@@ -159,11 +159,11 @@ def test_rows_are_told_their_engines():
 
 def test_each_picture_is_encoded_once_over_both_and_an_engine_may_end(cluster, alone):
     from vlcache_jax.ray.batch import DatasetWorker
-    from vlcache_jax.ray.engines import EngineOrder, Engines, Packed
+    from vlcache_jax.ray.engines import EngineResources, Engines, Packed
     from vlcache_jax.request_options import RequestOptions
 
     make = Packed(functools.partial(DatasetWorker, EngineConfig("tiny-vqa", **SIZES), GREEDY, RequestOptions()))
-    engines = Engines(make, EngineOrder(engines=2, num_gpus=0, window=16))
+    engines = Engines(make, EngineResources(engines=2, num_gpus=0, window=16))
 
     async def answer_all(kill):
         done = []
@@ -198,7 +198,7 @@ def test_each_picture_is_encoded_once_over_both_and_an_engine_may_end(cluster, a
 
 
 def test_a_row_that_ends_engines_takes_no_other_along(cluster):
-    from vlcache_jax.ray.engines import EngineDiedError, EngineOrder, Engines, Packed
+    from vlcache_jax.ray.engines import EngineDiedError, EngineResources, Engines, Packed
 
     def make():
         def answer(number):
@@ -217,7 +217,7 @@ def test_a_row_that_ends_engines_takes_no_other_along(cluster):
         assert "the engine ended 3 times" in str(died)
         assert others == [i for i in range(12) if i != 5]
 
-    engines = Engines(Packed(make), EngineOrder(engines=1, num_gpus=0, window=8))
+    engines = Engines(Packed(make), EngineResources(engines=1, num_gpus=0, window=8))
     try:
         asyncio.run(work())
     finally:

@@ -46,15 +46,23 @@ def mmdu(tmp_path):
         ("assistant", "Who knows."),
     ]
     dialogues = [
-        {"id": 0, "image": ["/elsewhere/pics/0.png", "/elsewhere/pics/1.png", "2.png"], "conversations": told(long)},
-        {"id": 1, "image": ["3.png"], "conversations": told([("user", "<ImageHere>What?"), ("assistant", "A dog.")])},
+        {
+            "id": 0,
+            "image": ["/elsewhere/pics/0.png", "/elsewhere/pics/1.png", "2.png"],
+            "conversations": conversation_of(long),
+        },
+        {
+            "id": 1,
+            "image": ["3.png"],
+            "conversations": conversation_of([("user", "<ImageHere>What?"), ("assistant", "A dog.")]),
+        },
     ]
     path = tmp_path / "benchmark.json"
     path.write_text(json.dumps(dialogues))
     return path
 
 
-def told(pairs):
+def conversation_of(pairs):
     return [{"from": who, "value": text} for who, text in pairs]
 
 
@@ -208,8 +216,8 @@ def test_a_baseline_is_called_what_it_is():
     assert [label(name) for name in ("mpic-32", "cacheblend-proto-0.1")] == ["mpic-32", "cacheblend-proto-0.1"]
     assert [label(name) for name in ("off", "schedule")] == ["off (no reuse)", "schedule (mean 2.5 %)"]
     assert notes(["off", "mpic-32", "schedule"]) == {}
-    [told] = notes(["off", "cacheblend-0.15"]).values()
-    assert "one pass" in told
+    [result] = notes(["off", "cacheblend-0.15"]).values()
+    assert "one pass" in result
     for name in ("mpic_cpu", "mpic_tiny_vqa", "mpic_online_cpu", "serve_policies_cpu"):
         assert json.loads((RESULTS / f"{name}.json").read_text())["notes"] == notes(["cacheblend-0.15"])
 
@@ -259,16 +267,16 @@ def test_the_command_says_what_does_not_go_together():
         (["--work", __file__], "work must be a new file or one that an earlier run"),
         (["--rates", "1", "--work", "new"], "work cannot be combined with rates"),
     ):
-        told = CliRunner().invoke(mpic.app, options)
-        assert (told.exit_code, message in told.output) == (1, True), told.output
+        result = CliRunner().invoke(mpic.app, options)
+        assert (result.exit_code, message in result.output) == (1, True), result.output
 
 
 def test_a_judge_has_a_name_and_a_key(monkeypatch):
     calls = []
     monkeypatch.setattr(mpic, "run_apart", lambda *_, **options: calls.append(options))
     words = ["--judge", "http://judge", "--judge-model", "strict", "--judge-key", "secret"]
-    told = CliRunner().invoke(mpic.app, [*words, "--images", "1", "--questions", "1"])
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(mpic.app, [*words, "--images", "1", "--questions", "1"])
+    assert result.exit_code == 0, result.output
     [options] = calls
     assert options["judge"].model == "strict"
     assert options["judge"].client._key == {"Authorization": "Bearer secret"}
@@ -278,8 +286,8 @@ def test_turns_of_dialogues(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(mpic, "read_turns", lambda *_, turns: asked.append(turns) or 1 / 0)
     for words in (["--turns", "3"], []):
-        told = CliRunner().invoke(mpic.app, ["--data", str(tmp_path), *words])
-        assert isinstance(told.exception, ZeroDivisionError)
+        result = CliRunner().invoke(mpic.app, ["--data", str(tmp_path), *words])
+        assert isinstance(result.exception, ZeroDivisionError)
     assert asked == [3, 1]
 
 
@@ -314,8 +322,8 @@ def test_online(checkpoints, mmdu, tmp_path):
     out = tmp_path / "o.json"
     command = [checkpoints("qwen3_vl"), "--data", mmdu, "--images", "1,2", "--rates", "20"]
     command += ["--requests", 4, "--policies", "mpic-1", "--max-tokens", 2, "--out", out]
-    told = CliRunner().invoke(mpic.app, list(map(str, command)))
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(mpic.app, list(map(str, command)))
+    assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert [row["reuse"] for row in written["rows"]] == ["off", "exact", "mpic-1"]
     off, exact, mpic_1 = (row["cached %"] for row in written["rows"])

@@ -28,11 +28,13 @@ def test_groups():
     groups = {group.name: group.settings for group in found}
     at_ratio = groups["r = 0.1"]
     assert at_ratio[:6] == ("0.1", "ends-0.1", "spread-0.1", "shift-0.1", "epic-8", "mpic-8")
-    assert {"cacheblend-0.1", "cacheblend-lmcache-0.1", "kvshare-0.1", "kvshare-attn-0.1", "asked-0.1"} < set(at_ratio)
+    assert {"cacheblend-0.1", "cacheblend-lmcache-0.1", "kvshare-0.1", "kvshare-attn-0.1", "question-0.1"} < set(
+        at_ratio
+    )
     # Policies that compute two or three of four layers whole cannot stay at a quarter of the rows.
     at_share = groups["25 % of image rows"]
     assert at_share == ("0.25", "ends-0.25", "spread-0.25", "shift-0.25", "epic-20", "mpic-20")
-    assert {"cacheblend-0", "cacheblend-lmcache-0.5", "asked-0.5"} < set(groups["75 % of image rows"])
+    assert {"cacheblend-0", "cacheblend-lmcache-0.5", "question-0.5"} < set(groups["75 % of image rows"])
     # The first layer computes what the second one needs: (100 + 100 + 50) / 4 / 500.
     assert groups["rows of falling"] == ("falling", "shift-falling", "0.125", "spread-0.125", "shift-0.125")
     policies = policies_of(found, named, {})
@@ -129,12 +131,12 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
     # the third; cacheblend looks at three layers, and has none left to save in.
     expected = dict.fromkeys(("0.9", "ends-0.9", "spread-0.9", "shift-0.9"), 10 / 12)
     expected |= dict.fromkeys(("epic-11", "mpic-11"), 11 / 12)
-    choosing = ("cacheblend-lmcache-0.7", "cacheblend-proto-0.7", "kvshare-0.7", "kvshare-attn-0.7", "asked-0.7")
+    choosing = ("cacheblend-lmcache-0.7", "cacheblend-proto-0.7", "kvshare-0.7", "kvshare-attn-0.7", "question-0.7")
     expected |= dict.fromkeys(choosing, (1 + 1 + 8 / 12) / 3)
     at_share = {reuse: row["rows x layers %"] for (group, reuse), row in rows.items() if group == "90 % of image rows"}
     assert at_share == pytest.approx({reuse: 100 * share for reuse, share in expected.items()})
-    assert rows["90 % of image rows", "asked-0.7"]["rows %"] == 100
-    assert rows["no rows", "full"]["logit MSE"] > rows["r = 0.5", "asked-0.5"]["logit MSE"]
+    assert rows["90 % of image rows", "question-0.7"]["rows %"] == 100
+    assert rows["no rows", "full"]["logit MSE"] > rows["r = 0.5", "question-0.5"]["logit MSE"]
     assert "as they are images, new question, several images, cached separately" in result.stdout
 
 

@@ -65,8 +65,8 @@ def test_affinity_finds_more_and_the_bound_spreads():
 
 
 def test_drawn_requests():
-    drawn = draw(2000, 10.0, pictures=100, zipf=1.0, most=3, seed=1)
-    assert drawn == draw(2000, 10.0, pictures=100, zipf=1.0, most=3, seed=1)
+    drawn = draw(2000, 10.0, pictures=100, zipf=1.0, max_images=3, seed=1)
+    assert drawn == draw(2000, 10.0, pictures=100, zipf=1.0, max_images=3, seed=1)
     assert drawn[-1].at == pytest.approx(200, rel=0.1)
     counts = [len(request.images) for request in drawn]
     assert (min(counts), max(counts)) == (1, 3)

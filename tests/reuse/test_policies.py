@@ -162,7 +162,7 @@ def test_a_schedule_shrinks():
     "reuse",
     [
         "off", "exact", "full", "full-two-pass", "0.1", "mpic-2", "epic-3", "ends-0.3", "spread-0.02", "shift-0.02",
-        "asked-0.05", "cacheblend-0.1", "cacheblend-lmcache-0.1", "cacheblend-proto-0.1", "kvshare-0.1",
+        "question-0.05", "cacheblend-0.1", "cacheblend-lmcache-0.1", "cacheblend-proto-0.1", "kvshare-0.1",
         "kvshare-attn-0.1",
     ],
 )  # fmt: skip
@@ -201,7 +201,7 @@ def test_what_reuse_may_be(tmp_path, monkeypatch):
         assert parse_policy(reuse) == Scheduled(schedule)
     assert parse_policy(f"shift-{tmp_path / 's.json'}") == Spread(schedule=schedule, shift=True)
     assert parse_policy(f"spread-{tmp_path / 's.json'}") == Spread(schedule=schedule)
-    assert parse_policy(f"asked-{tmp_path / 's.json'}").schedule == schedule
+    assert parse_policy(f"question-{tmp_path / 's.json'}").schedule == schedule
     assert parse_policy("ends-1e-05") == Ends(Fraction(1, 100_000))
     schedule.save(tmp_path / "shift-own.json")
     monkeypatch.chdir(tmp_path)
@@ -227,7 +227,7 @@ def test_what_reuse_may_be(tmp_path, monkeypatch):
         "1e999",
         "0_1",
         "shift-0.1 ",
-        "asked-",
+        "question-",
         "1e-999999999",
     ):
         with pytest.raises(ValueError, match="reuse must be"):
@@ -283,7 +283,7 @@ POLICIES = (
     "ends-0.5",
     "spread-0.4",
     "shift-0.4",
-    "asked-0.5",
+    "question-0.5",
 )
 
 

@@ -241,7 +241,7 @@ def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, textured_imag
         engine.chat(user("See ", image), one, use_tqdm=False)
         long = user("What is there to be seen, and who may have seen it? ", image, "Say it.")
         with pytest.raises(ValueError, match=r"at most buckets\.max_rows = 64"):
-            engine.chat(long, one, reuse="asked-0.2", use_tqdm=False)
+            engine.chat(long, one, reuse="question-0.2", use_tqdm=False)
         [after] = engine.chat(long, one, reuse="0.2", use_tqdm=False)
         assert after.cache.images[0].match == "approximate"
 

@@ -50,11 +50,13 @@ class Running:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body; what is no bytes is sent as JSON."""
-        told = {"Content-Type": "application/json"} | {name.replace("_", "-"): one for name, one in headers.items()}
+        all_headers = {"Content-Type": "application/json"} | {
+            name.replace("_", "-"): one for name, one in headers.items()
+        }
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WITHIN)
         with contextlib.closing(connection):
-            connection.request(method, path, data, told)
+            connection.request(method, path, data, all_headers)
             response = connection.getresponse()
             found = response.read()
             return response.status, {name.lower(): one for name, one in response.getheaders()}, found

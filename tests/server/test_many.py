@@ -25,7 +25,7 @@ from tests.server.helper import WORDS, Running, data_url, serving, shows
 CHAT = "/v1/chat/completions"
 SECONDS = float(os.environ.get("VLCACHE_SOAK", "20"))
 CLIENTS = 200
-MOST_GROWTH = 64 * 2**20  # bytes that the server may take more in the second half than in the first
+MAX_GROWTH = 64 * 2**20  # bytes that the server may take more in the second half than in the first
 BROKEN = [b"{", b"\xff", b"[]", b'{"messages": 5}', b'{"messages": [{}]}', b'{"messages": [{"role": "user"']
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
@@ -142,4 +142,4 @@ def test_many_clients(checkpoints, textured_image):
     print(f"\n{dict(did)}, median wait {waits[len(waits) // 2]:.2f} s, longest {waits[-1]:.2f} s")
     print(f"memory: {first / 2**20:.0f} MiB in the first half at most, {second / 2**20:.0f} MiB in the second")
     assert set(did) == {"whole", "stream", "slow", "gone", "broken"}
-    assert second - first < MOST_GROWTH
+    assert second - first < MAX_GROWTH

@@ -181,7 +181,7 @@ def test_tenants_have_their_own(serve, tmp_path):
 
 
 def test_the_least_recently_used_leave():
-    stored, alice = StoredResponses(most=3, most_bytes=1000), Tenant("alice")
+    stored, alice = StoredResponses(max_responses=3, max_bytes=1000), Tenant("alice")
     for i in range(3):
         stored.put({"id": str(i)}, [], None)
     stored.put({"id": "0"}, [], alice)
@@ -199,7 +199,10 @@ def test_the_least_recently_used_leave():
 
 def test_a_tenant_that_stores_much_loses_its_own():
     """By bytes and by number; another that has less than an equal share loses nothing, however old."""
-    stored, alice, bob, carl = StoredResponses(most=12, most_bytes=12_000), *map(Tenant, ("alice", "bob", "carl"))
+    stored, alice, bob, carl = (
+        StoredResponses(max_responses=12, max_bytes=12_000),
+        *map(Tenant, ("alice", "bob", "carl")),
+    )
 
     def kept(*tenants):
         return ["".join(str(i) for i in range(20) if stored.get(str(i), one)) for one in tenants]
@@ -230,7 +233,7 @@ def test_a_picture_is_kept_once():
     def asked(picture, text="?"):
         return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture}}, {"text": text}]}
 
-    stored, alice = StoredResponses(most_bytes=3000), Tenant("alice")
+    stored, alice = StoredResponses(max_bytes=3000), Tenant("alice")
     first, said = asked("x" * 1000), {"role": "assistant", "content": "y"}
     told = [first]
     for i in range(3):  # a conversation that goes on, and one that the client tells again

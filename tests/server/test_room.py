@@ -32,9 +32,9 @@ class Clock:
 class Requests:
     """Requests at a room, by the names that a test gives them."""
 
-    def __init__(self, most=4, most_bytes=LARGE, tenants=0, most_body=0):
+    def __init__(self, max_requests=4, max_bytes=LARGE, tenants=0, max_body_bytes=0):
         self.clock = Clock()
-        self.room = Room(most, most_bytes, most_body, lambda: tenants, self.clock)
+        self.room = Room(max_requests, max_bytes, max_body_bytes, lambda: tenants, self.clock)
         self.places: dict[str, ReservedPlace] = {}
         self.closed: list[str] = []  # in the order in which they were
         self._open: dict[str, contextlib.ExitStack] = {}
@@ -94,7 +94,7 @@ def test_the_slowest_body_is_closed_where_one_more_comes():
 
 
 def test_bodies_that_do_not_come_shut_no_other_out():
-    requests = Requests(most=512)
+    requests = Requests(max_requests=512)
     for i in range(1000):
         requests.enter(f"slow {i}", declared=100_000)
         requests.take(f"slow {i}", 1)
@@ -109,7 +109,7 @@ def test_bodies_that_do_not_come_shut_no_other_out():
 
 
 def test_a_tenants_own_slow_bodies_are_closed_first():
-    requests = Requests(most=4, tenants=2)
+    requests = Requests(max_requests=4, tenants=2)
     requests.enter("bob's", BOB)  # the oldest, and of it no byte has come
     for i in range(6):
         requests.clock.now += 1
@@ -125,7 +125,7 @@ def test_a_tenants_own_slow_bodies_are_closed_first():
 
 
 def test_bytes_count_when_they_have_come():
-    requests = Requests(most=100, most_bytes=10_000, tenants=2, most_body=10_000)
+    requests = Requests(max_requests=100, max_bytes=10_000, tenants=2, max_body_bytes=10_000)
     for i in range(50):
         requests.enter(f"alice's {i}", ALICE, declared=9999)
     assert (requests.room.coming, requests.room.nbytes) == (50, 0)
@@ -149,7 +149,7 @@ def test_bytes_count_when_they_have_come():
 
 
 def test_each_tenant_has_a_part_of_the_room_that_no_other_takes():
-    requests = Requests(most=24, most_bytes=24_000, tenants=2)  # and the admin: a part is 2 requests, 2000 bytes
+    requests = Requests(max_requests=24, max_bytes=24_000, tenants=2)  # and the admin: a part is 2 requests, 2000 bytes
     for i in range(20):
         requests.enter(f"alice's {i}", ALICE, body=1)
     message = refused(503, requests.enter, "alice's last", ALICE)
@@ -169,7 +169,7 @@ def test_each_tenant_has_a_part_of_the_room_that_no_other_takes():
 
 
 def test_without_tenants_there_is_one_room():
-    requests = Requests(most=3)
+    requests = Requests(max_requests=3)
     for i in range(3):
         requests.enter(f"{i}", body=1)
     assert refused(503, requests.enter, "last") == "the server is at capacity: 3 requests in flight"
@@ -196,7 +196,7 @@ def test_a_tenant_that_is_gone_makes_no_more_room_than_there_is():
 
 def test_a_tenants_requests_are_those_under_way():
     few = Tenant("few", requests=2)
-    requests = Requests(most=10, tenants=1)
+    requests = Requests(max_requests=10, tenants=1)
     for i in range(5):
         requests.enter(f"slow {i}", few)
     requests.enter("first", few, body=1)
@@ -222,13 +222,17 @@ TENANTS = (None, ALICE, BOB, CARL)
 STEPS = st.tuples(st.sampled_from(["enter", "take", "arrive", "leave"]), st.integers(0, 3), st.integers(0, 60))
 
 
-@given(steps=st.lists(STEPS, max_size=150), most=st.integers(1, 24), has_tenants=st.booleans())
+@given(steps=st.lists(STEPS, max_size=150), max_requests=st.integers(1, 24), has_tenants=st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_whatever_comes_is_counted(steps, most, has_tenants):
-    most_bytes, most_body = 400, 60
-    requests = Requests(most, most_bytes, 3 if has_tenants else 0, most_body)
+def test_whatever_comes_is_counted(steps, max_requests, has_tenants):
+    max_bytes, max_body_bytes = 400, 60
+    requests = Requests(max_requests, max_bytes, 3 if has_tenants else 0, max_body_bytes)
     # Without tenants no part is kept for any of them.
-    room, part, byte_part = requests.room, most // 16 * has_tenants, (most_bytes - most_body) // 16 * has_tenants
+    room, part, byte_part = (
+        requests.room,
+        max_requests // 16 * has_tenants,
+        (max_bytes - max_body_bytes) // 16 * has_tenants,
+    )
     coming: list[str] = []
     in_flight: list[str] = []
 
@@ -250,7 +254,7 @@ def test_whatever_comes_is_counted(steps, most, has_tenants):
         elif step == "take" and coming:
             name = coming[size % len(coming)]
             with contextlib.suppress(ApiError):
-                requests.places[name].take(min(size, most_body - requests.places[name].size))
+                requests.places[name].take(min(size, max_body_bytes - requests.places[name].size))
         elif step == "arrive" and coming:
             name = coming.pop(size % len(coming))
             before.discard(name)
@@ -275,9 +279,9 @@ def test_whatever_comes_is_counted(steps, most, has_tenants):
             requests.leave(name)
         places = [requests.places[name] for name in (*coming, *in_flight)]
         assert (room.coming, room.inside) == (len(coming), len(places))
-        assert room.nbytes == sum(place.size for place in places) <= most_bytes
-        assert len(coming) <= most
-        assert len(in_flight) <= most
+        assert room.nbytes == sum(place.size for place in places) <= max_bytes
+        assert len(coming) <= max_requests
+        assert len(in_flight) <= max_requests
     requests.leave()
     assert (room.coming, room.inside, room.nbytes) == (0, 0, 0)
 

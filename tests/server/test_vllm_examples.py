@@ -59,7 +59,7 @@ def shown(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, *parts]}]
 
 
-def asked(*parts: Any, last: bool = True) -> list[dict[str, Any]]:
+def chat_of(*parts: Any, last: bool = True) -> list[dict[str, Any]]:
     """A conversation as the example of Qwen3-VL-Embedding has it."""
     system = {"role": "system", "content": [{"type": "text", "text": "Represent the user's input."}]}
     return [system, {"role": "user", "content": list(parts)}, *([EMPTY] if last else [])]
@@ -182,12 +182,12 @@ EXAMPLES = [
     ),
     # examples/pooling/embed
     *(
-        Example("vision_embedding_online, Qwen3-VL-Embedding", EMBEDDINGS, {"messages": asked(*parts), **OPEN})
+        Example("vision_embedding_online, Qwen3-VL-Embedding", EMBEDDINGS, {"messages": chat_of(*parts), **OPEN})
         for parts in ([TEXT], [PICTURE, {"type": "text", "text": ""}], [PICTURE, TEXT])
     ),
     refused(
         "vision_embedding_online, Qwen3-VL-Embedding, without `continue_final_message`", EMBEDDINGS,
-        {"messages": asked(TEXT), **SHUT}, "messages must not end with an assistant's turn that is empty and closed: "
+        {"messages": chat_of(TEXT), **SHUT}, "messages must not end with an assistant's turn that is empty and closed: "
         "set continue_final_message = true",
     ),
     Example("vision_embedding_online, DSE of Qwen2-VL", EMBEDDINGS, {"messages": shown(PICTURE), **SHUT}),
@@ -294,12 +294,12 @@ def test_an_empty_open_turn_is_the_models_own_form(serve, engine):
     """The vector of the example's body is that of the library's conversation, with which the models were published."""
     served, llm = serve(), LLM(engine.service)
     for parts in ([TEXT], [PICTURE, TEXT]):
-        _, found = served.json("POST", EMBEDDINGS, {"messages": asked(*parts), **OPEN})
-        [own] = llm.embed([asked(*parts, last=False)], use_tqdm=False)
+        _, found = served.json("POST", EMBEDDINGS, {"messages": chat_of(*parts), **OPEN})
+        [own] = llm.embed([chat_of(*parts, last=False)], use_tqdm=False)
         np.testing.assert_allclose(found["data"][0]["embedding"], own.outputs.embedding, atol=1e-5)
         assert found["usage"]["prompt_tokens"] == len(own.prompt_token_ids)
     # By vLLM's default, which has to be asked for here, the prompt ends before the assistant's turn, or after it.
-    for messages in (asked(TEXT, last=False), asked(TEXT)):
+    for messages in (chat_of(TEXT, last=False), chat_of(TEXT)):
         _, found = served.json("POST", EMBEDDINGS, {"messages": messages, "add_generation_prompt": False})
         [given] = llm.embed([{"messages": messages, "add_generation_prompt": False}], use_tqdm=False)
         np.testing.assert_allclose(found["data"][0]["embedding"], given.outputs.embedding, atol=1e-5)
@@ -307,7 +307,7 @@ def test_an_empty_open_turn_is_the_models_own_form(serve, engine):
 
 
 def test_messages_go_by_the_servers_template(serve, engine):
-    own, messages = "{{ messages[-1]['content'][0]['text'] }} and no more", asked(TEXT, last=False)
+    own, messages = "{{ messages[-1]['content'][0]['text'] }} and no more", chat_of(TEXT, last=False)
     served, llm = serve(chat_template=own), LLM(engine.service)
     _, found = served.json("POST", EMBEDDINGS, {"messages": messages})
     [expected] = llm.embed([{"prompt": "a dog and no more"}], use_tqdm=False)
@@ -388,7 +388,7 @@ def test_coheres_answer(serve, engine):
         ("/v2/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", ".*: send"),
         (EMBEDDINGS, {"input": "a", "continue_final_message": True}, "continue_final_message", "cont.* with input"),
         (
-            EMBEDDINGS, {"messages": asked(TEXT), "continue_final_message": True, "add_generation_prompt": True},
+            EMBEDDINGS, {"messages": chat_of(TEXT), "continue_final_message": True, "add_generation_prompt": True},
             "add_generation_prompt", "add_generation_prompt and continue_final_message are mutually exclusive",
         ),
         (EMBEDDINGS, {"messages": shown(), "chat_template": "{{ x }}"}, "chat_template", ".*: start the server"),

@@ -68,7 +68,7 @@ class Channel:
       meter: counters.
       clock: returns monotonic seconds.
       ages: ages of records.
-      most: maximum bytes in the write queue; further records are not written.
+      max_queued_bytes: maximum bytes in the write queue; further records are not written.
       patience: time limit of a lookup in a tier of this machine, in seconds.
       form: form of the records that this engine writes.
       damaged: called with each found record of another form.
@@ -84,13 +84,13 @@ class Channel:
         *,
         clock: Callable[[], float],
         ages: Ages,
-        most: int,
+        max_queued_bytes: int,
         patience: float,
         form: Form,
         damaged: Callable[[Meta], object],
     ):
         self.tier = tier
-        self._meter, self._clock, self._ages, self._most = meter, clock, ages, most
+        self._meter, self._clock, self._ages, self._max_queued_bytes = meter, clock, ages, max_queued_bytes
         self._damaged = damaged
         self._breaker = Breaker(clock)
         self._readers = ThreadPoolExecutor(_READERS, f"vlcache-{tier.label}-load")
@@ -194,7 +194,7 @@ class Channel:
         """Start writing a record; call `done` when that has ended, successfully or not."""
         with self._lock:
             waiting = sum(one.meta.nbytes for one in self._writing.values())
-            is_taken = not (self.is_closing or (waiting and waiting + record.meta.nbytes > self._most))
+            is_taken = not (self.is_closing or (waiting and waiting + record.meta.nbytes > self._max_queued_bytes))
             if is_taken:
                 future = self._writer.submit(self._write, record)
                 self._writing[future] = record

@@ -18,30 +18,30 @@ from collections.abc import Callable, Iterator
 _log = logging.getLogger(__name__)
 
 _PATIENCE = 3.0  # seconds until a log line names the process that holds the lock
-MOST = 60.0  # seconds that opening waits; a large directory takes some, a stopped process never finishes
+LOCK_TIMEOUT = 60.0  # seconds that opening waits; a large directory takes some, a stopped process never finishes
 _TICK = 0.05  # seconds between attempts
 _MAX_HOLDER = 200  # bytes of the name of the holder
 
 
 @contextlib.contextmanager
 def held(
-    path: pathlib.Path, *, waits: bool = True, most: float | None = None, clock: Callable[[], float] = time.monotonic
+    path: pathlib.Path, *, waits: bool = True, timeout: float | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[bool]:
     """Lock a file, which names its holder meanwhile; yield whether this process has the lock.
 
     Args:
       path: path of the lock file, which is created if it does not exist.
       waits: wait for another process that has the lock. A log line reports it after 3 seconds.
-      most: maximum wait in seconds; None: no limit.
+      timeout: maximum wait in seconds; None: no limit.
       clock: returns monotonic seconds.
 
     Raises:
-      TimeoutError: another process still has the lock after `most` seconds.
+      TimeoutError: another process still has the lock after `timeout` seconds.
       OSError: the path is not a regular file, or cannot be opened.
     """
     descriptor = _open(path)
     try:
-        is_mine = _take(descriptor) or (waits and _wait(path, descriptor, most, clock))
+        is_mine = _take(descriptor) or (waits and _wait(path, descriptor, timeout, clock))
         if is_mine:
             _sign(descriptor, f"process {os.getpid()} on {socket.gethostname()}")
         try:
@@ -67,13 +67,13 @@ def _open(path: pathlib.Path) -> int:
     return descriptor
 
 
-def _wait(path: pathlib.Path, descriptor: int, most: float | None, clock: Callable[[], float]) -> bool:
+def _wait(path: pathlib.Path, descriptor: int, timeout: float | None, clock: Callable[[], float]) -> bool:
     begun, is_logged = clock(), False
     while not _take(descriptor):
         waited = clock() - begun
-        if most is not None and waited >= most:
+        if timeout is not None and waited >= timeout:
             raise TimeoutError(
-                f"{path} must be unlocked within {most:.0f} s, but {_holder(descriptor)} holds the lock: wait until "
+                f"{path} must be unlocked within {timeout:.0f} s, but {_holder(descriptor)} holds the lock: wait until "
                 "that process has opened the directory, or end it if it hangs"
             )
         if waited >= _PATIENCE and not is_logged:

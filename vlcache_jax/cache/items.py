@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.folders import LIBRARIES_FOLDER, MOST, held, log_older
+from vlcache_jax.cache.folders import LIBRARIES_FOLDER, LOCK_TIMEOUT, held, log_older
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, owner_key
-from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.cache.store import ImageKey
 from vlcache_jax.common.checks import is_a, short
 from vlcache_jax.common.files import make_folder
 
@@ -44,7 +44,7 @@ class Item:
 
     Attributes:
       library, id: name of the library and of the item.
-      picture: content key and size of the image.
+      image_key: content key and size of the image.
       limits: pixel limits `min_pixels` and `max_pixels`.
       entry: entry key of its cache entries.
       file: name of the file with its bytes; None: they are not stored.
@@ -57,7 +57,7 @@ class Item:
 
     library: str
     id: str
-    picture: PictureKey
+    image_key: ImageKey
     limits: Mapping[str, int]
     entry: str
     file: str | None
@@ -101,8 +101,8 @@ def read_item(salt: Salt, row: Sequence[Any]) -> Item:
         if not is_right:
             got = dict(zip(COLUMNS.split(", "), row, strict=True))[column]
             raise ValueError(f"{column} has an invalid value: {got!r:.80}")
-    picture = PictureKey(content, height, width)
-    return Item(library, name, picture, read["limits"], entry, file, read["metadata"], added, expires, version, salt)
+    image_key = ImageKey(content, height, width)
+    return Item(library, name, image_key, read["limits"], entry, file, read["metadata"], added, expires, version, salt)
 
 
 def read_orphan(row: Sequence[Any]) -> OrphanData:
@@ -339,14 +339,14 @@ class Items(ItemFiles):
           loose: number of the orphan row of its data, which is deleted.
           vectors: vectors by embedder name.
         """
-        owner, picture = owner_key(item.salt), item.picture
+        owner, image_key = owner_key(item.salt), item.image_key
         with self._changing() as index:
             old = self._one(item.salt, item.library, item.id)
             if old is not None:
                 self._loosen(index, owner, old)
             index.execute(
                 f"INSERT OR REPLACE INTO items (owner, {COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (owner, item.library, item.id, item.version, picture.content, picture.height, picture.width,
+                (owner, item.library, item.id, item.version, image_key.content, image_key.height, image_key.width,
                  json.dumps(dict(item.limits)), item.entry, item.file, json.dumps(dict(item.metadata)), item.added,
                  item.expires),
             )  # fmt: skip
@@ -546,7 +546,7 @@ class Items(ItemFiles):
             else:
                 make_folder(self._folder)
                 log_older(self._folder.parent, FOLDER)
-                with held(self._folder / _OPENING, most=MOST):  # opening in SQLite does not wait for other processes
+                with held(self._folder / _OPENING, timeout=LOCK_TIMEOUT):  # SQLite waits for no process here
                     self._index = _connected(str(self._folder / _FILE))
         return self._index
 

@@ -228,10 +228,10 @@ _MAX_REQUESTS = 4096  # lists of images with a hundred bytes per image
 
 
 class Bounded[V]:
-    """Mapping of at most `most` keys; the least recently used are evicted. Methods may be called from any thread."""
+    """Mapping of at most `max_keys` keys; the least recently used are evicted. All methods are thread-safe."""
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, max_keys: int):
+        self._max_keys = max_keys
         self._values: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -250,7 +250,7 @@ class Bounded[V]:
             known = key in self._values
             self._values[key] = value
             self._values.move_to_end(key)
-            while len(self._values) > self._most:
+            while len(self._values) > self._max_keys:
                 self._values.popitem(last=False)
             return known
 

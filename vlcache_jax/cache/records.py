@@ -197,11 +197,11 @@ class MemoryTier:
 
     def _share(self, owner: str, gone: Sequence[Record]) -> float:
         """Return the bytes left in the quota of an owner's payer when the records `gone` are evicted."""
-        if (most := self._shares.of(owner)) is None:
+        if (quota := self._shares.of(owner)) is None:
             return math.inf
         who = payer(owner)
         own = (record for record in self._records.values() if payer(record.meta.owner) == who and record not in gone)
-        return most - sum(record.meta.nbytes for record in own)
+        return quota - sum(record.meta.nbytes for record in own)
 
     def _insert(self, meta: Meta, source: str | None) -> Record:
         record = self._records[_place(meta.name)] = Record(meta, source)
@@ -544,7 +544,7 @@ class Records:
                 del self._variants[entry]
 
 
-def _displaced(variants: Sequence[Record], new: Sequence[Meta], most: int | None) -> list[Record]:
+def _displaced(variants: Sequence[Record], new: Sequence[Meta], max_count: int | None) -> list[Record]:
     """Return the variants of an image that its new ones replace."""
     contexts = {meta.context for meta in new}
     staying = [record for record in variants if record.meta.context not in contexts]
@@ -552,8 +552,8 @@ def _displaced(variants: Sequence[Record], new: Sequence[Meta], most: int | None
     if any(meta.canonical for meta in new):
         leaving = [record for record in staying if not record.meta.canonical]
         staying = [record for record in staying if record.meta.canonical]
-    if most is not None:
-        leaving += staying[: max(0, len(staying) + len(new) - most)]
+    if max_count is not None:
+        leaving += staying[: max(0, len(staying) + len(new) - max_count)]
     return [record for record in leaving if not record.is_pinned]
 
 

@@ -48,8 +48,8 @@ _UNCHECKED = 2  # parts that may be loaded but not checked yet
 
 
 @dataclass(frozen=True)
-class PictureKey:
-    """Image that an alias maps to: content key, and size in pixels."""
+class ImageKey:
+    """Identity of an image: content key, and size in pixels."""
 
     content: str
     height: int
@@ -99,7 +99,7 @@ class Store(Records):
       steady: returns monotonic seconds.
 
     Attributes:
-      pictures: images by alias.
+      image_keys: keys of images, by alias.
       described: data derived from an image, by alias and pixel limits; cleared with the aliases.
       refusals: reason by alias why a file is not an image.
       requests: lists of images that were sent together.
@@ -125,7 +125,7 @@ class Store(Records):
     ):
         self._together = together
         super().__init__(config, shares or Quotas(config.owner_bytes), clock, forgotten)
-        self.pictures = Bounded[PictureKey](REMEMBERED)
+        self.image_keys = Bounded[ImageKey](REMEMBERED)
         self.described = Bounded[Any](_DESCRIBED)
         self.refusals = Bounded[str](_REFUSED)
         self.requests = RememberedRequests()
@@ -134,7 +134,8 @@ class Store(Records):
         self._patience = _LOOK if config.timeout is None else min(_LOOK, config.timeout)
         self.meter = Meter()
         make = functools.partial(
-            Channel, meter=self.meter, clock=steady, ages=self.ages, most=self.tier.capacity // 2, form=form,
+            Channel, meter=self.meter, clock=steady, ages=self.ages, form=form,
+            max_queued_bytes=self.tier.capacity // 2,
             patience=_LOOK_HERE if config.timeout is None else config.timeout, damaged=self.found_damaged,
         )  # fmt: skip
         self.channels = [make(tier) for tier in tiers]
@@ -281,7 +282,7 @@ class Store(Records):
         """Remove every record in host memory, alias and request. Counters continue."""
         with self._lock:
             super().clear()
-            for memory in (self.pictures, self.described, self.refusals, self.requests, self.shared):
+            for memory in (self.image_keys, self.described, self.refusals, self.requests, self.shared):
                 memory.clear()
 
     def stats(self) -> CacheStats:

@@ -19,7 +19,7 @@ from vlcache_jax.cache.store import Store
 _log = logging.getLogger(__name__)
 
 
-class Captured(NamedTuple):
+class SavedTokens(NamedTuple):
     """Tokens of a cache entry that a prefill chunk computed: row `rows[i]` of the chunk is token `tokens[i]`."""
 
     record: Record
@@ -48,7 +48,7 @@ class Writer:
     they must not delay the copies of new tokens.
 
     Attributes:
-      asked: number of copies requested so far.
+      requested: number of copies requested so far.
 
     Args:
       store: store of the cache entries.
@@ -58,7 +58,7 @@ class Writer:
     def __init__(self, store: Store, copies: int = 1):
         self._store, self._copies = store, copies
         self._thread = ThreadPoolExecutor(1, "vlcache-writer")
-        self.asked = 0
+        self.requested = 0
         self._waiting: deque[_PendingCopy] = deque()
         self._running: deque[tuple[Future[None], Mapping[int, int]]] = deque()
         self._lock = threading.Lock()
@@ -72,21 +72,21 @@ class Writer:
                 record.data[:, :tokens] = np.asarray(encoded)[:, first : first + tokens]
                 self._store.publish(record)
 
-        self._ask([encoded], [record], fill)
+        self._enqueue([encoded], [record], fill)
 
-    def kv(self, captured: Sequence[Captured], layers: Sequence[tuple[jax.Array, jax.Array] | jax.Array]) -> None:
+    def kv(self, saved: Sequence[SavedTokens], layers: Sequence[tuple[jax.Array, jax.Array] | jax.Array]) -> None:
         """Request to fill cache entries with keys and values of a prefill chunk.
 
         At most two layers are copied at a time, so that copies of new tokens do not wait long.
 
         Args:
-          captured: tokens of the chunk and their cache entries.
+          saved: tokens of the chunk and their cache entries.
           layers: per layer keys before rotation and values in stored form, see `Record.put`: a pair of [N, K, ...], or
             one array [2, N, K, ...].
         """
 
         def fill() -> None:
-            wanted = [part for part in captured if not part.record.is_settled]
+            wanted = [part for part in saved if not part.record.is_settled]
             if not wanted:
                 return
             jax.copy_to_host_async(layers[:1])
@@ -101,16 +101,16 @@ class Writer:
                 if not record.missing:
                     self._store.publish(record)
 
-        self._ask(jax.tree.leaves(layers), [part.record for part in captured], fill)
+        self._enqueue(jax.tree.leaves(layers), [part.record for part in saved], fill)
 
     def begin(self, last: int | None = None) -> None:
         """Start requested copies. The results launched before them are no longer urgent, or the caller cannot wait.
 
         Args:
-          last: number of the last copy to start, counted like `asked`; None: all.
+          last: number of the last copy to start, counted like `requested`; None: all.
         """
         with self._lock:
-            count = len(self._waiting) if last is None else last - (self.asked - len(self._waiting))
+            count = len(self._waiting) if last is None else last - (self.requested - len(self._waiting))
             for _ in range(count):
                 self._begin_next()
 
@@ -138,14 +138,14 @@ class Writer:
             with self._lock:
                 self._submit(_PendingCopy(drop, filling, {}))
 
-    def throttle(self, most: int) -> None:
-        """Wait until pending copies occupy at most `most` bytes of device memory, starting copies as necessary."""
+    def throttle(self, max_bytes: int) -> None:
+        """Wait until pending copies occupy at most `max_bytes` of device memory, starting copies as necessary."""
         while True:
             with self._lock:
                 while self._running and self._running[0][0].done():
                     self._running.popleft()
                 sizes = [*(sizes for _, sizes in self._running), *(copy.sizes for copy in self._waiting)]
-                if sum(dict(item for one in sizes for item in one.items()).values()) <= most:
+                if sum(dict(item for one in sizes for item in one.items()).values()) <= max_bytes:
                     return
                 if not self._running:
                     self._begin_next()
@@ -165,12 +165,12 @@ class Writer:
         self.begin()
         self._thread.shutdown()
 
-    def _ask(self, arrays: Sequence[jax.Array], records: Sequence[Record], fill: Callable[[], None]) -> None:
+    def _enqueue(self, arrays: Sequence[jax.Array], records: Sequence[Record], fill: Callable[[], None]) -> None:
         for record in records:
             record.begin()
         with self._lock:
             self._waiting.append(_PendingCopy(fill, records, {id(array): array.nbytes for array in arrays}))
-            self.asked += 1
+            self.requested += 1
 
     def _begin_next(self) -> None:
         self._submit(self._waiting.popleft())

@@ -16,7 +16,7 @@ from vlcache_jax.common.checks import is_a
 from vlcache_jax.common.progress import Progress, interruptible
 from vlcache_jax.engine.compile_ahead import Ahead
 from vlcache_jax.engine.engine import Loop
-from vlcache_jax.engine.request import Forced, Generation, Planned, PooledSequence, Request
+from vlcache_jax.engine.request import Generation, Planned, PooledSequence, Request, ScoredSequence
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.outputs import HiddenState, Reporter, RequestOutput, Score
 from vlcache_jax.preparation.identification import Identifier
@@ -86,12 +86,12 @@ class ScoreKind(ResultKind[Score]):
     def new_slots(self, row: int, length: int) -> int:
         return len(good(self.tokens[row]))
 
-    def sequences(self, row: int, planned: Planned) -> Sequence[Forced]:
-        return [self.builder.forced(planned, good(self.tokens[row]), keep_logits=self.keep_logits, capture=True)]
+    def sequences(self, row: int, planned: Planned) -> Sequence[ScoredSequence]:
+        return [self.builder.scored(planned, good(self.tokens[row]), keep_logits=self.keep_logits, save=True)]
 
     def result(self, job: Job) -> Score:
         [sequence] = job.sequences
-        assert isinstance(sequence, Forced)
+        assert isinstance(sequence, ScoredSequence)
         return self.reporter.score(job.planned, sequence)
 
     def failed(self, row: int, prompt: Prompt | ValueError, error: str) -> Score:

@@ -151,8 +151,8 @@ class Job:
         self._heard, self._streams = heard, streams
         for sequence in sequences:
             sequence.listen(self._hear, kind.call.group)
-            if sequence.planned.hold is not None:
-                sequence.planned.hold.enter()
+            if sequence.planned.reservation is not None:
+                sequence.planned.reservation.enter()
 
     @property
     def answers(self) -> list[Generation]:
@@ -165,8 +165,8 @@ class Job:
 
     def leave(self, *, failed: bool = False) -> None:
         """Release the cache reservation of the request; see `CacheReservation.leave`."""
-        if self.planned.hold is not None:
-            self.planned.hold.leave(failed=failed)
+        if self.planned.reservation is not None:
+            self.planned.reservation.leave(failed=failed)
 
     def abort(self) -> None:
         """Abort all sequences of the job."""

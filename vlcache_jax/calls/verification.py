@@ -64,7 +64,7 @@ def _verify(
     ]
     forced = [
         [
-            builder.forced(one, answer.token_ids, keep_logits=True, capture=False)
+            builder.scored(one, answer.token_ids, keep_logits=True, save=False)
             for one, answer in zip(way, answers, strict=True)
         ]
         for way in (warm, cold)
@@ -90,7 +90,7 @@ def _without_cache(planned: Planned, num_layers: int) -> Planned:
     plan = full_prefill(layout, num_layers)
     options = dataclasses.replace(planned.options, compress=None)
     return dataclasses.replace(
-        planned, options=options, layout=layout, plan=plan, uses=(), choice=None, owner=None, hold=None
+        planned, options=options, layout=layout, plan=plan, uses=(), choice=None, owner=None, reservation=None
     )
 
 

@@ -14,7 +14,7 @@ from vlcache_jax.config import EngineConfig, EngineOptions
 from vlcache_jax.protocol.answers import ChatFormat
 from vlcache_jax.ray.engines import (
     EngineDiedError,
-    EngineOrder,
+    EngineResources,
     Engines,
     Packed,
     connect,
@@ -61,15 +61,15 @@ def answer(
     connect(address)
     devices = settings.options.get("tensor_parallel_size", 1)
     gpus = gpus_of()
-    order = EngineOrder(engines=engines or max(1, gpus // devices), num_gpus=devices if gpus else 0)
-    warn_of_room(order.engines, order.num_gpus)
+    resources = EngineResources(engines=engines or max(1, gpus // devices), num_gpus=devices if gpus else 0)
+    warn_of_room(resources.engines, resources.num_gpus)
     absolute = dataclasses.replace(settings, source=settings.source.resolve())
     options: EngineOptions = {**settings.options, "use_tqdm": False}
     config = placed(EngineConfig.of(settings.name, **options))
-    pool = Engines(Packed(functools.partial(LineWorker, absolute, config)), order)
+    pool = Engines(Packed(functools.partial(LineWorker, absolute, config)), resources)
     try:
-        say(f"opening {order.engines} engines")
-        asyncio.run(_answer(absolute, output_file, overwrite, pool, order))
+        say(f"opening {resources.engines} engines")
+        asyncio.run(_answer(absolute, output_file, overwrite, pool, resources))
     finally:
         pool.close()
 
@@ -104,10 +104,10 @@ class LineWorker:
 
 
 async def _answer(
-    settings: RunSettings, output_file: OutputFile, overwrite: bool, pool: Engines, order: EngineOrder
+    settings: RunSettings, output_file: OutputFile, overwrite: bool, pool: Engines, resources: EngineResources
 ) -> None:
     await pool.ready()
-    room = asyncio.Semaphore(order.engines * order.window * _AHEAD)
+    room = asyncio.Semaphore(resources.engines * resources.window * _AHEAD)
     warned = settings.model is not None
 
     async def one(given: tuple[int, str, str]) -> None:

@@ -38,16 +38,16 @@ def is_a(value: Any, kind: Any) -> TypeGuard[Any]:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def check_whole(name: str, value: Any, least: int, most: float = math.inf, *, or_none: bool = False) -> None:
-    """Check that a value is an integer from `least` to `most`, or None if `or_none`.
+def check_whole(name: str, value: Any, minimum: int, maximum: float = math.inf, *, or_none: bool = False) -> None:
+    """Check that a value is an integer from `minimum` to `maximum`, or None if `or_none`.
 
     Raises:
       ValueError: it is not; the message begins with `name`.
     """
-    if (is_a(value, int) and least <= value <= most) or (value is None and or_none):
+    if (is_a(value, int) and minimum <= value <= maximum) or (value is None and or_none):
         return
-    bounded = f"an integer from {least} to {most}" if most < math.inf else f"an integer of at least {least}"
-    wanted = "a positive integer" if (least, most) == (1, math.inf) else bounded
+    bounded = f"an integer from {minimum} to {maximum}" if maximum < math.inf else f"an integer of at least {minimum}"
+    wanted = "a positive integer" if (minimum, maximum) == (1, math.inf) else bounded
     raise ValueError(f"{name} must be {wanted}{' or None' if or_none else ''}, got {short(value)}")
 
 
@@ -148,51 +148,51 @@ def parse_rates(text: str, name: str) -> tuple[float, ...]:
     return rates
 
 
-def shorten(text: str, most: int = 200) -> str:
+def shorten(text: str, limit: int = 200) -> str:
     """Return a text for an error message; a long one is cut and its length is appended."""
-    return text if len(text) <= most else f"{text[: 3 * most // 5]}... ({len(text)} characters)"
+    return text if len(text) <= limit else f"{text[: 3 * limit // 5]}... ({len(text)} characters)"
 
 
-def short(value: Any, most: int = 120) -> str:
-    """Return the `repr` of a value, cut to about `most` characters. If `repr` fails, return the name of the type.
+def short(value: Any, limit: int = 120) -> str:
+    """Return the `repr` of a value, cut to about `limit` characters. If `repr` fails, return the name of the type.
 
     Only the beginning of a large value is read.
     """
     try:
         if not exceeds(value, _SHOWN):
-            return shorten(repr(value), most)
+            return shorten(repr(value), limit)
         kind = "characters" if isinstance(value, str | bytes) else "entries"
-        return f"{repr(_beginning(value, most, _LEVELS))[: 3 * most // 5]}... ({len(value)} {kind})"
+        return f"{repr(_beginning(value, limit, _LEVELS))[: 3 * limit // 5]}... ({len(value)} {kind})"
     except (ValueError, RecursionError):  # integers of thousands of digits; lists in lists in lists
         return f"{type(value).__name__} too large to show"
 
 
-def exceeds(value: Any, most: int) -> bool:
-    """Return whether a JSON value has more than `most` characters and entries, nested ones included.
+def exceeds(value: Any, limit: int) -> bool:
+    """Return whether a JSON value has more than `limit` characters and entries, nested ones included.
 
-    The search stops as soon as the count exceeds `most`.
+    The search stops as soon as the count exceeds `limit`.
     """
     pending = [value]
-    while pending and most >= 0:
+    while pending and limit >= 0:
         one = pending.pop()
         is_many = isinstance(one, dict | list | tuple)
-        most -= 1 + len(one) if is_many or isinstance(one, str | bytes) else 1
-        if is_many and most >= 0:
+        limit -= 1 + len(one) if is_many or isinstance(one, str | bytes) else 1
+        if is_many and limit >= 0:
             pending += [*one.keys(), *one.values()] if isinstance(one, dict) else one
-    return most < 0
+    return limit < 0
 
 
-def _beginning(value: Any, most: int, levels: int) -> Any:
+def _beginning(value: Any, limit: int, levels: int) -> Any:
     """Return the first characters or entries of a value, down to `levels` nesting levels."""
     if isinstance(value, str | bytes):
-        return value[:most]
+        return value[:limit]
     if not isinstance(value, dict | list | tuple):
         return value
     first = itertools.islice(value.items() if isinstance(value, dict) else value, _ENTRIES if levels else 0)
     kind = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
     if kind is dict:
-        return {_beginning(key, most, 0): _beginning(one, most, levels - 1) for key, one in first}
-    return kind(_beginning(one, most, levels - 1) for one in first)
+        return {_beginning(key, limit, 0): _beginning(one, limit, levels - 1) for key, one in first}
+    return kind(_beginning(one, limit, levels - 1) for one in first)
 
 
 def is_finite(array: np.ndarray) -> bool:

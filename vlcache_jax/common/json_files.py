@@ -18,17 +18,17 @@ from typing import Any
 
 from vlcache_jax.common.checks import is_a, short
 
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 AT_ONCE = 1 << 19
 """Largest text in bytes that one call of `json` parses. The call holds the GIL, for 20 ms at most."""
-MOST_VALUES = 1 << 21
+MAX_VALUES = 1 << 21
 """Maximum number of integers in a larger text: the ids of 128 prompts of 16384 tokens. Other values count as eight."""
 _WEIGHT = 8
-MOST_DEPTH = 200
+MAX_DEPTH = 200
 """Maximum nesting of lists and objects."""
 _SHORT = 1 << 16  # longest string, in characters, that is read in one call
 _PIECE = 1 << 20  # bytes or characters that are decoded in one call
-_MOST_DIGITS = 4300  # of a number; Python's default limit for integers
+_MAX_DIGITS = 4300  # of a number; Python's default limit for integers
 _SPACE = re.compile(r"[ \t\n\r]{0,65536}+")
 _INTEGERS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,17})[ \t\n\r]{0,64}+,[ \t\n\r]{0,64}+){16,4096}+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]{1,1048576}+')
@@ -38,7 +38,7 @@ _ESCAPES = re.compile(
     r'[^"\\\x00-\x1f]{0,16}+){1,16384}+'
 )
 _scan: Callable[[str, int], tuple[str, int]] = json.decoder.scanstring  # type: ignore[attr-defined]
-_NUMBER = re.compile(rf"[-+.0-9eE]{{0,{_MOST_DIGITS + 1}}}")
+_NUMBER = re.compile(rf"[-+.0-9eE]{{0,{_MAX_DIGITS + 1}}}")
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,24 @@ class Kind:
     accepts: Callable[[Any], bool]
 
 
-def whole(least: int, most: int) -> Kind:
+def whole(minimum: int, maximum: int) -> Kind:
     return Kind(
-        f"an integer from {least} to {most}",
-        lambda value: is_a(value, int) and least <= value <= most,
+        f"an integer from {minimum} to {maximum}",
+        lambda value: is_a(value, int) and minimum <= value <= maximum,
     )
 
 
-def real(least: float, most: float) -> Kind:
+def real(minimum: float, maximum: float) -> Kind:
     return Kind(
-        f"a finite number from {least:g} to {most:g}",
-        lambda value: is_a(value, (int, float)) and least <= value <= most,
+        f"a finite number from {minimum:g} to {maximum:g}",
+        lambda value: is_a(value, (int, float)) and minimum <= value <= maximum,
     )
 
 
-def listed(kind: Kind, most: int) -> Kind:
+def listed(kind: Kind, limit: int) -> Kind:
     return Kind(
-        f"a list of at most {most} entries, each {kind.words}",
-        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.accepts, value)),
+        f"a list of at most {limit} entries, each {kind.words}",
+        lambda value: isinstance(value, list) and len(value) <= limit and all(map(kind.accepts, value)),
     )
 
 
@@ -103,8 +103,8 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise ValueError("not a regular file")
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"more than {_MAX_BYTES} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON file: {error}") from error
@@ -147,7 +147,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text. Texts above `AT_ONCE` bytes are parsed in pieces, so that other threads run in between.
 
     Raises:
-      TooManyError: the text is above `AT_ONCE` bytes and has more than `MOST_VALUES` values.
+      TooManyError: the text is above `AT_ONCE` bytes and has more than `MAX_VALUES` values.
       ValueError: the text is not JSON, is nested too deep, or has numbers that JSON does not allow.
     """
     if len(text) > AT_ONCE:
@@ -162,9 +162,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested in more than `MOST_DEPTH` levels."""
+    """Return whether lists and objects are nested in more than `MAX_DEPTH` levels."""
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         level = [one for one in level if isinstance(one, dict | list)]
         if not level:
             return False
@@ -173,7 +173,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"lists and objects must be at most {MOST_DEPTH} levels deep")
+    return ValueError(f"lists and objects must be at most {MAX_DEPTH} levels deep")
 
 
 def _decoded(data: bytes) -> str:
@@ -185,8 +185,8 @@ def _decoded(data: bytes) -> str:
 
 def _finite(text: str) -> float:
     """Return the number. NaN and infinities are not JSON, and readers of the results may reject them."""
-    if len(text) > _MOST_DIGITS:
-        raise ValueError(f"a number must have at most {_MOST_DIGITS} digits")
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number must have at most {_MAX_DIGITS} digits")
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is not a finite number")
     return number
@@ -196,7 +196,7 @@ class _Pieces:
     """Parser of a large JSON text. One call reads one value, a run of integers or a part of a string."""
 
     def __init__(self, text: str):
-        self._text, self._left, self._depth = text, MOST_VALUES, 0
+        self._text, self._left, self._depth = text, MAX_VALUES, 0
         self._scalar = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).scan_once  # type: ignore[attr-defined]
         self._keys: dict[str, str] = {}
 
@@ -216,8 +216,8 @@ class _Pieces:
             case "{":
                 return self._within(self._object, place + 1)
         found = _NUMBER.match(self._text, place)
-        if found is not None and len(found[0]) > _MOST_DIGITS:
-            raise ValueError(f"a number must have at most {_MOST_DIGITS} digits")
+        if found is not None and len(found[0]) > _MAX_DIGITS:
+            raise ValueError(f"a number must have at most {_MAX_DIGITS} digits")
         try:
             return self._scalar(self._text, place)
         except StopIteration:
@@ -225,7 +225,7 @@ class _Pieces:
 
     def _within(self, read: Callable[[int], tuple[Any, int]], place: int) -> tuple[Any, int]:
         """Read a value one level deeper."""
-        if self._depth == MOST_DEPTH:
+        if self._depth == MAX_DEPTH:
             raise _too_deep()
         self._depth += 1
         found = read(place)
@@ -310,4 +310,4 @@ class _Pieces:
     def _count(self, values: int) -> None:
         self._left -= values
         if self._left < 0:
-            raise TooManyError(f"at most {MOST_VALUES} integers, or {MOST_VALUES // _WEIGHT} other values")
+            raise TooManyError(f"at most {MAX_VALUES} integers, or {MAX_VALUES // _WEIGHT} other values")

@@ -65,6 +65,24 @@ def renamed[T](
     return decorate
 
 
+def renamed_arguments[**P, T](names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that adds deprecated names of arguments to a function. Each use warns.
+
+    Args:
+      names: current name by deprecated name.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def take_both(*args: P.args, **given: P.kwargs) -> T:
+            named: Any = current(function.__name__, names, given)
+            return function(*args, **named)
+
+        return take_both
+
+    return decorate
+
+
 def warn_renamed(old: str, new: str) -> None:
     """Issue a warning, at the user's line, that `old` is deprecated in favor of `new`."""
     message = f"{old} is deprecated and will be removed in the next release; use {new}"

@@ -61,12 +61,12 @@ def layer_shares(gamma: npt.NDArray[np.float64], alpha: float, *, refill: bool) 
     return np.clip(np.interp(total, sums, scales) * density, LEAST, 1)
 
 
-def pyramid(mean: float, most: float, layers: int, steepness: float = 20.0) -> npt.NDArray[np.float64]:
+def pyramid(mean: float, maximum: float, layers: int, steepness: float = 20.0) -> npt.NDArray[np.float64]:
     """Return PyramidKV's number of tokens per layer, float64 [L].
 
-    The numbers decrease linearly with depth to mean / steepness; the first is at most `most`. They stay real numbers:
-    the integer steps of the public code do not preserve the sum.
+    The numbers decrease linearly with depth to mean / steepness; the first is at most `maximum`. They stay real
+    numbers: the integer steps of the public code do not preserve the sum.
     """
-    first = min(2 * mean - mean / steepness, most)
+    first = min(2 * mean - mean / steepness, maximum)
     step = 2 * (first - mean) / max(layers - 1, 1)
     return mean - (np.arange(layers, dtype=np.float64) - (layers - 1) / 2) * step

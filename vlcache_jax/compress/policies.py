@@ -296,10 +296,10 @@ def make_windows(compressor: Compressor, counts: tuple[int, ...]) -> tuple[int, 
     return tuple(_number(compressor, functools.partial(compressor.window, n), "window", n) for n in counts)
 
 
-def _number(compressor: Compressor, method: Callable[[], Any], what: str, most: int) -> int:
+def _number(compressor: Compressor, method: Callable[[], Any], what: str, maximum: int) -> int:
     number = _call(compressor, method, what)
-    if not is_a(number, _WHOLE) or not 0 <= number <= most:
-        raise ValueError(f"{what} of {compressor.name} must be an integer from 0 to {most}, got {short(number)}")
+    if not is_a(number, _WHOLE) or not 0 <= number <= maximum:
+        raise ValueError(f"{what} of {compressor.name} must be an integer from 0 to {maximum}, got {short(number)}")
     return int(number)
 
 

@@ -127,7 +127,9 @@ def usual_scores(number: jax.Array, seen: KeyStatistics) -> jax.Array:
     return jax.lax.select_n(number, *(scores(seen) for scores in USUAL))
 
 
-def kept_tokens(score: jax.Array, length: jax.Array, count: jax.Array, window: jax.Array, *, most: int) -> jax.Array:
+def kept_tokens(
+    score: jax.Array, length: jax.Array, count: jax.Array, window: jax.Array, *, max_count: int
+) -> jax.Array:
     """Return the tokens that each KV head keeps: the last `window` of the prompt and those with the highest scores.
 
     Ties are resolved in favor of the earlier token.
@@ -137,17 +139,17 @@ def kept_tokens(score: jax.Array, length: jax.Array, count: jax.Array, window: j
       length: tokens of the prompt.
       count: number of kept tokens, including the window; at most `length` and `most`.
       window: number of last tokens that are always kept.
-      most: static upper limit of `count`.
+      max_count: static upper limit of `count`.
 
     Returns:
-      int32 [K, min(most, W)], ascending; W from `count` on.
+      int32 [K, min(max_count, W)], ascending; W from `count` on.
     """
     W = score.shape[1]
     token = jnp.arange(W)
     # Entries after the prompt belong to other requests. No token may rank below them, as -nan would.
     score = jnp.where(jnp.isnan(score), -jnp.inf, score)
     score = jnp.where(token >= length, -jnp.inf, jnp.where(token >= length - window, jnp.inf, score))
-    _, best = jax.lax.top_k(score, min(most, W))
+    _, best = jax.lax.top_k(score, min(max_count, W))
     return jnp.sort(jnp.where(jnp.arange(best.shape[1]) < count, best, W), axis=1)
 
 

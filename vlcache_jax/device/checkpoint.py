@@ -103,8 +103,8 @@ class Checkpoint(abc.ABC):
         """
         if self.config.text.has_states and policy.approximates:
             raise ValueError(
-                f"reuse must be 'exact' or 'none' for {self.config.model_type}, got {policy.name!r}: layers with linear "
-                "attention keep a state of all earlier tokens, and K,V of an image do not change it"
+                f"reuse must be 'exact' or 'off' for {self.config.model_type}, got {policy.name!r}: its layers with "
+                "linear attention keep a state of all earlier tokens, which K,V of an image do not change"
             )
         if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             fingerprint = "" if schedule.allow_other_model else self.source_digest

@@ -66,20 +66,20 @@ class Choosing(NamedTuple):
     presence: Any  # float32
     frequency: Any  # float32
     seed: Any  # uint32
-    least: Any  # int32, smallest number of generated tokens
-    most: Any  # int32, largest number of generated tokens
+    min_tokens: Any  # int32, smallest number of generated tokens
+    max_tokens: Any  # int32, largest number of generated tokens
     wants_logprobs: Any  # bool
     counts: Any  # bool, True if a penalty depends on earlier tokens
     has_bias: Any  # bool
     has_words: Any  # bool
 
     @staticmethod
-    def row(params: SamplingParams, *, decode_slot: int, seed: int, most: int) -> npt.NDArray[np.int32]:
+    def row(params: SamplingParams, *, decode_slot: int, seed: int, max_tokens: int) -> npt.NDArray[np.int32]:
         """Pack the parameters of one row, int32 [COLUMNS].
 
         Args:
           params: resolved sampling parameters.
-          most: number of generated tokens at which the sequence ends.
+          max_tokens: number of generated tokens at which the sequence ends.
         """
         floats = np.array(
             [
@@ -95,7 +95,7 @@ class Choosing(NamedTuple):
             bool(params.bad_words),
         )
         packed = np.zeros(COLUMNS, np.int32)
-        packed[:4] = decode_slot, params.top_k or 0, params.min_tokens, most
+        packed[:4] = decode_slot, params.top_k or 0, params.min_tokens, max_tokens
         packed[4] = sum(flag << i for i, flag in enumerate(flags))
         packed[5] = np.uint32(seed).view(np.int32)
         packed[6:] = floats.view(np.int32)
@@ -104,14 +104,14 @@ class Choosing(NamedTuple):
     @staticmethod
     def unpack(packed: jax.Array) -> Choosing:
         """Unpack rows of `row`, int32 [n, COLUMNS], on the device."""
-        decode_slot, top_k, least, most, flags = (packed[:, i] for i in range(5))
+        decode_slot, top_k, min_tokens, max_tokens, flags = (packed[:, i] for i in range(5))
         seed = jax.lax.bitcast_convert_type(packed[:, 5], jnp.uint32)
         floats = jax.lax.bitcast_convert_type(packed[:, 6:], jnp.float32)
         temperature, top_p, min_p, repetition, presence, frequency = (floats[:, i] for i in range(6))
         wants_logprobs, counts, has_bias, has_words = ((flags >> i) & 1 > 0 for i in range(4))
         return Choosing(
-            decode_slot, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, least, most,
-            wants_logprobs, counts, has_bias, has_words,
+            decode_slot, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed,
+            min_tokens, max_tokens, wants_logprobs, counts, has_bias, has_words,
         )  # fmt: skip
 
 
@@ -120,8 +120,8 @@ COLUMNS = 12
 
 def choice_of(packed: npt.NDArray[np.int32]) -> Choice:
     """Return the smallest choice that serves all rows, int32 [n, COLUMNS] of `Choosing.row`."""
-    least, flags, temperature = packed[:, 2], packed[:, 4], packed[:, 6].view(np.float32)
-    if (least > 0).any() or (flags > 0).any():
+    min_tokens, flags, temperature = packed[:, 2], packed[:, 4], packed[:, 6].view(np.float32)
+    if (min_tokens > 0).any() or (flags > 0).any():
         return "any"
     return "drawn" if (temperature > 0).any() else "greedy"
 
@@ -223,13 +223,13 @@ def sample(
     # Ended decode slots request nothing, so that the remaining steps do not compute their requests.
     requested = choosing._replace(
         temperature=jnp.where(is_live, choosing.temperature, 0),
-        least=jnp.where(is_live, choosing.least, 0),
+        min_tokens=jnp.where(is_live, choosing.min_tokens, 0),
         **{name: getattr(choosing, name) & is_live for name in ("wants_logprobs", "counts", "has_bias", "has_words")},
     )
     # If no row requests more, the most likely token is the result.
     is_special = (
         (requested.temperature > 0)
-        | (step < requested.least)
+        | (step < requested.min_tokens)
         | requested.counts
         | requested.has_bias
         | requested.has_words
@@ -253,7 +253,7 @@ def sample(
     is_finite = jnp.isfinite(logits).all(axis)
     continues = is_live & is_finite & is_allowed
     mark = decode_slots.marks.at[decode_slot, token].get(mode="fill", fill_value=0)
-    ends = (mark & ENDS > 0) & (step + 1 >= requested.least)
+    ends = (mark & ENDS > 0) & (step + 1 >= requested.min_tokens)
     result = jnp.where(is_finite, jnp.where(is_allowed, token, NOT_ALLOWED), NOT_FINITE)
     sampled = SampledTokens(jnp.where(is_live, result, NO_ANSWER), *logprobs)
 
@@ -265,7 +265,7 @@ def sample(
     decode_slots = decode_slots._replace(
         token=decode_slots.token.at[growing].set(token, mode="drop"),
         step=decode_slots.step.at[growing].set(step + 1, mode="drop"),
-        is_ended=decode_slots.is_ended.at[live].set(~continues | ends | (step + 1 >= choosing.most), mode="drop"),
+        is_ended=decode_slots.is_ended.at[live].set(~continues | ends | (step + 1 >= choosing.max_tokens), mode="drop"),
     )
     if not _can_serve(choice, {"shape"}):
         return sampled, decode_slots
@@ -377,7 +377,7 @@ def _choose(
     logits: jax.Array, decode_slots: DecodeState, requested: Choosing, step: jax.Array, choice: Choice
 ) -> tuple[jax.Array, jax.Array]:
     """Return a token for each row, int32 [n], and True if any token was allowed, bool [n]."""
-    is_early = step < requested.least
+    is_early = step < requested.min_tokens
     x = logits
     for is_requested, change in (
         (requested.has_bias, lambda x: _with_bias(x, decode_slots, requested)),

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
-from vlcache_jax.cache.writer import Captured
+from vlcache_jax.cache.writer import SavedTokens
 from vlcache_jax.device.buckets import BucketSizes, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.runs import block_ends, make_runs, whole_blocks
@@ -26,7 +26,7 @@ from vlcache_jax.models.layer_kinds import BLOCK, Runs
 from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
 from vlcache_jax.reuse.policies import Plan, active_rows
 from vlcache_jax.reuse.selection import RowChoice, Selection
-from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, most_moved, shifted_images
+from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, shift_end, shifted_images
 
 Index = npt.NDArray[np.int32]
 
@@ -109,7 +109,7 @@ class Step:
       bounds: buckets of these numbers, and last that of the tokens leaving the last layer, [L + 1]. Both are
         non-increasing.
       placements: images whose tokens are computed.
-      captured: tokens whose KV is saved, by image.
+      saved: tokens whose KV is saved, by image.
       wanted: (sequence, index of the token) for each token whose logits are requested; these come first.
       num_slots: number of slots of the pool.
       selection: selection on the device; `active` and `bounds` count the selected tokens. None if there is none.
@@ -123,7 +123,7 @@ class Step:
     active: tuple[int, ...]
     bounds: tuple[int, ...]
     placements: tuple[Placement, ...]
-    captured: tuple[Captured, ...]
+    saved: tuple[SavedTokens, ...]
     wanted: tuple[tuple[Sequence, int], ...]
     num_slots: int
     selection: Selection | None = None
@@ -200,12 +200,7 @@ def prefill_steps(
     images, image, image_row = _image_rows(prefills, length)
     shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
     begun = 0  # number of these images whose first rows are in a chunk
-    is_end = np.concatenate(
-        [
-            block_ends(one.layout, len(one.sequence.layout), min(BLOCK, buckets.max_rows)) if has_states else []
-            for one in prefills
-        ]
-    ).astype(bool)
+    is_end = _block_ends(prefills, min(BLOCK, buckets.max_rows)) if has_states else None
 
     steps = []
     computed = np.flatnonzero(depth)
@@ -215,32 +210,22 @@ def prefill_steps(
         count = len(computed)
         size = split_rows(count, buckets.rows)[0] if choice is None else round_up(count, buckets.rows)
         count = min(size, count)
-        end = most_moved(shifted, begun, min(TOKENS, num_slots))
+        end = shift_end(shifted, begun, min(TOKENS, num_slots))
         count = min(count, int(np.argmax(np.append(shifted[computed], end) >= end)))
         if count < len(computed) and (cut := shifted[computed[count]]) == shifted[computed[count - 1]] >= 0:
             # The shift of an image must not depend on where a chunk ends, so its rows stay together. They begin the
             # next chunk or fill this one, up to the largest size.
             inside = shifted[computed] == cut
             count = int(np.argmax(inside)) or min(int(inside.sum()), buckets.max_rows)
-        if has_states:
+        if is_end is not None:
             count = whole_blocks(is_end[computed], count)
         # Tokens that more layers compute come first, so that each layer's tokens are a leading slice.
         in_order, computed = computed[:count], computed[count:]
         order = np.argsort(-depth[in_order], kind="stable")
         rows = in_order[order]
-        selection = None
-        active = active_rows(depth[rows], num_layers)
+        selection, active = None, active_rows(depth[rows], num_layers)
         if choice is not None:
-            # All tokens are computed up to the check layer; after it the mandatory ones and a number of the others.
-            check = choice.policy.check_layer
-            must = active[check + 1]
-            among = active[0] - must
-            keep = tuple(min(n, among) for n in choice.keep)
-            tokens = index[rows[: active[0]]]
-            selection = Selection(
-                choice.policy, must, among, keep, prefills[0].table, choice.length, choice.question, tokens
-            )
-            active = (*active[: check + 1], *(must + n for n in keep))
+            selection, active = _select(choice, prefills[0].table, active, index[rows[: active[0]]])
         bounds = [round_up(max(n, 1), buckets.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
         # An image is shifted in the chunk that has its first row.
@@ -261,15 +246,35 @@ def prefill_steps(
                 active=active,
                 bounds=(*bounds, leaving),
                 placements=placements,
-                captured=tuple(_captured(prefills, length, rows)),
+                saved=tuple(_saved_tokens(prefills, length, rows)),
                 wanted=tuple((prefills[owner[row]].sequence, int(index[row])) for row in outputs),
                 num_slots=num_slots,
                 selection=selection,
                 shift=make_shift(shifted, moving, rows, slot, position, depth),
-                runs=_runs(prefills, owner[in_order], index[in_order], is_end[in_order], order) if has_states else None,
+                runs=None if is_end is None else _runs(prefills, owner, index, is_end, in_order, order),
             )
         )
     return steps
+
+
+def _select(
+    choice: RowChoice, table: Index, active: tuple[int, ...], tokens: Index
+) -> tuple[Selection, tuple[int, ...]]:
+    """Return the selection on the device, and the number of tokens that each layer then computes.
+
+    All tokens are computed up to the check layer; after it the mandatory ones and a number of the others.
+    """
+    check = choice.policy.check_layer
+    must = active[check + 1]
+    among = active[0] - must
+    keep = tuple(min(n, among) for n in choice.keep)
+    selection = Selection(choice.policy, must, among, keep, table, choice.length, choice.question, tokens)
+    return selection, (*active[: check + 1], *(must + n for n in keep))
+
+
+def _block_ends(prefills: abc.Sequence[Prefill], size: int) -> npt.NDArray[np.bool_]:
+    """Return for each token of all prompts whether it ends a block, see `block_ends`."""
+    return np.concatenate([block_ends(one.layout, len(one.sequence.layout), size) for one in prefills])
 
 
 def _runs(
@@ -277,29 +282,31 @@ def _runs(
     owner: Index,
     index: Index,
     is_end: npt.NDArray[np.bool_],
+    tokens: npt.NDArray[np.int64],
     order: npt.NDArray[np.int64],
 ) -> Runs:
-    """Return the runs of a chunk, see `make_runs`. The first slot of states is zero."""
+    """Return the runs of a chunk, see `make_runs`; `tokens` are indices into all tokens. Slot 0 of states is zero."""
     slots = [1 + one.sequence.progress.decode_slot for one in prefills]
     forks = {i: [1 + slot for slot in one.forks] for i, one in enumerate(prefills) if one.forks}
-    return make_runs(owner, index, is_end, slots, forks, [len(one.sequence.layout) for one in prefills], order)
+    prompts = [len(one.sequence.layout) for one in prefills]
+    return make_runs(owner[tokens], index[tokens], is_end[tokens], slots, forks, prompts, order)
 
 
-def _captured(
+def _saved_tokens(
     prefills: abc.Sequence[Prefill], length: list[int], rows: npt.NDArray[np.int64]
-) -> abc.Iterator[Captured]:
+) -> abc.Iterator[SavedTokens]:
     """Yield the entries to be filled with KV of `rows`, which are indices into all tokens."""
     place = np.full(sum(length), -1)
     place[rows] = np.arange(len(rows))
     first = 0
     for prefill, count in zip(prefills, length, strict=True):
         for use in prefill.sequence.progress.images:
-            if use.captured is not None and not use.captured.is_settled:
+            if use.saved is not None and not use.saved.is_settled:
                 start = first + use.span.start
                 mine = place[start : start + use.span.length]
                 tokens = np.flatnonzero(mine >= 0)
                 if len(tokens):
-                    yield Captured(use.captured, tokens, mine[tokens])
+                    yield SavedTokens(use.saved, tokens, mine[tokens])
         first += count
 
 

@@ -33,7 +33,7 @@ from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import PAGE, make_work
 from vlcache_jax.reuse.policies import full_prefill
 
-_AT_ONCE = 2  # most prompts whose sums are on the device
+_AT_ONCE = 2  # maximum prompts whose sums are on the device
 _COUNTED = "compressed", "uncompressed", "swapped_out", "swapped_in", "moved_bytes"  # see `EngineStats`
 
 
@@ -270,7 +270,7 @@ class Compactor:
         assert block_table is not None
         if len(candidates) == 1:
             raise RuntimeError(
-                f"the compressed KV pool is too small for {block_table.most} pages; increase compressed_kv_bytes"
+                f"the compressed KV pool is too small for {block_table.max_pages} pages; increase compressed_kv_bytes"
             )
         for some in _parts(block_table.pages):
             source = _table(some, round_up(len(some), MOVED_PAGES))

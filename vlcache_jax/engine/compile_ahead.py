@@ -55,9 +55,7 @@ class Ahead:
           policy: reuse policy of their call.
           answered: the sequences, which have ended.
         """
-        if self._stopped or not any(
-            use.captured is not None for sequence in answered for use in sequence.progress.images
-        ):
+        if self._stopped or not any(use.saved is not None for sequence in answered for use in sequence.progress.images):
             return
         with self._lock:
             known, together = self._answered[-1] if self._answered else (None, [])
@@ -121,7 +119,7 @@ def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[S
     """
     kv = programs.shapes.kv
     # The same prompts, with the images that were computed now cached.
-    computed = {use.span for sequence in answered for use in sequence.progress.images if use.captured is not None}
+    computed = {use.span for sequence in answered for use in sequence.progress.images if use.saved is not None}
     again: State = "exact" if kv.codec is None else "approximate" if policy.approximates else "miss"
     # Outputs of one request share their layout.
     layouts = {id(sequence.layout): sequence.layout.marked(computed, again) for sequence in answered}
@@ -134,7 +132,7 @@ def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[S
             plan, choice = decide(policy, layout, programs.shapes.config.text.num_layers)
             owner = sequence.planned.owner if has_pages else None
             planned = dataclasses.replace(
-                sequence.planned, layout=layout, plan=plan, uses=(), choice=choice, owner=owner, hold=None
+                sequence.planned, layout=layout, plan=plan, uses=(), choice=choice, owner=owner, reservation=None
             )
             sequences.append(Sequence(planned, sequence.new_slots))
         rehearsal.run(sequences)
@@ -147,8 +145,7 @@ class _Rehearsal:
     def __init__(self, shapes: Shapes):
         self._shapes, buckets = shapes, shapes.buckets
         pages = Pages(shapes.num_slots // PAGE - 1)
-        layers, has_states = shapes.depth
-        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, layers, has_states=has_states)
+        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, *shapes.depth)
         self._steps: list[Step] = []
         self._linked: set[tuple[int, int]] = set()
         self._recalled: set[int] = set()

@@ -157,7 +157,7 @@ class Detokenizer:
       stop: strings that end the output.
       skip_special_tokens: whether special tokens are left out of the text.
       include_stop: whether the text includes the stop string.
-      least: number of tokens before which a complete stop string is ignored.
+      min_tokens: number of tokens before which a complete stop string is ignored.
 
     Attributes:
       count: number of tokens so far.
@@ -174,12 +174,12 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
-        least: int = 0,
+        min_tokens: int = 0,
     ):
         self._bytes = _token_bytes(tokenizer, skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._least = least
+        self._min_tokens = min_tokens
         self._kept = max(map(len, self._stop), default=1) - 1  # number of characters that may begin a stop string
         self.count = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -230,7 +230,7 @@ class Detokenizer:
 
     def _extend(self, text: str) -> None:
         window = self._tail + text
-        if self._stop and self.count >= self._least:
+        if self._stop and self.count >= self._min_tokens:
             self._find(window, len(self._tail))
         self._parts.append(text)
         self._length += len(text)

@@ -55,14 +55,14 @@ class CompressedBlockTable:
     Attributes:
       kept: number of prompt tokens that each layer keeps, int32 [L].
       tables: for each layer the pool's page of each logical page; while swapped out, the pages that it had.
-      most: largest number of pages that it can have.
+      max_pages: largest number of pages that it can have.
       room: number of generated tokens for which all layers have pages.
       swapped: content of its pages while it is swapped out; otherwise None.
     """
 
     kept: Index
     tables: list[Index]
-    most: int
+    max_pages: int
     room: int = 0
     swapped: list[npt.NDArray[Any]] | None = None
 
@@ -120,16 +120,16 @@ class CompressedPages:
         """
         return sum(-(-(count + more) // PAGE) for count in counts)
 
-    def take(self, counts: abc.Sequence[int], most: int) -> CompressedBlockTable | None:
+    def take(self, counts: abc.Sequence[int], max_tokens: int) -> CompressedBlockTable | None:
         """Return a block table with pages for the kept tokens; None if there is no room.
 
         Args:
           counts: number of kept tokens in each layer.
-          most: largest number of generated tokens.
+          max_tokens: largest number of generated tokens.
         """
         nothing = np.zeros(0, np.int32)
         block_table = CompressedBlockTable(
-            np.array(counts, np.int32), [nothing] * len(counts), self.needed(counts, most)
+            np.array(counts, np.int32), [nothing] * len(counts), self.needed(counts, max_tokens)
         )
         return block_table if self._begin(block_table, block_table.missing(0)) else None
 
@@ -187,8 +187,8 @@ class CompressedPages:
         Returns:
           False, without any change, unless every output could still grow by one page in each layer.
         """
-        spare = sum(min(one.most - one.count, len(one.kept)) for one in self._block_tables)
-        needed = sum(counts) + min(block_table.most - sum(counts), len(counts)) + spare
+        spare = sum(min(one.max_pages - one.count, len(one.kept)) for one in self._block_tables)
+        needed = sum(counts) + min(block_table.max_pages - sum(counts), len(counts)) + spare
         if needed > len(self._free):
             return False
         self._block_tables.add(block_table)

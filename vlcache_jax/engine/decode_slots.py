@@ -46,7 +46,7 @@ class DecodeSlots:
                 self._ends.pop(decode_slot, None)
             if is_plain:
                 self._ends[decode_slot] = answer.end_tokens
-            choosing = Choosing.row(params, decode_slot=decode_slot, seed=answer.seed, most=answer.new_slots)
+            choosing = Choosing.row(params, decode_slot=decode_slot, seed=answer.seed, max_tokens=answer.new_slots)
             self._rows[decode_slot] = np.concatenate([[len(answer.layout), answer.layout.delta], choosing]).astype(
                 np.int32
             )

@@ -126,13 +126,13 @@ class Engine:
     def __init__(self, runner: Runner, writer: Writer, pages: Pages, threads: Executor, tier: DeviceTier):
         self.runner, self.writer, self.pages = runner, writer, pages
         self.trace: list[tuple[int, int, int]] | None = None
-        (layers, has_states), buckets, slots = runner.shapes.depth, runner.buckets, runner.shapes.compressed_slots
-        self.scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, layers, slots, has_states)
+        shapes, sizes = runner.shapes, (runner.buckets.max_sequences, runner.buckets.max_rows)
+        self.scheduler = Scheduler(pages, *sizes, *shapes.depth, compressed_slots=shapes.compressed_slots)
         self._clock = Clock()
         self._decode_slots = DecodeSlots(runner)
         self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
         self._compactor = Compactor(runner, self.scheduler, self._prefiller, self._clock)
-        self._readiness = Readiness(layers, runner.shapes.link_groups[0].stop, threads)
+        self._readiness = Readiness(shapes.depth[0], shapes.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
         self._group: PrefillGroup | None = None  # the group whose chunks are being launched
         self._in_flight = InFlightResults()
@@ -259,7 +259,6 @@ class Engine:
                 self._is_held_up = True
                 return False
             self._group = self._prefiller.begin(*found)
-            self.scheduler.begun(self._group.prefills)
             for prefill, images in zip(self._group.prefills, self._group.images, strict=True):
                 self.scheduler.replan(prefill.sequence, prefill.sequence.progress.plan, images)
         group = self._group
@@ -300,18 +299,20 @@ class Engine:
             self.scheduler.replan(sequence, found.plan, found.images)
         return found is not None
 
-    def _decode(self, select: Select, most: int) -> bool:
-        """Launch decode programs of up to `most` tokens for selected outputs; return whether there are any."""
+    def _decode(self, select: Select, max_tokens: int) -> bool:
+        """Launch decode programs of up to `max_tokens` tokens for selected outputs; return whether there are any."""
         done: list[Generation] = []
         for compressed in (False, True):  # compressed outputs have decode programs of their own
             # While the program for all of them is being compiled, several smaller programs run.
-            while some := self._decode_alike(select, most, done, compressed):
+            while some := self._decode_alike(select, max_tokens, done, compressed):
                 done += some
                 if not self.runner.programs.is_warming:
                     break
         return bool(done)
 
-    def _decode_alike(self, select: Select, most: int, done: list[Generation], compressed: bool) -> list[Generation]:
+    def _decode_alike(
+        self, select: Select, max_tokens: int, done: list[Generation], compressed: bool
+    ) -> list[Generation]:
         """Launch a decode program for selected outputs that this pass has not decoded yet; return these outputs."""
         start = time.thread_time()
         while True:
@@ -319,14 +320,14 @@ class Engine:
             active = [one for one in select(alike) if one not in done]
             if not active:
                 return []
-            active = active[: decodable(self.runner, self._decode_slots, active, most)]
+            active = active[: decodable(self.runner, self._decode_slots, active, max_tokens)]
             if not active:
                 self._is_held_up = True
                 return []
-            left = [sequence.most - sequence.progress.scheduled for sequence in active]
+            left = [sequence.max_length - sequence.progress.scheduled for sequence in active]
             # On a CPU padding costs as much as tokens, so a decode program ends where a smaller bucket suffices.
             longest = self.runner.buckets.until_fewer(left) if self.runner.is_host else max(left)
-            if tokens := self.scheduler.grow(active, min(most, longest)):
+            if tokens := self.scheduler.grow(active, min(max_tokens, longest)):
                 break
             if self._in_flight.unread:
                 while self._in_flight.unread:
@@ -396,12 +397,12 @@ class Engine:
         if failed and sequence.end.group is not None:
             sequence.end.group.has_failed = True
         # Sequences that wait for entries which it did not fill compute their content instead.
-        made = [r for u in sequence.progress.images for r in (u.captured, None if u.has_encoder else u.encoder)]
+        made = [r for u in sequence.progress.images for r in (u.saved, None if u.has_encoder else u.encoder)]
         self.writer.end([record for record in made if record is not None], failed=failed)
         self._count(generated_tokens=len(sequence.generated))
         note_ended(sequence)
-        if failed and sequence.planned.hold is not None:
-            sequence.planned.hold.fail()  # before the listener is called
+        if failed and sequence.planned.reservation is not None:
+            sequence.planned.reservation.fail()  # before the listener is called
         sequence.finish()
         self._in_flight.leave(sequence, now=is_settled)
         sequence.tell()

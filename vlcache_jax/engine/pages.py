@@ -30,7 +30,7 @@ from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.pallas_kernels import PAGE
 
 _IMAGE = 1 << 63  # above every token id
-_MOST_ALIKE = 1024  # most pages that are searched for the eldest
+_MAX_ALIKE = 1024  # most pages that are searched for the eldest
 
 
 class PlacedImage(NamedTuple):
@@ -253,7 +253,7 @@ class Pages:
         length: int,
         chain: Chain | None = None,
         *,
-        most: int = 0,
+        max_cached: int = 0,
         keep: int = 0,
         usable: int | None = None,
         spare: int = 0,
@@ -262,7 +262,7 @@ class Pages:
 
         Args:
           chain: the first tokens; None if pages are neither shared nor kept.
-          most: largest number of tokens that may count as cached.
+          max_cached: largest number of tokens that may count as cached.
           keep: number of tokens of the chain that will have exact KV, so that other requests can share it.
           usable: largest number of found tokens that can be used; None (default) for all.
           spare: number of pages that must stay available.
@@ -270,7 +270,7 @@ class Pages:
         with self._lock:
             way, found = self._find(chain) if chain is not None else ([], 0)
             found = found if usable is None else min(found, usable)
-            shared, cached = found // self.size, min(found, most)
+            shared, cached = found // self.size, min(found, max_cached)
             block_table = BlockTable(shared=shared, cached=cached, era=self._era)
             source = way[shared] if cached > shared * self.size else None
             if not self._fill(block_table, way[:shared], source, length, spare):
@@ -527,12 +527,12 @@ def _closest(node: _Page, piece: Piece) -> tuple[_Page | None, int]:
     The child is next to the piece's place in the sorted children.
     """
     place = bisect.bisect_left(node.children, piece.ids, key=_ids)
-    best, most = None, -1
+    best, longest = None, -1
     for child in node.children[max(0, place - 1) : place + 1]:
         common = child.piece.common(piece)
-        if common > most:
-            best, most = child, common
-    return best, most
+        if common > longest:
+            best, longest = child, common
+    return best, longest
 
 
 def _eldest(parent: _Page, piece: Piece, closest: _Page, common: int, less: int) -> tuple[_Page, int]:
@@ -547,7 +547,7 @@ def _eldest(parent: _Page, piece: Piece, closest: _Page, common: int, less: int)
     begin = piece.ids[: 8 * min_common]
     first = bisect.bisect_left(parent.children, begin, key=_ids)
     last = bisect.bisect_left(parent.children, begin + b"\xff", lo=first, key=_ids)
-    alike = itertools.islice(parent.children, first, min(last, first + _MOST_ALIKE))
+    alike = itertools.islice(parent.children, first, min(last, first + _MAX_ALIKE))
     eldest = min((*alike, closest), key=lambda page: page.since)
     count = eldest.piece.common(piece)
     return (eldest, count) if count >= min_common else (closest, common)

@@ -55,7 +55,7 @@ from vlcache_jax.engine.batching import (
     prefill_steps,
 )
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
-from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.engine.scheduler import Scheduler, note_begun
 from vlcache_jax.engine.uploads import DeviceCopies, Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import Work
@@ -73,23 +73,23 @@ class ForwardPass:
     Attributes:
       layer: first layer that is not launched yet.
       x: hidden states of the tokens that leave the last launched layer.
-      captured: keys before rotation and values of each launched layer, if some are saved.
+      new_kv: keys before rotation and values of each launched layer, if some are saved.
       chosen: order of the tokens after the device selected some of them (`choose`); None before.
     """
 
     def __init__(self, runner: Runner, step: Step):
         self.runner, self.step = runner, step
         self.layer = 0
-        self.captured: list[tuple[jax.Array, jax.Array]] = []
+        self.new_kv: list[tuple[jax.Array, jax.Array]] = []
         self.chosen: jax.Array | None = None
         self._score: jax.Array | None = None
         self._held = first = step.bounds[0]
         self._leaving = step.leaving
-        most, shift = runner.buckets.max_rows, step.shift
+        max_rows, shift = runner.buckets.max_rows, step.shift
         self._works: dict[tuple[int, bool], Work] = {}
-        shifted = None if shift is None else shift.pack(most, runner.shapes.moved)
-        runs = None if step.runs is None else pack_runs(step.runs, most, runner.buckets.max_sequences)
-        self._rows, self._shifted, self._runs = runner.devices.put((pack(step.rows, most), shifted, runs))
+        shifted = None if shift is None else shift.pack(max_rows, runner.shapes.moved)
+        runs = None if step.runs is None else pack_runs(step.runs, max_rows, runner.buckets.max_sequences)
+        self._rows, self._shifted, self._runs = runner.devices.put((pack(step.rows, max_rows), shifted, runs))
         embeddings = runner.text["embed_tokens"]
         self.x, self._deepstack = runner.run(Embed(first), embeddings, runner.encoder_rows(), self._rows)
 
@@ -120,11 +120,11 @@ class ForwardPass:
         moves = self._moves(layers)
         block = Block(size, moves is not None, self.runner.shapes.like[layers])
         work = self._work(size, False)
-        self.x, pool[layers], captured = self.runner.run(
+        self.x, pool[layers], new_kv = self.runner.run(
             block, weights, self.x, pool[layers], self._rows, active, work, moves, self._runs
         )
-        if self.step.captured:
-            self.captured += captured
+        if self.step.saved:
+            self.new_kv += [kv for kv in new_kv if kv is not None]
 
     def _moves(self, layers: slice) -> Moves | None:
         """Return what these layers add to shifted tokens; None if the chunk shifts no image."""
@@ -159,8 +159,8 @@ class ForwardPass:
             weights, self.x, pool, self._rows, np.array(self._active(layer), np.int32),
             self._work(leaving, is_chosen), added, moves, self._runs,
         )  # fmt: skip
-        if self.step.captured:
-            self.captured.append(values)
+        if self.step.saved:
+            self.new_kv += [values] if values is not None else []
 
     def _work(self, bound: int, is_chosen: bool) -> Work:
         """Return the work list of layers with this bound. The first call builds it while the device computes."""
@@ -428,6 +428,7 @@ class Prefiller:
           prefills: prefills of the group.
           buckets: sizes of the chunks.
         """
+        note_begun(prefills)
         if pairs := copied_pages(prefills):
             self.runner.pool.copy_pages(pairs)
         group = PrefillGroup(prefills, buckets, Upload(self.copies, self._transfers, prefills))
@@ -470,8 +471,8 @@ class Prefiller:
         group.forward_pass = None
         group.steps.popleft()
         group.took.append(("prefill", self._clock.mark([forward_pass.x])))
-        if step.captured:
-            self.writer.kv(step.captured, self.copies.capture(step, forward_pass.captured))
+        if step.saved:
+            self.writer.kv(step.saved, self.copies.save(step, forward_pass.new_kv))
         self.writer.throttle(2 * self.runner.transfer_bytes)
         later = {placement.image for other in group.steps for placement in other.placements}
         group.where = {image: place for image, place in group.where.items() if image in later}
@@ -558,13 +559,14 @@ class Prefiller:
         """Stage encoder output of cache entries, only the rows that the chunk computes."""
         parts = [data[:, placement.image_row] for data, placement in kept]
         place = np.concatenate([placement.place for _, placement in kept])
-        most = self.runner.token_buckets[-1]
-        missing = round_up(len(place) % most or most, self.runner.token_buckets) - (len(place) % most or most)
+        largest = self.runner.token_buckets[-1]
+        left = len(place) % largest or largest
+        missing = round_up(left, self.runner.token_buckets) - left
         rows = np.concatenate([*parts, np.zeros_like(parts[0], shape=(len(parts[0]), missing, parts[0].shape[2]))], 1)
         nowhere = self.runner.buckets.max_rows + np.arange(missing, dtype=np.int32)  # out of bounds: dropped
         place = np.concatenate([place, nowhere])
-        for first in range(0, len(place), most):
-            self.runner.stage(rows[:, first : first + most], place[first : first + most])
+        for first in range(0, len(place), largest):
+            self.runner.stage(rows[:, first : first + largest], place[first : first + largest])
 
 
 def _holds(record: Record | None) -> bool:

@@ -1,8 +1,8 @@
 """State of a request on its way through the engine.
 
 A `Request` has its images identified. A `Planned` request also has a reuse plan: which tokens are linked and which are
-computed. The engine runs `Sequence`s: a `Generation` for each output, a `Forced` to score a given continuation, or a
-`PooledSequence` to compute the last hidden state.
+computed. The engine runs `Sequence`s: a `Generation` for each output, a `ScoredSequence` to score a given continuation,
+or a `PooledSequence` to compute the last hidden state.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ImageUse:
     Attributes:
       span: position of the image in the prompt.
       linked: cache entry whose KV is linked; None if the KV is computed.
-      captured: cache entry that is filled with the KV computed here; None if none is.
+      saved: cache entry that is filled with the KV computed here; None if none is.
       encoder: cache entry of the encoder output, filled or to be filled; None if there is none.
       has_encoder: whether the encoder output was found in the cache.
       why: reason why the image is no exact hit; None for an exact hit.
@@ -80,7 +80,7 @@ class ImageUse:
 
     span: ImageSpan
     linked: Record | None = None
-    captured: Record | None = None
+    saved: Record | None = None
     encoder: Record | None = None
     has_encoder: bool = False
     why: Why | None = None
@@ -167,7 +167,7 @@ class Planned:
       owner: digest of the salt whose pages the request may share; None if it shares no pages.
       request_key: key of its set of images; None if it has no images or nothing is reused.
       request_known: whether the same set of images appeared before.
-      hold: cache reservation until the request has run; None if it reserves nothing.
+      reservation: cache reservation until the request has run; None if it reserves nothing.
     """
 
     request: Request
@@ -179,7 +179,7 @@ class Planned:
     owner: str | None = None
     request_key: str | None = None
     request_known: bool = False
-    hold: CacheReservation | None = None
+    reservation: CacheReservation | None = None
 
 
 @dataclass(eq=False)
@@ -272,8 +272,8 @@ class End:
 class Sequence:
     """Prompt and what is generated after it. The outputs of one request share their layout.
 
-    The parameters never change. The state is in three objects with one writer each (`progress`, `told`, `end`); a test
-    checks the writers.
+    The parameters never change. The state is in three objects with one writer each (`progress`, `report`, `end`).
+    A test checks the writers.
 
     Args:
       error: message of the error that ends it before it starts; None (default) to run it.
@@ -314,7 +314,7 @@ class Sequence:
         return len(self.layout) + len(self.generated)
 
     @property
-    def most(self) -> int:
+    def max_length(self) -> int:
         """Largest number of tokens that it can have, including the prompt."""
         return len(self.layout) + self.new_slots
 
@@ -483,7 +483,7 @@ class Generation(Sequence):
     def can_grow(self) -> bool:
         """True if the prompt's last token has been launched and more tokens may follow."""
         has_pages = not (self.awaits_compression or self.is_swapped_out)
-        return 0 < self.progress.scheduled < self.most and has_pages
+        return 0 < self.progress.scheduled < self.max_length and has_pages
 
     @property
     def awaits_compression(self) -> bool:
@@ -542,7 +542,7 @@ class Generation(Sequence):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Forced(Sequence):
+class ScoredSequence(Sequence):
     """Prompt that ends in a continuation to be scored. Its plan requests the logits that predict the continuation.
 
     Attributes:

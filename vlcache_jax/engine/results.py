@@ -21,7 +21,7 @@ from vlcache_jax.engine.compressed_pages import Compression
 from vlcache_jax.engine.decode_slots import DecodeSlots
 from vlcache_jax.engine.prefilling import ForwardPass, LaunchedStep
 from vlcache_jax.engine.readiness import PrefillPlan
-from vlcache_jax.engine.request import Forced, Generation, PooledSequence, Sequence
+from vlcache_jax.engine.request import Generation, PooledSequence, ScoredSequence, Sequence
 from vlcache_jax.reuse.policies import Plan
 
 
@@ -110,8 +110,8 @@ class InFlightResults:
 
 
 def _leave(sequence: Sequence) -> None:
-    if sequence.planned.hold is not None:
-        sequence.planned.hold.leave()
+    if sequence.planned.reservation is not None:
+        sequence.planned.reservation.leave()
 
 
 class Tokens(Results):
@@ -176,15 +176,15 @@ class ScoreResult(Results):
         super().__init__(sequence for _, sequence, _ in given)
         self._launched = launched
         self._slices: list[tuple[list[tuple[int, Sequence, int]], tuple[jax.Array, ...], jax.Array | None]] = []
-        most = runner.buckets.max_sequences
-        for some in _within(most, given):
+        max_sequences = runner.buckets.max_sequences
+        for some in _within(max_sequences, given):
             first = some[0][0]
-            logits, begin = runner.head(launched.x, first, min(most, len(launched.x)))
+            logits, begin = runner.head(launched.x, first, min(max_sequences, len(launched.x)))
             target = np.zeros(len(logits), np.int32)
             target[[row - begin for row, _, _ in some]] = [token for _, _, token in some]
             wants_top = any(isinstance(sequence, Generation) for _, sequence, _ in some)
             scored = runner.score(logits, target, wants_top=wants_top)
-            keeps = any(isinstance(sequence, Forced) and sequence.keep_logits for _, sequence, _ in some)
+            keeps = any(isinstance(sequence, ScoredSequence) and sequence.keep_logits for _, sequence, _ in some)
             self._slices.append(
                 ([(row - begin, one, token) for row, one, token in some], scored, logits if keeps else None)
             )
@@ -193,7 +193,7 @@ class ScoreResult(Results):
     def read(self) -> abc.Iterator[Sequence]:
         now = time.perf_counter()
         for sequence in self._attempts:
-            if isinstance(sequence, Forced) and self._counts(sequence):
+            if isinstance(sequence, ScoredSequence) and self._counts(sequence):
                 _note_prefill(sequence, self._launched)
                 _note_delivery(sequence, now)
         for rows, scored, logits in self._slices:
@@ -202,12 +202,14 @@ class ScoreResult(Results):
             for row, sequence, token in rows:
                 if not self._counts(sequence):
                     continue
-                if isinstance(sequence, Forced):
+                if isinstance(sequence, ScoredSequence):
                     sequence.append(logprob[row], greedy[row], None if kept is None else kept[row].copy())
                 elif isinstance(sequence, Generation) and not sequence.token_ids:
                     count = sequence.params.prompt_logprobs or 0
                     sequence.prompt_logprobs.append(_logprob(count, token, logprob[row], *(x[row] for x in top)))
-        yield from (sequence for sequence in self._attempts if self._counts(sequence) and isinstance(sequence, Forced))
+        yield from (
+            sequence for sequence in self._attempts if self._counts(sequence) and isinstance(sequence, ScoredSequence)
+        )
 
 
 class HiddenResult(Results):
@@ -263,7 +265,7 @@ class WriterMark(Results):
 
     def __init__(self, writer: Writer):
         super().__init__(())
-        self._writer, self._last = writer, writer.asked
+        self._writer, self._last = writer, writer.requested
 
     def read(self) -> abc.Iterator[Sequence]:
         self._writer.begin(self._last)
@@ -330,11 +332,11 @@ def after_prefill(runner: Runner, decode_slots: DecodeSlots, launched: LaunchedS
     return PrefillResult(launched, parts)
 
 
-def _within[T: tuple[Any, ...]](most: int, given: abc.Sequence[T]) -> abc.Iterator[list[T]]:
-    """Yield groups of (row, ...), sorted by row, that each lie within `most` consecutive rows."""
+def _within[T: tuple[Any, ...]](count: int, given: abc.Sequence[T]) -> abc.Iterator[list[T]]:
+    """Yield groups of (row, ...), sorted by row, that each lie within `count` consecutive rows."""
     rest = list(given)
     while rest:
-        some = [one for one in rest[:most] if one[0] < rest[0][0] + most]
+        some = [one for one in rest[:count] if one[0] < rest[0][0] + count]
         rest = rest[len(some) :]
         yield some
 
@@ -367,7 +369,7 @@ def decodable(runner: Runner, decode_slots: DecodeSlots, active: abc.Sequence[Ge
 def decode(runner: Runner, decode_slots: DecodeSlots, active: abc.Sequence[Generation], tokens: int) -> Tokens:
     """Launch up to `tokens` more tokens of each output. The prompts of all outputs are compressed, or of none."""
     first = np.array([sequence.progress.scheduled for sequence in active], np.int32)
-    last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
+    last = np.minimum(first + tokens, [sequence.max_length for sequence in active]) - 1
     decode_slots.hold(active, [sequence.progress.scheduled for sequence in active])
     rows, end = decode_slots.rows(active), np.stack([first, last])
     block_tables = [sequence.progress.compressed for sequence in active if sequence.progress.compressed is not None]

@@ -63,11 +63,11 @@ def make_runs(
     ends = np.flatnonzero(is_end)
     starts = np.append(0, ends[:-1] + 1)
     blocks = []  # start, length, source, target
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        number, first, last = int(owner[start]), int(index[start]), int(index[end])
+    for begin, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        number, first, last = int(owner[begin]), int(index[begin]), int(index[end])
         slot = slots[number]
-        blocks.append((start, end + 1 - start, slot if first else 0, slot))
+        blocks.append((begin, end + 1 - begin, slot if first else 0, slot))
         if last == prompts[number] - 2:
-            blocks += [(start, 0, slot, fork) for fork in forks.get(number, ())]
-    fields = np.array(blocks, np.int32).T
-    return Runs(order.astype(np.int32), *fields, len(blocks))
+            blocks += [(end + 1, 0, slot, fork) for fork in forks.get(number, ())]
+    start, length, source, target = np.array(blocks, np.int32).T
+    return Runs(order.astype(np.int32), start, length, source, target, len(blocks))

@@ -96,14 +96,14 @@ class Fillers:
     def add(self, sequence: Sequence) -> None:
         """Note the cache entries that a sequence is to fill."""
         for use in sequence.progress.images:
-            if use.captured is not None:
-                self._found[id(use.captured)] = sequence
+            if use.saved is not None:
+                self._found[id(use.saved)] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""
         for use in sequence.progress.images:
-            if use.captured is not None and self._found.get(id(use.captured)) is sequence:
-                del self._found[id(use.captured)]
+            if use.saved is not None and self._found.get(id(use.saved)) is sequence:
+                del self._found[id(use.saved)]
 
     def of(self, sequence: Sequence) -> list[Sequence]:
         """Return the sequences that are to fill the cache entries which a sequence links."""
@@ -134,9 +134,10 @@ class Scheduler:
 
     Args:
       max_sequences: number of decode slots, numbered from 0.
-      max_rows: most tokens in one prefill chunk.
+      max_rows: maximum tokens in one prefill chunk.
+      num_layers, has_states: number of decoder layers, and whether some have states. A sequence receives these from
+        another one only before that begins.
       compressed_slots: KV slots of the pool for compressed prompts, as the runner has it; 0: there is no such pool.
-      has_states: whether some layers have states, which a sequence receives from another one only before that begins.
 
     Attributes:
       compressed: pages of the pool for compressed prompts.
@@ -146,14 +147,9 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        pages: Pages,
-        max_sequences: int,
-        max_rows: int,
-        num_layers: int,
+        self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, has_states: bool = False, *,
         compressed_slots: int = 0,
-        has_states: bool = False,
-    ):
+    ):  # fmt: skip
         self.pages, self.compressed = pages, CompressedPages(max(0, compressed_slots // PAGE - 1))
         self.tenant_order = TenantOrder()
         self.waiting: list[Sequence] = []
@@ -204,7 +200,7 @@ class Scheduler:
           RuntimeError: nothing runs, and there are not enough pages for the first sequence.
         """
         admitted: list[Sequence] = []
-        spare = sum(self._may_grow(sequence) for sequence in self.running)
+        spare = sum(_may_grow(sequence, self.pages.size) for sequence in self.running)
         block_tables = [(id(sequence.layout), sequence.progress.block_table) for sequence in reversed(self.running)]
         firsts = {
             layout: block_table
@@ -227,16 +223,12 @@ class Scheduler:
                 block_table,
                 heapq.heappop(self._decode_slots),
             )
-            spare += self._may_grow(sequence)
+            spare += _may_grow(sequence, self.pages.size)
             self.tenant_order.give(sequence)
             self.waiting.remove(sequence)
             self.prefilling.append(sequence)
             admitted.append(sequence)
         return admitted
-
-    def _may_grow(self, sequence: Sequence) -> bool:
-        block_table = sequence.progress.block_table
-        return block_table is not None and sequence.most > self.pages.size * len(block_table.table)
 
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
@@ -247,13 +239,13 @@ class Scheduler:
             return self.pages.take(length, spare=spare)
         exact = sequence.exact(self._num_layers)
         # Tokens before the first one whose logits are needed may be cached.
-        most = int(np.argmax(sequence.progress.plan.depth > self._num_layers))
+        max_cached = int(np.argmax(sequence.progress.plan.depth > self._num_layers))
         if sequence.generated:
-            most = len(chain) - 1
+            max_cached = len(chain) - 1
             if exact == len(chain):
                 chain = chain.extended(sequence.generated)
-                exact, most = len(chain), len(chain) - 1
-        return self.pages.take(length, chain, most=most, keep=exact, usable=_usable(sequence), spare=spare)
+                exact, max_cached = len(chain), len(chain) - 1
+        return self.pages.take(length, chain, max_cached=max_cached, keep=exact, usable=_usable(sequence), spare=spare)
 
     def next_group(self, is_ready: Collection[Sequence]) -> list[Prefill]:
         """Return the prefills of the first sequences whose sources are computed, to be cut into chunks together.
@@ -289,23 +281,12 @@ class Scheduler:
             return [make(layout, plan.after(block_table.cached), links=False)]
         choice, plan, tokens = sequence.planned.choice, sequence.progress.plan, sequence.generated
         if not tokens:
-            forks = self._forks(block_table) if self._has_states else ()
+            forks = forks_of(block_table, self.prefilling) if self._has_states else ()
             return [make(layout, plan.after(block_table.cached), choice=choice, forks=forks)]
         if choice is None:
             return [self._continuation(sequence, tokens, block_table.cached, links=True)]
         first = make(layout, plan.wanting((), layers).after(block_table.cached), choice=choice)
         return [first, self._continuation(sequence, tokens, len(layout))]
-
-    def _forks(self, origin: BlockTable) -> tuple[int, ...]:
-        """Return the decode slots of the sequences that begin with the prompt of a block table."""
-        tables = ((one.progress.decode_slot, one.progress.block_table) for one in self.prefilling)
-        return tuple(slot for slot, table in tables if table is not None and table.is_fork and origin in table.sources)
-
-    def begun(self, group: Iterable[Prefill]) -> None:
-        """Note that these prefills are being launched."""
-        for prefill in group:
-            if prefill.sequence.progress.block_table is not None:
-                prefill.sequence.progress.block_table.is_begun = True
 
     def _continuation(self, sequence: Sequence, tokens: Listed[int], cached: int, *, links: bool = False) -> Prefill:
         """Return the prefill of generated `tokens` after a prompt, beyond the first `cached` tokens."""
@@ -330,7 +311,7 @@ class Scheduler:
         for answer in answers:
             progress, forced = answer.progress, answer.forced
             ahead = progress.scheduled - answer.length  # tokens launched but not read
-            count = min(len(forced) - ahead + 1, answer.most - progress.scheduled, room)
+            count = min(len(forced) - ahead + 1, answer.max_length - progress.scheduled, room)
             if count < _LEAST_RUN or (count := self.grow([answer], count)) < _LEAST_RUN:
                 continue
             tokens = [*answer.generated, *forced[: ahead + count - 1]]
@@ -362,7 +343,7 @@ class Scheduler:
     def decoded(self, sequences: Iterable[Sequence], count: int) -> None:
         """Note that up to `count` more tokens of each sequence were launched."""
         for sequence in sequences:
-            sequence.progress.scheduled = min(sequence.progress.scheduled + count, sequence.most)
+            sequence.progress.scheduled = min(sequence.progress.scheduled + count, sequence.max_length)
 
     def grow(self, sequences: Listed[Sequence], count: int) -> int:
         """Give each sequence pages for up to `count` more tokens; return how many fit, 0 if not even one does.
@@ -375,7 +356,7 @@ class Scheduler:
         compressed = [one.progress.compressed for one in sequences if one.progress.compressed is not None]
         while count:
             # The last token of an output needs no KV slot: no token attends to it.
-            lengths = [min(sequence.progress.scheduled + count - 1, sequence.most - 1) for sequence in sequences]
+            lengths = [min(sequence.progress.scheduled + count - 1, sequence.max_length - 1) for sequence in sequences]
             after = [length - len(one.layout) for length, one in zip(lengths, sequences, strict=True)]
             if self.compressed.grow(compressed, after) if compressed else self.pages.grow(block_tables, lengths):
                 break
@@ -449,6 +430,24 @@ class Scheduler:
         self._fillers.remove(sequence)
 
 
+def _may_grow(sequence: Sequence, page: int) -> bool:
+    block_table = sequence.progress.block_table
+    return block_table is not None and sequence.max_length > page * len(block_table.table)
+
+
+def forks_of(origin: BlockTable, sequences: Iterable[Sequence]) -> tuple[int, ...]:
+    """Return the decode slots of the sequences that begin with the prompt of a block table."""
+    tables = ((one.progress.decode_slot, one.progress.block_table) for one in sequences)
+    return tuple(slot for slot, table in tables if table is not None and table.is_fork and origin in table.sources)
+
+
+def note_begun(group: Iterable[Prefill]) -> None:
+    """Note that these prefills are being launched."""
+    for prefill in group:
+        if prefill.sequence.progress.block_table is not None:
+            prefill.sequence.progress.block_table.is_begun = True
+
+
 def is_needed(sequence: Sequence, running: Iterable[Sequence]) -> bool:
     """Return whether other sequences depend on what a prompt computes and has not finished yet."""
     block_table = sequence.progress.block_table
@@ -456,7 +455,7 @@ def is_needed(sequence: Sequence, running: Iterable[Sequence]) -> bool:
         return False
     others = (other.progress.block_table for other in running)
     is_shared = block_table is not None and any(other is not None and block_table in other.sources for other in others)
-    return is_shared or any(use.captured is not None and use.captured.is_awaited for use in sequence.progress.images)
+    return is_shared or any(use.saved is not None and use.saved.is_awaited for use in sequence.progress.images)
 
 
 def _usable(sequence: Sequence) -> int:
@@ -465,8 +464,8 @@ def _usable(sequence: Sequence) -> int:
     An approximate hit is linked whatever the pages hold, so that the state of the pool never changes an output. An
     image whose KV is to be saved is computed completely, because pages hold no keys before rotation.
     """
-    captured = {u.span.start for u in sequence.progress.images if u.captured is not None and not u.captured.is_ready}
+    saved = {u.span.start for u in sequence.progress.images if u.saved is not None and not u.saved.is_ready}
     for span in sequence.layout.images:
-        if span.state == "approximate" or span.start in captured:
+        if span.state == "approximate" or span.start in saved:
             return span.start
     return sequence.length

@@ -86,19 +86,19 @@ class DeviceCopies:
                 self._arrays = kept, rows
         return done
 
-    def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> abc.Sequence[Stored]:
+    def save(self, step: Step, new_kv: list[tuple[jax.Array, jax.Array]]) -> abc.Sequence[Stored]:
         """Convert the KV that a chunk computed to the cache's format, and keep it in the device tier if there is room.
 
         Args:
           step: the chunk.
-          captured: for each layer, the keys before rotation and the values of its tokens.
+          new_kv: for each layer, the keys before rotation and the values of its tokens.
 
         Returns:
           For each layer, the KV in the cache's format.
         """
-        layers: list[Stored] = [*captured]
+        layers: list[Stored] = [*new_kv]
         if self.runner.shapes.kv.codec is not None:
-            pairs = zip(captured, self.runner.constants, strict=True)
+            pairs = zip(new_kv, self.runner.constants, strict=True)
             layers = [self.runner.run(Code(len(k)), k, v, constants) for (k, v), constants in pairs]
         if self.tier.num_pages:
             self._keep(step, layers)
@@ -115,11 +115,11 @@ class DeviceCopies:
             self.runner.restage(kept, np.pad(some, (0, missing)), np.concatenate([to, nowhere]))
 
     def _keep(self, step: Step, layers: abc.Sequence[Stored]) -> None:
-        most = self.runner.buckets.max_rows
-        nowhere = self.runner.shapes.kept_tokens + np.arange(most, dtype=np.int32)
+        max_rows = self.runner.buckets.max_rows
+        nowhere = self.runner.shapes.kept_tokens + np.arange(max_rows, dtype=np.int32)
         place, row_place = nowhere.copy(), nowhere.copy()
         placements = {placement.image.key: placement for placement in step.placements}
-        for record, tokens, rows in step.captured:
+        for record, tokens, rows in step.saved:
             if (own := self.tier.begin(record)) is None:
                 continue
             place[rows] = own[tokens]

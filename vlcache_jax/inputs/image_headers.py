@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-MOST = {
+LIMITS = {
     "scans": 64,  # of a progressive JPEG: each may cover the full image. Encoders write about ten
     "segments": 4096,  # of a JPEG, including Photoshop resources
     "fill bytes": 4096,  # between segments of a JPEG, which Pillow reads one by one
@@ -23,7 +23,7 @@ MOST = {
     "tags": 4096,  # of a TIFF
     "numbers in tags": 1 << 18,  # such as offsets of strips, one per pixel row
 }
-_MOST_READS = 1 << 19
+_MAX_READS = 1 << 19
 
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # no escaped 255, no padding, no restart marker within a scan
 _START_OF_SCAN, _END, _EXIF, _PHOTOSHOP, _COMMENT = 0xDA, 0xD9, 0xE1, 0xED, 0xFE
@@ -39,12 +39,12 @@ class Reader(io.BytesIO):
 
     def __init__(self, encoded: bytes):
         super().__init__(encoded)
-        self._left = _MOST_READS
+        self._left = _MAX_READS
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._left -= 1
         if self._left < 0:
-            raise ValueError(f"it takes more than {_MOST_READS} reads")
+            raise ValueError(f"it takes more than {_MAX_READS} reads")
         return super().read(size)
 
 
@@ -54,8 +54,8 @@ def check_parts(encoded: bytes, name: str) -> None:
     counts: Counter[str] = Counter()
     for what, count in () if walk is None else walk(encoded):
         counts[what] += count
-        if counts[what] > MOST[what]:
-            raise ValueError(f"{name} must have at most {MOST[what]} {what}, got at least {counts[what]}")
+        if counts[what] > LIMITS[what]:
+            raise ValueError(f"{name} must have at most {LIMITS[what]} {what}, got at least {counts[what]}")
 
 
 def _jpeg(data: bytes) -> Iterator[tuple[str, int]]:
@@ -175,7 +175,7 @@ def _end_of_gif(data: bytes) -> int | None:
     offset, flags = 13, data[10:11]
     try:
         offset += _colors(flags[0])
-        for _ in range(_MOST_READS):
+        for _ in range(_MAX_READS):
             match data[offset]:
                 case 0x3B:
                     return offset + 1
@@ -210,10 +210,10 @@ def _end_of_bmp(data: bytes) -> int | None:
     offset, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", data, 10)
     if header < 40 or compression not in (0, 3) or not offset:
         return None
-    return max(14 + header + _MOST_COLORS, offset + (width * bits + 31) // 32 * 4 * abs(height))
+    return max(14 + header + _MAX_COLORS, offset + (width * bits + 31) // 32 * 4 * abs(height))
 
 
-_MOST_COLORS = 4 * (4 + 256)  # maximum bytes of masks and colors of a BMP
+_MAX_COLORS = 4 * (4 + 256)  # maximum bytes of masks and colors of a BMP
 _IMAGES = 0xE2  # application marker of a JPEG that contains several images
 _ENDS: dict[bytes, Callable[[bytes], int | None]] = {
     b"\xff\xd8": _end_of_jpeg,

@@ -36,7 +36,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 MAX_IMAGE_PIXELS = 50_000_000
 """Default maximum of pixels. Larger images are refused before decoding."""
 
-MOST_IMAGE_PIXELS = 2 * 89_478_485
+PILLOW_MAX_PIXELS = 2 * 89_478_485
 """Highest value of that option: the number of pixels at which Pillow refuses."""
 
 MAX_ASPECT_RATIO = 200
@@ -107,7 +107,7 @@ class ImageSource:
 
         Raises:
             ValueError: the image is corrupt, truncated, empty, not in `FORMATS`, 16- or 32-bit gray, over
-                `max_pixels`, has an aspect ratio over 200, or more metadata than `image_headers.MOST` allows.
+                `max_pixels`, has an aspect ratio over 200, or more metadata than `image_headers.LIMITS` allows.
         """
         if isinstance(self.value, np.ndarray):
             self.size(max_pixels)
@@ -286,7 +286,7 @@ def _file_of_url(url: str, name: str) -> str:
 
 def check_max_pixels(value: Any) -> None:
     """Raise a ValueError unless `value` is a valid limit for an image's pixels."""
-    check_whole("max_image_pixels", value, 1, MOST_IMAGE_PIXELS)
+    check_whole("max_image_pixels", value, 1, PILLOW_MAX_PIXELS)
 
 
 def check_picture_size(height: int, width: int, name: str, max_pixels: int | None = None) -> None:

@@ -20,7 +20,7 @@ from vlcache_jax.inputs.videos import ALIASES, NO_OPTIONS, OPTIONS, SAMPLING, Vi
 
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _KNOWN = (*_PIXELS, "size", *SAMPLING)
-_MOST_VIDEOS = 1024  # maximum of a request with an option per video
+_MAX_VIDEOS = 1024  # maximum of a request with an option per video
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def read_settings(given: Any, name: str = "mm_processor_kwargs", *, of_request: 
     sampling = {key: plain(given[key]) for key in SAMPLING if key in given}
     each = None
     if of_request and isinstance(rates := sampling.get("fps"), list):
-        if len(rates) > _MOST_VIDEOS:
-            raise ValueError(f"{name} fps must have at most {_MOST_VIDEOS} entries, got {len(rates)}")
+        if len(rates) > _MAX_VIDEOS:
+            raise ValueError(f"{name} fps must have at most {_MAX_VIDEOS} entries, got {len(rates)}")
         each = tuple(VideoOptions.checked(sampling | {"fps": fps}, name) for fps in sampling.pop("fps"))
     return MediaSettings(check_limits(limits, name), VideoOptions.checked(sampling, name), each)
 
@@ -95,9 +95,9 @@ def _size(size: Any, limits: Mapping[str, int], name: str) -> dict[str, int]:
     return {pixels: size[edge] for pixels, edge in _PIXELS.items() if edge in size}
 
 
-MOST_TOOLS = 1024
+MAX_TOOLS = 1024
 """Maximum number of functions in a conversation."""
-_MOST_CHARACTERS = 1 << 20  # maximum of one function
+_MAX_CHARACTERS = 1 << 20  # maximum of one function
 
 # Qwen2.5's default system message, and its description of tools.
 _SYSTEM = "You are a helpful assistant."
@@ -130,8 +130,8 @@ def read_tools(given: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(given, Sequence | None) or isinstance(given, str | bytes):
         raise ValueError(f"tools must be a list, got {short(given)}")
-    if len(given or ()) > MOST_TOOLS:
-        raise ValueError(f"tools must have at most {MOST_TOOLS} entries, got {len(given or ())}")
+    if len(given or ()) > MAX_TOOLS:
+        raise ValueError(f"tools must have at most {MAX_TOOLS} entries, got {len(given or ())}")
     tools = [_read(tool, f"tools[{i}]") for i, tool in enumerate(given or ())]
     counts = Counter(tool_names(tools))
     if twice := next((name for name, count in counts.items() if count > 1), None):
@@ -148,8 +148,8 @@ def _read(tool: Any, name: str) -> dict[str, Any]:
     kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
     if kind != "function":
         raise ValueError(f'{name} must be an object of the type "function", got {short(tool)}')
-    if exceeds(tool, _MOST_CHARACTERS):
-        raise ValueError(f"{name} must have at most {_MOST_CHARACTERS} characters, got {short(tool)}")
+    if exceeds(tool, _MAX_CHARACTERS):
+        raise ValueError(f"{name} must have at most {_MAX_CHARACTERS} characters, got {short(tool)}")
     if "function" not in tool:
         tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
     function = tool["function"]
@@ -235,7 +235,7 @@ FILES = "files"
 """Library of the files that clients upload to a server."""
 _FILE = "file-id:"  # prefix of a URL that names such a file
 
-_MOST_CALLS = 4096  # maximum in one message
+_MAX_CALLS = 4096  # maximum in one message
 DETAILS = ("auto", "low", "high", "original")
 _LOW = 512 * 512  # maximum pixels of an image with `detail="low"`, as in OpenAI's API
 
@@ -321,8 +321,8 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
     """Return tool calls for templates: arguments as objects, rather than as JSON text as in OpenAI's messages."""
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise ValueError(f"{name} tool_calls must be a list, got {short(given)}")
-    if len(given) > _MOST_CALLS:
-        raise ValueError(f"{name} tool_calls must have at most {_MOST_CALLS} entries, got {len(given)}")
+    if len(given) > _MAX_CALLS:
+        raise ValueError(f"{name} tool_calls must have at most {_MAX_CALLS} entries, got {len(given)}")
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(given):
         function = call.get("function", call) if isinstance(call, Mapping) else None

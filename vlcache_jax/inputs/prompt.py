@@ -76,7 +76,7 @@ _TEMPLATES_OWN = (
     "conversation", "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
     "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation",
 )  # fmt: skip
-_MOST_NAMES = 1024  # maximum of `chat_template_kwargs`
+_MAX_NAMES = 1024  # maximum of `chat_template_kwargs`
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 
 
@@ -122,8 +122,8 @@ class Template:
         if self.chat_template is not None:
             check_text(self.chat_template, "chat_template")
         kwargs = {} if self.chat_template_kwargs is None else self.chat_template_kwargs
-        if isinstance(kwargs, Mapping) and len(kwargs) > _MOST_NAMES:
-            raise ValueError(f"chat_template_kwargs must have at most {_MOST_NAMES} names, got {len(kwargs)}")
+        if isinstance(kwargs, Mapping) and len(kwargs) > _MAX_NAMES:
+            raise ValueError(f"chat_template_kwargs must have at most {_MAX_NAMES} names, got {len(kwargs)}")
         if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
             raise ValueError(f"chat_template_kwargs must be a dict with strings as keys, got {short(kwargs)}")
         for key in kwargs:

@@ -211,7 +211,7 @@ def import_decoders() -> None:
 
 _ARRAY = "an array [T, H, W, 3] or [T, 3, H, W] of whole numbers from 0 to 255"
 _SENT = "data:video/jpeg;base64,"  # prefix of JPEG frames in one URL, as in vLLM
-_MOST_SENT = 1 << 16  # maximum frames of such a URL
+_MAX_SENT = 1 << 16  # maximum frames of such a URL
 _FILES = "a path, bytes, a data:, file: or http(s) URL"
 _ACCEPTED = f"a list of frames, {_ARRAY}, frames as one URL {_SENT}A,B,C, or a file: {_FILES}"
 _COUNT = whole(1, MAX_FRAMES)
@@ -411,8 +411,8 @@ def _sent_frames(value: Any, name: str) -> Any:
     if not isinstance(value, str) or value[: len(_SENT)].lower() != _SENT:
         return value
     count = value.count(",")  # before anything is copied or decoded
-    if count > _MOST_SENT:
-        raise ValueError(f"{name} must have 1 to {_MOST_SENT} frames in one URL, got {count}: send a file instead")
+    if count > _MAX_SENT:
+        raise ValueError(f"{name} must have 1 to {_MAX_SENT} frames in one URL, got {count}: send a file instead")
     return [f"data:image/jpeg;base64,{frame}" for frame in value[len(_SENT) :].split(",")]
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from vlcache_jax.cache.items import Item, Items
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, content_key
-from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.cache.store import ImageKey
 from vlcache_jax.common.checks import check_flags, check_text, is_a, short
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.image_cache import ImageCache
@@ -30,8 +30,8 @@ from vlcache_jax.service import Service
 _log = logging.getLogger(__name__)
 
 TIERS = ("disk", "memory", "device")
-_MOST_NAME = 256  # characters of a name
-_MOST_METADATA = 65536  # bytes of JSON
+_MAX_NAME = 256  # characters of a name
+_MAX_METADATA = 65536  # bytes of JSON
 _BATCH = 16  # images of `add_many` that are computed together
 
 
@@ -378,13 +378,13 @@ class Library:
             source = self.service.renderer.image(given.image, "image")
             rgb = source.decode(self.service.config.max_image_pixels)
             encoded = source.encoded or _png(rgb) if self._keep_bytes else None
-            picture = PictureKey(content_key(rgb), *rgb.shape[:2])
+            image_key = ImageKey(content_key(rgb), *rgb.shape[:2])
             [entry] = self._images.keys(rgb, mm_processor_kwargs=self._settings, **self._whose)
         except ValueError as error:
             return error
         file = None if encoded is None else uuid.uuid4().hex
         item = Item(
-            self.name, given.name, picture, self._limits, entry, file, given.metadata or {}, time.time(),
+            self.name, given.name, image_key, self._limits, entry, file, given.metadata or {}, time.time(),
             _until(given.expires, given.until), salt=self.salt,
         )  # fmt: skip
         return _PendingItem(item, rgb, encoded, self._items.begin(self.salt, entry, file))
@@ -468,8 +468,8 @@ def _check_name(what: str, name: Any) -> None:
     check_text(name, what, "a non-empty string")
     if not name:
         raise ValueError(f"{what} must be a non-empty string, got ''")
-    if len(name) > _MOST_NAME or not name.isprintable():
-        raise ValueError(f"{what} must be at most {_MOST_NAME} printable characters, got {short(name)}")
+    if len(name) > _MAX_NAME or not name.isprintable():
+        raise ValueError(f"{what} must be at most {_MAX_NAME} printable characters, got {short(name)}")
 
 
 def _is_name(name: Any) -> bool:
@@ -488,8 +488,8 @@ def _check_metadata(metadata: Any, expires: Any) -> None:
             size = len(json.dumps(dict(metadata), allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"metadata must be JSON-serializable, got {short(metadata)}: {error}") from None
-        if size > _MOST_METADATA:
-            raise ValueError(f"metadata must have at most {_MOST_METADATA} bytes as JSON, got {size}")
+        if size > _MAX_METADATA:
+            raise ValueError(f"metadata must have at most {_MAX_METADATA} bytes as JSON, got {size}")
     if not (expires is None or (is_a(expires, int | float) and expires > 0)):
         raise ValueError(f"expires must be a positive number of seconds or None, got {expires!r}")
 

@@ -25,14 +25,14 @@ from vlcache_jax.inputs.messages import read_tools, tool_names
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.llm import LLM, ConversationLike
 from vlcache_jax.outputs import RequestDelta, RequestOutput, SearchBegun, Searched, SearchRound
-from vlcache_jax.protocol.deltas import Joined
+from vlcache_jax.protocol.deltas import ParsedAnswer
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.tools import SEARCH, forced_call
 from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 from vlcache_jax.service import Service
 
-_MOST_QUERY = 300  # characters
+_MAX_QUERY = 300  # characters
 type Filter = Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | None
 
 
@@ -102,7 +102,7 @@ class SearchOptions:
     @property
     def tool(self) -> dict[str, Any]:
         """Definition of the search tool for the chat template."""
-        query = {"type": "string", "minLength": 1, "maxLength": _MOST_QUERY, "description": "What the pictures show."}
+        query = {"type": "string", "minLength": 1, "maxLength": _MAX_QUERY, "description": "What the pictures show."}
         count = {
             "type": "integer",
             "minimum": 1,
@@ -144,7 +144,7 @@ class SearchOptions:
         params = _each(sampling_params, len(conversations), llm)
         rows = [_Conversation(given, own) for given, own in zip(conversations, params, strict=True)]
         given = more.get("tools") or ()
-        tools = self.beside(given)
+        tools = self.add_tool(given)
         forced = forced_call(tools, {"type": "function", "function": {"name": SEARCH}}) if self.required else None
         for number in range(self.max_rounds + 1):
             going = [row for row in rows if row.goes_on]
@@ -165,8 +165,8 @@ class SearchOptions:
                 row.go_on(self._found(future, start, row.call, row.text))
         return _results(rows, name, more.get("on_error", "raise"))
 
-    def beside(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the tools of a request and the search tool.
+    def add_tool(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return the tools of a request with the search tool added.
 
         Raises:
           ValueError: one of them has the name of the search tool.
@@ -175,18 +175,18 @@ class SearchOptions:
             raise ValueError(f"tools must not contain {SEARCH}, the name of the tool that searches a library")
         return [*tools, self.tool]
 
-    async def turns(
+    async def stream(
         self,
         service: Service,
         ask: Callable[[Sequence[Mapping[str, Any]], int], AsyncGenerator[RequestDelta]],
-        most: int | None = None,
+        max_output_tokens: int | None = None,
     ) -> AsyncGenerator[RequestDelta | SearchBegun | SearchRound]:
-        """Yield the deltas of an output as they arrive, and between its turns the searches.
+        """Yield the deltas of an output as they arrive, with a report of each search between its turns.
 
         Args:
           service: service of the engine that generates.
           ask: starts the next turn, given the messages added to the conversation and the number of generated tokens.
-          most: maximum number of tokens of the output; None: no limit.
+          max_output_tokens: maximum number of tokens of the output; None: no limit.
         """
         added: list[Mapping[str, Any]] = []
         used = 0
@@ -202,7 +202,7 @@ class SearchOptions:
                     yield delta
             text = "".join(pieces)
             call = _call(text) if reason == "stop" and number < self.max_rounds else None
-            if call is None or (most is not None and used >= most):
+            if call is None or (max_output_tokens is not None and used >= max_output_tokens):
                 return
             yield SearchBegun()
             future, start = self._start(call, service), time.monotonic()
@@ -233,8 +233,8 @@ class SearchOptions:
         query, count = call.get("query"), call.get("k", self.top_k)
         if not isinstance(query, str) or not query:
             raise ValueError(f"query must be a text, got {short(query)}")
-        most = min(count, self.top_k) if is_a(count, int) and count > 0 else self.top_k
-        hits = self.retriever.search(query, most, filter=self.filter)
+        limit = min(count, self.top_k) if is_a(count, int) and count > 0 else self.top_k
+        hits = self.retriever.search(query, limit, filter=self.filter)
         return hits if self.min_score is None else [hit for hit in hits if hit.score >= self.min_score]
 
     def _found(
@@ -266,7 +266,7 @@ class SearchOptions:
         processor, left, found = service.preparation.processor, self.max_tokens, []
         for hit in hits:
             item = self.retriever.library.get(hit.id)
-            left -= processor.num_tokens(processor.grid(item.picture.height, item.picture.width, item.limits))
+            left -= processor.num_tokens(processor.grid(item.image_key.height, item.image_key.width, item.limits))
             if left < 0:
                 break
             found.append(hit)
@@ -327,7 +327,7 @@ def _call(text: str) -> Mapping[str, Any] | None:
     Other calls are returned to the caller.
     """
     parser = AnswerParser("", has_tools=True)
-    calls = Joined.of([*parser.push(text), *parser.finish()]).calls
+    calls = ParsedAnswer.of([*parser.push(text), *parser.finish()]).calls
     if not calls or {call["function"]["name"] for call in calls} != {SEARCH}:
         return None
     try:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import Salt, alias_key, owner_key
-from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.cache.store import ImageKey
 from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.request import Request
 from vlcache_jax.inputs.expansion import Expansion
@@ -146,7 +146,7 @@ class Arrivals:
         self._prompts: dict[int, Prompt] = {}
         self._tasks: dict[int, list[Task]] = {}
         self._expansions: dict[int, Expansion] = {}
-        self._bound: dict[str, PictureKey] = {}
+        self._bound: dict[str, ImageKey] = {}
         self._counted: set[int] = set()
         tasks: dict[object, Task] = {}
         apart = apart or not len(identifier.store.shared)
@@ -267,12 +267,12 @@ class Arrivals:
         store = self._identifier.store
         if task.uuid is not None:
             alias = alias_key(task.uuid, self._salt)
-            bound = self._bound.setdefault(alias, store.pictures.get(alias) or task.picture)
-            if bound.content != task.picture.content:
+            bound = self._bound.setdefault(alias, store.image_keys.get(alias) or task.image_key)
+            if bound.content != task.image_key.content:
                 return task.wrong_uuid()
-            store.pictures.put(alias, bound)
-        for alias, picture in task.aliases():
-            store.pictures.put(alias, picture)
+            store.image_keys.put(alias, bound)
+        for alias, image_key in task.aliases():
+            store.image_keys.put(alias, image_key)
         return None
 
 

@@ -232,7 +232,7 @@ def read_rates(path: pathlib.Path) -> tuple[Identity, Rates]:
 
 
 _CONTEXT = re.compile("[0-9a-f]{64}")
-_MOST_TOKENS = 2**31  # maximum of an image; larger shapes are refused
+_MAX_TOKENS = 2**31  # maximum of an image; larger shapes are refused
 
 
 class MetaBuilder:
@@ -266,7 +266,7 @@ class MetaBuilder:
     def of(self, found: Meta, grid: Grid) -> Meta:
         """Return the metadata that a found entry must have if its image has this grid; see `Form`."""
         side = self._config.vision.merge_size
-        if min(grid) < 1 or grid[1] % side or grid[2] % side or (tokens := self._tokens(grid)) > _MOST_TOKENS:
+        if min(grid) < 1 or grid[1] % side or grid[2] % side or (tokens := self._tokens(grid)) > _MAX_TOKENS:
             raise ValueError(
                 f"grid must be [frames, rows, columns] of patches, with rows and columns in multiples of "
                 f"{side}, got {grid!r:.80}"
@@ -316,7 +316,7 @@ class Planner:
     def plan(self, request: Request, options: ResolvedOptions) -> Planned:
         """Look a request up, plan it, and reserve cache entries for what it will compute.
 
-        The caller must end `Planned.hold`, once.
+        The caller must call `leave` of `Planned.reservation` once.
         """
         start, policy = time.perf_counter(), options.reuse
         layers = self._config.text.num_layers
@@ -361,7 +361,7 @@ class Planner:
             owner=request.owner if policy.links and self._keeps_pages else None,
             request_key=key,
             request_known=known,
-            hold=CacheReservation(self.store, handles, made, None if known else key, request.items),
+            reservation=CacheReservation(self.store, handles, made, None if known else key, request.items),
         )
 
     def _find(self, image: ImageRef, context: str, approximate: bool, owner: str) -> Handle:
@@ -459,7 +459,7 @@ class Planner:
                 continue
             if record is None and why not in (Why.other_context, Why.displaced, Why.cheaper_to_compute):
                 why = Why.too_large
-            uses[i] = dataclasses.replace(uses[i], captured=record, why=why)
+            uses[i] = dataclasses.replace(uses[i], saved=record, why=why)
         return [record for record in made if record is not None]
 
     def _contexts(self, request: Request) -> list[str]:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from vlcache_jax.cache.items import Item, Items, Use
 from vlcache_jax.cache.keys import SHARED, Salt, alias_key, content_key, entry_key, group_key, owner_key
-from vlcache_jax.cache.store import PictureKey, Store
+from vlcache_jax.cache.store import ImageKey, Store
 from vlcache_jax.common.checks import short
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, LibraryImageRef
 from vlcache_jax.inputs.layout import ImageRef
@@ -27,12 +27,12 @@ class KnownImage(NamedTuple):
     """Known image, found by its alias and its pixel limits. Its cache entries may or may not be in the store.
 
     Attributes:
-      picture: image that the alias stands for.
+      image_key: key of the image that the alias stands for.
       shape: properties of the image with these limits.
       key: entry key, under the salt of the alias.
     """
 
-    picture: PictureKey
+    image_key: ImageKey
     shape: ImageShape
     key: str
 
@@ -70,20 +70,20 @@ class Recognizer:
         Raises:
           ValueError: the image is too large with these limits.
         """
-        if (picture := self.store.pictures.get(alias)) is None:
+        if (image_key := self.store.image_keys.get(alias)) is None:
             return None
         key = alias, *sorted(limits.items())
         found: KnownImage | None = self.store.described.get(key)
         # The alias may stand for another image by now, such as a uuid that was released.
-        if found is None or found.picture is not picture:
-            shape = self.media.shape(picture.height, picture.width, limits, name)
-            found = KnownImage(picture, shape, self.entry_key(picture, shape.settings, salt))
+        if found is None or found.image_key is not image_key:
+            shape = self.media.shape(image_key.height, image_key.width, limits, name)
+            found = KnownImage(image_key, shape, self.entry_key(image_key, shape.settings, salt))
             self.store.described.put(key, found)
         return found
 
-    def entry_key(self, picture: PictureKey, settings: Settings, salt: Salt) -> str:
+    def entry_key(self, image_key: ImageKey, settings: Settings, salt: Salt) -> str:
         """Return the entry key of an image."""
-        named = picture.content, settings
+        named = image_key.content, settings
         # Keys with a salt are not cached, so that no salt stays in memory.
         return self._unsalted_key(*named) if salt is None else self._make_entry_key(*named, salt)
 
@@ -99,8 +99,8 @@ class Task:
       is_known: True if the header identified the images, or the file was not needed.
       medium: properties that the header shows.
       use: keeps the source's library item until the requests have it; None: the source is no item.
-      picture: image that the source's uuid stands for.
-      pictures, images: the result.
+      image_key: key of the image that the source's uuid stands for.
+      image_keys, images: the result.
       shared: key of each image that is equal for images that may share one object. Images known by a name alone may
         have no pixels at all, so they share none with others.
       lookup, decode, preprocess: time in seconds.
@@ -128,7 +128,7 @@ class Task:
         self._item: Item | None = None  # of a library
         self.use: Use | None = None
         self.lookup = self.decode = self.preprocess = 0.0
-        self.pictures: list[PictureKey] = []
+        self.image_keys: list[ImageKey] = []
         self.images: list[ImageRef] = []
         self.shared: list[tuple[str, bool]] = []
         self.is_known = self._is_identified = False
@@ -136,11 +136,11 @@ class Task:
         self._decoding = threading.Lock()  # and so may all images of a video
 
     @property
-    def picture(self) -> PictureKey:
-        first = self.pictures[0]
-        if len(self.pictures) == 1:
+    def image_key(self) -> ImageKey:
+        first = self.image_keys[0]
+        if len(self.image_keys) == 1:
             return first
-        return PictureKey(group_key([picture.content for picture in self.pictures]), first.height, first.width)
+        return ImageKey(group_key([image_key.content for image_key in self.image_keys]), first.height, first.width)
 
     def head(self) -> ValueError | None:
         """Find out what is known without pixels; return an error, or None."""
@@ -158,11 +158,11 @@ class Task:
             if self._become_known():
                 return None
             self.medium = self._recognizer.media.look(self.source, self._limits, self._alias, self._alias_of)
-            known = [None if alias is None else store.pictures.get(alias) for alias in self.medium.aliases]
+            known = [None if alias is None else store.image_keys.get(alias) for alias in self.medium.aliases]
             if all(known):
-                for picture in known:
-                    assert picture is not None
-                    self._become(picture, self.medium.grid)
+                for image_key in known:
+                    assert image_key is not None
+                    self._become(image_key, self.medium.grid)
                 self.is_known = True
         except ValueError as error:
             return error
@@ -178,7 +178,7 @@ class Task:
         if (known := recognizer.known(self._alias, self._limits, self._salt, source.name)) is None:
             return False
         self.medium = ImageMedium(recognizer.media, source, self._limits, self._alias, known.shape)
-        self._add(known.picture, known.shape.grid, known.shape.tokens, known.key)
+        self._add(known.image_key, known.shape.grid, known.shape.tokens, known.key)
         self.is_known = True
         return True
 
@@ -191,10 +191,10 @@ class Task:
             name=source.name, item=item, read=lambda: items.read(item, called=source.name),
             lose=lambda: items.lose(item, called=source.name),
         )  # fmt: skip
-        media, picture = self._recognizer.media, item.picture
-        shape = media.shape(picture.height, picture.width, item.limits, source.name)
+        media, image_key = self._recognizer.media, item.image_key
+        shape = media.shape(image_key.height, image_key.width, item.limits, source.name)
         self.medium = ImageMedium(media, self.source, item.limits, None, shape)
-        self._become(picture, shape.grid)
+        self._become(image_key, shape.grid)
         self.is_known = True
 
     def run(self) -> ValueError | None:
@@ -225,43 +225,43 @@ class Task:
             "choose another uuid, or release it with cache.release_uuid"
         )
 
-    def aliases(self) -> Iterator[tuple[str, PictureKey]]:
+    def aliases(self) -> Iterator[tuple[str, ImageKey]]:
         """Yield the aliases of the images, with the images."""
-        for alias, picture in zip(self.medium.aliases, self.pictures, strict=True):
+        for alias, image_key in zip(self.medium.aliases, self.image_keys, strict=True):
             if alias is not None:
-                yield alias, picture
+                yield alias, image_key
 
     def _alias_of(self, name: bytes | str | tuple[str | int, ...] | None) -> str | None:
         return alias_key(name, self._salt) if self._lookup and name is not None else None
 
     def _identify(self) -> None:
-        self.pictures, self.images, self.shared = [], [], []
+        self.image_keys, self.images, self.shared = [], [], []
         for frames in self._decoded():
-            image = self._become(_picture(frames), self.medium.fit(frames))
+            image = self._become(_image_key(frames), self.medium.fit(frames))
             if self._lookup:
                 self._recognizer.store.look(image.keys)
             if not self._is_kept(image):
                 image.patches = self._cut(frames)
 
-    def _become(self, picture: PictureKey, grid: tuple[int, int, int]) -> ImageRef:
+    def _become(self, image_key: ImageKey, grid: tuple[int, int, int]) -> ImageRef:
         """Add the next image, whose pixels are identified."""
-        key = self._recognizer.entry_key(picture, self.medium.settings, self._salt)
-        return self._add(picture, grid, self._recognizer.media.processor.num_tokens(grid), key)
+        key = self._recognizer.entry_key(image_key, self.medium.settings, self._salt)
+        return self._add(image_key, grid, self._recognizer.media.processor.num_tokens(grid), key)
 
-    def _add(self, picture: PictureKey, grid: Grid, tokens: int, key: str) -> ImageRef:
+    def _add(self, image_key: ImageKey, grid: Grid, tokens: int, key: str) -> ImageRef:
         """Add the next image, whose entry key is known."""
         recognizer, settings, number = self._recognizer, self.medium.settings, len(self.images)
         shared, whose = None, SHARED
         if self._item is not None:
-            shared, whose = recognizer.entry_key(picture, settings, self._item.salt), self._item.salt
+            shared, whose = recognizer.entry_key(image_key, settings, self._item.salt), self._item.salt
         elif not self._apart:
-            shared = recognizer.store.shared.get(recognizer.entry_key(picture, settings, None))
+            shared = recognizer.store.shared.get(recognizer.entry_key(image_key, settings, None))
         has_pixels = self._item is None or self._item.file is not None
         image = ImageRef(
             key, grid, tokens, lambda: self._patches(number), shared=shared, has_pixels=has_pixels,
             shared_owner=None if shared is None else owner_key(whose),
         )  # fmt: skip
-        self.pictures.append(picture)
+        self.image_keys.append(image_key)
         self.images.append(image)
         self.shared.append((key, self._trusted is not None or not has_pixels))
         return image
@@ -303,7 +303,7 @@ class Task:
             if found is not None:
                 return found
             for i, (image, frames) in enumerate(zip(self.images, self._decoded(), strict=True)):
-                if self._trusted is not None and _picture(frames) != self.pictures[i]:
+                if self._trusted is not None and _image_key(frames) != self.image_keys[i]:
                     raise self.wrong_uuid()  # entries under the other image's key would be wrong for all its users
                 if i == number:
                     found = self._cut(frames)
@@ -329,11 +329,11 @@ class LibraryImage(ImageSource):
     lose: Callable[[], ValueError]
 
     def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
-        return self.item.picture.height, self.item.picture.width
+        return self.item.image_key.height, self.item.image_key.width
 
     def decode(self, max_pixels: int = MAX_IMAGE_PIXELS) -> Rgb:
         rgb = ImageSource(self.name, self.read()).decode(max_pixels)
-        if _picture((rgb,)) != self.item.picture:  # entries under the item's key would be wrong for all its users
+        if _image_key((rgb,)) != self.item.image_key:  # entries under the item's key would be wrong for all its users
             raise self.lose()
         return rgb
 
@@ -395,5 +395,5 @@ def _same(source: Source) -> Hashable:
     return id(source.value) if encoded is None else _EncodedFile(encoded)
 
 
-def _picture(frames: tuple[Rgb, ...]) -> PictureKey:
-    return PictureKey(content_key(*frames), *frames[0].shape[:2])
+def _image_key(frames: tuple[Rgb, ...]) -> ImageKey:
+    return ImageKey(content_key(*frames), *frames[0].shape[:2])

@@ -15,7 +15,7 @@ from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.completions import Detokenizer, token_bytes
 from vlcache_jax.engine.decode_slots import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.grammars import Grammars, Matcher
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, PooledSequence
+from vlcache_jax.engine.request import Generation, ImageUse, Planned, PooledSequence, ScoredSequence
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.sampling import SamplingParams, StructuredOutputsConfig
@@ -198,7 +198,7 @@ class SequenceBuilder:
             params.stop or (),
             skip_special_tokens=params.skip_special_tokens,
             include_stop=params.include_stop_str_in_output,
-            least=params.min_tokens,
+            min_tokens=params.min_tokens,
         )
 
     def token_bytes(self, token: int) -> bytes:
@@ -210,7 +210,7 @@ class SequenceBuilder:
         words_array(words, self._config.text.vocab_size)  # raises if they are wrong
         return words
 
-    def forced(self, planned: Planned, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
+    def scored(self, planned: Planned, tokens: abc.Sequence[int], *, keep_logits: bool, save: bool) -> ScoredSequence:
         """Return the sequence that scores a continuation."""
         length, layers = len(planned.layout), self._config.text.num_layers
         planned, error = self._fitting(planned, len(tokens))
@@ -219,10 +219,10 @@ class SequenceBuilder:
             planned,
             layout=planned.layout.extended(tokens),
             plan=planned.plan.extended(len(tokens), layers).wanting(wanted, layers),
-            uses=planned.uses if capture else _shared(planned.uses),
-            hold=planned.hold if capture else None,
+            uses=planned.uses if save else _shared(planned.uses),
+            reservation=planned.reservation if save else None,
         )
-        return Forced(own, new_slots=0, error=error, keep_logits=keep_logits)
+        return ScoredSequence(own, new_slots=0, error=error, keep_logits=keep_logits)
 
     def pooled(self, planned: Planned) -> PooledSequence:
         """Return the sequence that ends with a prompt's last token."""
@@ -262,7 +262,7 @@ def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwa
 
 def _shared(uses: abc.Sequence[ImageUse]) -> tuple[ImageUse, ...]:
     """Return the images of a sequence that does not save them, because another one does."""
-    return tuple(dataclasses.replace(use, captured=None) for use in uses)
+    return tuple(dataclasses.replace(use, saved=None) for use in uses)
 
 
 def _as_uint32(seed: int) -> int:

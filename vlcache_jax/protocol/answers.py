@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vlcache_jax.protocol.deltas import Joined, joined_pieces
+from vlcache_jax.protocol.deltas import ParsedAnswer, joined_pieces
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.requests import ChatRequest, Options, OutputParts
 
@@ -225,7 +225,7 @@ class ChatAnswer(Answer):
     def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
         parser = self._parser(index, prompt)
         answer = self._without_thinking(index, parser, answer)
-        joined = Joined.of([*parser.push(answer.text), *parser.finish(is_cut=answer.finish_reason == "length")])
+        joined = ParsedAnswer.of([*parser.push(answer.text), *parser.finish(is_cut=answer.finish_reason == "length")])
         message: dict[str, Any] = {"role": "assistant", "content": joined.content}
         message |= self._thought(joined.reasoning)
         if joined.calls:

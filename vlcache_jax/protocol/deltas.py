@@ -46,7 +46,7 @@ class Delta:
 
 
 @dataclass
-class Joined:
+class ParsedAnswer:
     """Complete answer, joined from its deltas.
 
     Attributes:
@@ -59,7 +59,7 @@ class Joined:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, deltas: Iterable[Delta]) -> Joined:
+    def of(cls, deltas: Iterable[Delta]) -> ParsedAnswer:
         content: list[str] = []
         reasoning: list[str] = []
         heads: list[CallDelta] = []

@@ -13,7 +13,7 @@ from vlcache_jax.protocol.schema import (
     ABSENT_IN_CHAT,
     CHAT,
     FLAG,
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     OBJECT,
     TEXT_OR_NULL,
     ApiError,
@@ -163,7 +163,7 @@ _STREAM = {"include_usage": FLAG, "include_obfuscation": CHAT["stream_options"][
 RESPONSES: Mapping[str, Schema] = {
     "input": {
         "type": ["string", "array"],
-        "maxItems": MOST_MESSAGES,
+        "maxItems": MAX_MESSAGES,
         "description": "A text, or items: messages, calls and what they returned.",
     },
     "instructions": described(TEXT_OR_NULL, "A system message for this response only."),
@@ -401,8 +401,8 @@ def _content(given: Any, where: str) -> Any:
     """Return the content of a message in the form of chats."""
     if not isinstance(given, list):
         return given
-    if len(given) > MOST_MESSAGES:
-        raise ApiError(f"{where} must have at most {MOST_MESSAGES} parts, got {len(given)}", where)
+    if len(given) > MAX_MESSAGES:
+        raise ApiError(f"{where} must have at most {MAX_MESSAGES} parts, got {len(given)}", where)
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(given):
         if not isinstance(part, dict):

@@ -19,7 +19,7 @@ from vlcache_jax.protocol.requests import template_options
 from vlcache_jax.protocol.schema import (
     CHAT,
     FLAG,
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     OBJECT,
     TEXT_OR_NULL,
     ApiError,
@@ -29,7 +29,7 @@ from vlcache_jax.protocol.schema import (
 )
 from vlcache_jax.request_options import RequestOptions
 
-MOST_INPUTS = 2048
+MAX_INPUTS = 2048
 _PART: Schema = {"type": ["string", "object", "array"]}
 _BOTH: Mapping[str, Schema] = {
     "model": CHAT["model"],
@@ -53,7 +53,7 @@ EMBEDDINGS: Mapping[str, Schema] = {
         "examples": ["a red shoe"],
     },
     "messages": described(
-        {"type": ["array", "null"], "minItems": 1, "maxItems": MOST_MESSAGES}, "A conversation, instead of `input`."
+        {"type": ["array", "null"], "minItems": 1, "maxItems": MAX_MESSAGES}, "A conversation, instead of `input`."
     ),
     "add_generation_prompt": described(
         FLAG,
@@ -317,8 +317,8 @@ def _instructed(given: dict[str, Any]) -> dict[str, Any]:
 def _listed(given: Any, name: str) -> list[Any]:
     """Return documents or queries as a list."""
     listed = given if isinstance(given, list) else [given]
-    if not 1 <= len(listed) <= MOST_INPUTS:
-        raise ApiError(f"{name} must have 1 to {MOST_INPUTS} elements, got {len(listed)}", name)
+    if not 1 <= len(listed) <= MAX_INPUTS:
+        raise ApiError(f"{name} must have 1 to {MAX_INPUTS} elements, got {len(listed)}", name)
     return listed
 
 
@@ -328,8 +328,8 @@ def _inputs(given: Any) -> list[Any]:
         return [given]
     if _are_ids(given):
         return [{"prompt_token_ids": given}]
-    if not 1 <= len(given) <= MOST_INPUTS:
-        raise ApiError(f"input must have 1 to {MOST_INPUTS} elements, got {len(given)}", "input")
+    if not 1 <= len(given) <= MAX_INPUTS:
+        raise ApiError(f"input must have 1 to {MAX_INPUTS} elements, got {len(given)}", "input")
     return [{"prompt_token_ids": one} for one in given] if all(map(_are_ids, given)) else given
 
 

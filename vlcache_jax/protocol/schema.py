@@ -17,7 +17,7 @@ from typing import Any
 from vlcache_jax.common.checks import is_a, short, shorten, unknown
 from vlcache_jax.common.json_files import TooManyError, parse_json
 from vlcache_jax.common.vllm_compat import GUIDED
-from vlcache_jax.inputs.messages import DETAILS, MAX_UUID, MOST_TOOLS, ROLES, TEXT_KEYS
+from vlcache_jax.inputs.messages import DETAILS, MAX_TOOLS, MAX_UUID, ROLES, TEXT_KEYS
 from vlcache_jax.sampling import LISTS, MAX_LOGPROBS, NUMBERS, SamplingParams
 
 Schema = Mapping[str, Any]
@@ -244,7 +244,7 @@ MESSAGE: Schema = {
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
-MOST_MESSAGES = 1 << 16  # maximum messages of a conversation; no model has room for more
+MAX_MESSAGES = 1 << 16  # maximum messages of a conversation; no model has room for more
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 FLAG: Schema = {"type": ["boolean", "null"]}
 OBJECT: Schema = {"type": ["object", "null"]}
@@ -321,7 +321,7 @@ CHAT: Mapping[str, Schema] = {
     "messages": {
         "type": "array",
         "minItems": 1,
-        "maxItems": MOST_MESSAGES,
+        "maxItems": MAX_MESSAGES,
         "description": "OpenAI's messages: text, `image_url` and `video_url` parts, also as data URLs.",
         "examples": [[{"role": "user", "content": "Where is the star?"}]],
         "items": MESSAGE,
@@ -331,7 +331,7 @@ CHAT: Mapping[str, Schema] = {
     "logprobs": {**FLAG, "examples": [True]},
     "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
     "tools": described(
-        {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": MOST_TOOLS},
+        {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": MAX_TOOLS},
         "Functions that the answer may call.",
     ),
     "tool_choice": described({"type": ["string", "object", "null"]}, "auto, none, required, or a function's name."),

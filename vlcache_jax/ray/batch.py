@@ -13,7 +13,7 @@ from vlcache_jax.cache.lookups import CacheStats
 from vlcache_jax.common.checks import check_text, check_whole, unknown
 from vlcache_jax.config import EngineConfig, EngineOptions
 from vlcache_jax.llm import LLM
-from vlcache_jax.ray.engines import WINDOW, EngineOrder, Packed, placed, warn_of_room
+from vlcache_jax.ray.engines import WINDOW, EngineResources, Packed, placed, warn_of_room
 from vlcache_jax.ray.feeding import COLUMNS, Feeder, Sharder
 from vlcache_jax.request_options import Compress, RequestOptions
 from vlcache_jax.sampling import SamplingParams
@@ -71,7 +71,7 @@ def generate(
         raise ValueError(f"sampling_params must have n=1, as a row has one answer, got n={sampling_params.n}")
     gpus = config.tensor_parallel_size if num_gpus is None else num_gpus
     check_whole("num_engines", num_engines, 1)
-    resources = EngineOrder(engines=num_engines, num_gpus=gpus, num_cpus=num_cpus, window=window)
+    resources = EngineResources(engines=num_engines, num_gpus=gpus, num_cpus=num_cpus, window=window)
     warn_of_room(num_engines, gpus)
     make = Packed(functools.partial(DatasetWorker, config, sampling_params, RequestOptions(compress=compress)))
     return dataset.map_batches(

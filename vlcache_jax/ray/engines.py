@@ -104,7 +104,7 @@ class Packed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOrder:
+class EngineResources:
     """Number of engines, and the resources of each.
 
     Attributes:
@@ -151,7 +151,7 @@ class Engines:
       given: number of rows so far, by engine.
     """
 
-    def __init__(self, make: Callable[[], Worker], resources: EngineOrder):
+    def __init__(self, make: Callable[[], Worker], resources: EngineResources):
         self._window = resources.window
         self._actors = {
             f"engine-{i}": _Actor.options(  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from vlcache_jax.common.checks import check_text, short
-from vlcache_jax.ray.engines import EngineDiedError, EngineOrder, Engines, Shards, Worker
+from vlcache_jax.ray.engines import EngineDiedError, EngineResources, Engines, Shards, Worker
 from vlcache_jax.router.affinity import SeenImages, look, look_at
 
 COLUMNS = ("messages", "system", "question", "image", "images", "video")
@@ -34,7 +34,7 @@ class Feeder:
       names: the dataset's column names, by the names in `COLUMNS`.
     """
 
-    def __init__(self, make: Callable[[], Worker], resources: EngineOrder, names: Mapping[str, str]):
+    def __init__(self, make: Callable[[], Worker], resources: EngineResources, names: Mapping[str, str]):
         self._engines, self._names, self._is_open = Engines(make, resources), names, False
 
     async def __call__(self, table: pa.Table) -> pa.Table:

@@ -29,7 +29,7 @@ from vlcache_jax.cache.tiers.peer_server import PeerServer
 from vlcache_jax.common.checks import check_whole
 from vlcache_jax.config import EngineConfig
 from vlcache_jax.llm import LLM
-from vlcache_jax.ray.engines import EngineOrder, placed, warn_of_room
+from vlcache_jax.ray.engines import EngineResources, placed, warn_of_room
 from vlcache_jax.ray.ingress import Ingress
 from vlcache_jax.ray.routing import PEER, ImageRouter, tag_of
 from vlcache_jax.router.affinity import FACTOR, SLACK, Affinity, SeenImages
@@ -235,7 +235,7 @@ def app(
         raise ValueError(f"engines and autoscaling are mutually exclusive, got both: engines={engines}")
     Affinity(factor, slack)
     check_whole("ingresses", ingresses, 1)
-    resources = EngineOrder(
+    resources = EngineResources(
         engines=1 if engines is None else engines,
         num_gpus=own.tensor_parallel_size if num_gpus is None else num_gpus,
         num_cpus=num_cpus,

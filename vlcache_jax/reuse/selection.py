@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.common.checks import is_a, short, shorten
+from vlcache_jax.common.renamed import warn_renamed
 from vlcache_jax.inputs.layout import ImageSpan, Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
@@ -237,7 +238,7 @@ class QuestionScores(_Selecting):
     @property
     def name(self) -> str:
         size = f"{float(self.ratio):g}" if self.schedule is None else f"schedule {self.schedule.mean_text}"
-        return f"asked-{size}" + (f" from layer {self.check_layer}" if self.check_layer > 1 else "")
+        return f"question-{size}" + (f" from layer {self.check_layer}" if self.check_layer > 1 else "")
 
     @property
     def scored_layers(self) -> tuple[int, ...]:
@@ -259,7 +260,7 @@ NAMED: dict[str, Callable[[Fraction], SelectingPolicy]] = {
     "cacheblend": CacheBlend,
     "cacheblend-lmcache": functools.partial(CacheBlend, variant="lmcache"),
     "cacheblend-proto": functools.partial(CacheBlend, variant="proto"),
-    "asked": QuestionScores,
+    "question": QuestionScores,
     "kvshare": KVShare,
     "kvshare-attn": functools.partial(KVShare, selector="attn_dist"),
 }
@@ -476,8 +477,8 @@ def parse_policy(reuse: Any) -> Policy:
     Args:
       reuse: "off", "exact", "approximate" (the recommended policy), "full" (ratio 0), "full-two-pass", a ratio from 0
         to 1 as a number or a decimal string, "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and
-        others of `selection.NAMED`, the path of a schedule file, by itself or after "spread-", "shift-" or "asked-",
-        a `Schedule` or a `Policy`.
+        others of `selection.NAMED`, the path of a schedule file, by itself or after "spread-", "shift-" or
+        "question-", a `Schedule` or a `Policy`. "asked-" is the deprecated name of "question-".
 
     Raises:
       ValueError: `reuse` is anything else.
@@ -491,12 +492,15 @@ def parse_policy(reuse: Any) -> Policy:
         number = Decimal(reuse) if isinstance(reuse, int) else reuse  # converts integers of any length to text
         return StaticRatio(number if isinstance(number, Fraction) else _fraction(str(number)))
     if isinstance(reuse, str):
+        if reuse.startswith("asked-") and not os.path.isfile(reuse):
+            warn_renamed(f"reuse={shorten(reuse)!r}", '"question-..."')
+            reuse = f"question-{reuse.removeprefix('asked-')}"
         # Names without a parameter.
         if reuse == "approximate":
             reuse = APPROXIMATE
         if reuse in _NAMED:
             return _NAMED[reuse]
-        scheduled = {**_WITH_SCHEDULE, "asked": QuestionScores}
+        scheduled = {**_WITH_SCHEDULE, "question": QuestionScores}
         # Names with a count, with the path of a schedule, or with a ratio. A ratio needs no name.
         name, _, rest = reuse.partition("-")
         if name in _WITH_COUNT and rest.isdecimal():

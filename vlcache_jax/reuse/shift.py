@@ -103,15 +103,15 @@ def shifted_images(requests: Iterable[tuple[Layout, Plan]], num_layers: int) -> 
     return np.concatenate(numbers)
 
 
-def most_moved(images: Index, first: int, most: int) -> int:
+def shift_end(images: Index, first: int, max_tokens: int) -> int:
     """Return the image before which a prefill chunk must end if `first` is the first image that it corrects.
 
     Args:
       images: see `shifted_images` [n].
-      most: maximum tokens that a chunk corrects, unless one image has more.
+      max_tokens: maximum tokens that a chunk corrects, unless one image has more.
     """
     sizes = np.bincount(images[images >= first] - first)[:IMAGES]
-    return first + max(1, int(np.searchsorted(np.cumsum(sizes), most, "right")))
+    return first + max(1, int(np.searchsorted(np.cumsum(sizes), max_tokens, "right")))
 
 
 def make_shift(

@@ -127,7 +127,7 @@ class Responses(Chats):
                     )
                     raise ApiError(message, request.search.where)
                 searches = self._search.options(request.search, request.rounds, tenant)
-                chat_body["tools"] = searches.beside(chat_body.get("tools", ()))
+                chat_body["tools"] = searches.add_tool(chat_body.get("tools", ()))
             chat = self._chat_request(chat_body)
         except ValueError as error:
             raise request.error(as_api_error(error), len(before)) from error
@@ -148,7 +148,7 @@ class Responses(Chats):
                 params.min_tokens = min(params.min_tokens, params.max_tokens)
             return self._turn([*prompt, *added], request, params, field)
 
-        return ask((), 0) if request.searches is None else request.searches.turns(self.engine.service, ask, max_tokens)
+        return ask((), 0) if request.searches is None else request.searches.stream(self.engine.service, ask, max_tokens)
 
     async def _whole(self, events: Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
         assert isinstance(answer, ResponseAnswer)

@@ -37,13 +37,7 @@ class Retrieval:
     """Handler of `/v1/embeddings`, `/rerank` and `/score`.
 
     Args:
-      engine: the engine.
-      config: options of the server.
-      models: names of the model that requests may use; the first one is used in answers.
-      admission: admission control.
-      metrics: counters of requests and tokens.
-      register: the tenants; None if the server has none.
-      names: generator of the answers' ids.
+      engine, config, models, admission, metrics, register, names: see `vlcache_jax.server.inference.Inference`.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class Retrieval:
         count = _max_in_flight(len(request.documents), tenant)
         with self._admission.answering(tenant, count):
             try:
-                outputs = await self._engine.rerank(request.query, request.documents, most=count, **settings)
+                outputs = await self._engine.rerank(request.query, request.documents, max_in_flight=count, **settings)
             except NotFiniteError:
                 raise
             except ValueError as error:
@@ -120,7 +114,7 @@ class Retrieval:
         async def score(pair: tuple[Any, Any], places: tuple[str, str]) -> RerankOutput:
             query, document = pair
             try:
-                [output] = await self._engine.rerank(query, [document], most=1, **settings)
+                [output] = await self._engine.rerank(query, [document], max_in_flight=1, **settings)
             except NotFiniteError:
                 raise
             except ValueError as error:

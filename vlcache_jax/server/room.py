@@ -78,30 +78,30 @@ class Room:
     """Counter of requests and of their bodies' bytes.
 
     Uploads (bodies that are being received) are counted separately from requests in flight. If there are too many
-    uploads or bytes, uploads of the tenant that uses most are closed. The slowest is closed first: the one that has
-    waited longest for its next 4096 bytes. Declared bytes take no room. A slow client uses room only while no other
+    uploads or bytes, uploads of the tenant with the highest use are closed. The slowest is closed first: the one that
+    has waited longest for its next 4096 bytes. Declared bytes take no room. A slow client uses room only while no other
     client needs it.
 
     Requests in flight cannot be closed. A quarter of their room is reserved for tenants that use less than an equal
     part of this quarter. Each tenant always has this part.
 
     Args:
-      most: maximum number of uploads, and of requests in flight.
-      most_bytes: maximum bytes of all bodies together.
-      most_body: maximum bytes of one body.
+      max_requests: maximum number of uploads, and of requests in flight.
+      max_bytes: maximum bytes of all bodies together.
+      max_body_bytes: maximum bytes of one body.
       tenants: function that returns the number of tenants; 0 if the server has none.
       clock: function that returns the time in seconds.
     """
 
     def __init__(
         self,
-        most: int,
-        most_bytes: int,
-        most_body: int,
+        max_requests: int,
+        max_bytes: int,
+        max_body_bytes: int,
         tenants: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._most, self._most_bytes, self._spare = most, most_bytes, most_bytes - most_body
+        self._max_requests, self._max_bytes, self._spare = max_requests, max_bytes, max_bytes - max_body_bytes
         self._tenants, self._clock = tenants, clock
         self._coming: dict[ReservedPlace, None] = {}
         self._in_flight: set[ReservedPlace] = set()
@@ -139,8 +139,8 @@ class Room:
         place = ReservedPlace(self, tenant, self._clock())
         self._check(place, declared)
         self._coming[place] = None
-        if len(self._coming) > self._most:
-            why = f"the server receives at most {self._most} bodies at a time, and this upload was the slowest"
+        if len(self._coming) > self._max_requests:
+            why = f"the server receives at most {self._max_requests} bodies at a time, and this upload was the slowest"
             self._close(Counter(one.who for one in self._coming), why)
         try:
             yield place
@@ -155,7 +155,7 @@ class Room:
             place.since = self._clock()
         place.size += count
         self._coming_bytes += count
-        while self.nbytes > self._most_bytes:
+        while self.nbytes > self._max_bytes:
             sizes: Counter[str | None] = Counter()
             for one in self._coming:
                 sizes[one.who] += one.size
@@ -195,10 +195,10 @@ class Room:
 
     def _check(self, place: ReservedPlace, size: int) -> None:
         """Raise an `ApiError` unless a request with a body of `size` bytes may be in flight now."""
-        if not self._fits(self._requests, self._most, self._most, place.who, 1):
+        if not self._fits(self._requests, self._max_requests, self._max_requests, place.who, 1):
             why = f"the server is at capacity: {self._requests.total()} requests in flight"
             raise ApiError(why, status=503, retry_after=AGAIN)
-        if not self._fits(self._bytes, self._most_bytes, self._spare, place.who, size):
+        if not self._fits(self._bytes, self._max_bytes, self._spare, place.who, size):
             why = (
                 f"the server is at capacity: {self._bytes.total()} bytes of requests in flight, {size} more do not fit"
             )
@@ -229,9 +229,9 @@ class Room:
         return used.total() + count + max(0, reserved * others - taken) <= total
 
     def _close(self, used: Counter[str | None], why: str) -> ReservedPlace:
-        """Close the slowest upload of the tenants that use most, and return its place."""
-        most = max(used.values())
-        slowest = min((one for one in self._coming if used[one.who] == most), key=lambda one: one.since)
+        """Close the slowest upload of the tenants with the highest use, and return its place."""
+        highest = max(used.values())
+        slowest = min((one for one in self._coming if used[one.who] == highest), key=lambda one: one.since)
         self._stop(slowest)
         slowest.close(ApiError(why, status=408, retry_after=AGAIN))
         return slowest

@@ -104,17 +104,17 @@ class StoredResponses:
     equal share. An image in several conversations of a tenant is stored once, without the bytes after its end.
 
     Args:
-      most: maximum number of responses of all tenants.
-      most_bytes: maximum bytes as JSON of all tenants.
+      max_responses: maximum number of responses of all tenants.
+      max_bytes: maximum bytes as JSON of all tenants.
     """
 
-    def __init__(self, most: int = _MAX_COUNT, most_bytes: int = _MAX_BYTES):
-        self._most, self._most_bytes = most, most_bytes
+    def __init__(self, max_responses: int = _MAX_COUNT, max_bytes: int = _MAX_BYTES):
+        self._max_responses, self._max_bytes = max_responses, max_bytes
         self._tenants: dict[str | None, _TenantResponses] = {}
         self._lock = threading.Lock()
 
     def put(self, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], tenant: Tenant | None) -> None:
-        """Store a response and its conversation. One that is larger than `most_bytes` is not stored.
+        """Store a response and its conversation. One that is larger than `max_bytes` is not stored.
 
         Args:
           response: the body of the answer, with its `id`.
@@ -127,7 +127,7 @@ class StoredResponses:
             parts = [_Part.of(one) for one in content] if isinstance(content, list) else []
             size += len(write({**message, "content": None} if parts else message))
             split.append((message, parts))
-        if size + sum({part.key: part.size for _, parts in split for part in parts}.values()) > self._most_bytes:
+        if size + sum({part.key: part.size for _, parts in split for part in parts}.values()) > self._max_bytes:
             return
         with self._lock:
             own = self._tenants.setdefault(_name(tenant), _TenantResponses())
@@ -138,9 +138,9 @@ class StoredResponses:
             own.put(
                 response["id"], StoredResponse(response, kept, [part for _, parts in split for part in parts], size)
             )
-            while sum(owner.size for owner in self._tenants.values()) > self._most_bytes:
+            while sum(owner.size for owner in self._tenants.values()) > self._max_bytes:
                 self._evict(lambda name: (self._tenants[name].size, name == _name(tenant)))
-            while sum(len(owner.found) for owner in self._tenants.values()) > self._most:
+            while sum(len(owner.found) for owner in self._tenants.values()) > self._max_responses:
                 self._evict(lambda name: (len(self._tenants[name].found), name == _name(tenant)))
 
     def get(self, name: str, tenant: Tenant | None) -> StoredResponse | None:

@@ -241,5 +241,5 @@ def _item(item: Item) -> dict[str, Any]:
     return {
         "id": item.id, "object": "library.item", "library": item.library, "metadata": item.metadata,
         "created_at": int(item.added), "expires_at": None if item.expires is None else int(item.expires),
-        "height": item.picture.height, "width": item.picture.width, "has_bytes": item.file is not None,
+        "height": item.image_key.height, "width": item.image_key.width, "has_bytes": item.file is not None,
     }  # fmt: skip

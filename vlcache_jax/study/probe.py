@@ -233,11 +233,11 @@ class Probe:
         slot = jnp.where(write[i] & (index < n), index, size + index)
         rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)
         k, v = rope.rotate(donor[0][i], cos, sin), donor[1][i]
-        out, _, _, captured = layer.self_attn(
-            layer.input_layernorm(x), k, v, rows, keep=size, capture=True, implementation=self.runner.implementation
+        out, _, _, new_kv = layer.self_attn(
+            layer.input_layernorm(x), k, v, rows, keep=size, return_kv=True, implementation=self.runner.implementation
         )
-        assert captured is not None
-        raw_k, new_v = captured
+        assert new_kv is not None
+        raw_k, new_v = new_kv
         x = layer.transform(x, out, index < n, implementation=self.runner.implementation)
         if len(deepstack):
             x = x + jnp.where(i < len(deepstack), deepstack[i], 0)

@@ -27,7 +27,7 @@ from tests.cache.records import CASES, assert_whole, found, key, make, names, pa
 from vlcache_jax.cache.record import DamagedError, EntryGoneError, TierError
 from vlcache_jax.cache.tiers import object_store
 from vlcache_jax.cache.tiers.object_store import FOLDER, ObjectTier
-from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_bytes, file_name, make_header
+from vlcache_jax.cache.tiers.record_file import LENGTH, MAX_HEADER, file_bytes, file_name, make_header
 
 KV = CASES["kv"]
 
@@ -414,7 +414,7 @@ def test_no_flipped_bit_passes(quick, name):
     assert_whole(quick, record)
 
 
-@pytest.mark.parametrize("length", [0, 2**40, MOST_HEADER + 1, MOST_HEADER, 2**64 - 1])
+@pytest.mark.parametrize("length", [0, 2**40, MAX_HEADER + 1, MAX_HEADER, 2**64 - 1])
 def test_a_header_of_any_length_is_damaged(tier, length):
     write(tier, CASES["encoder"])
     change(tier, KV, LENGTH.pack(length) + bytes(200))

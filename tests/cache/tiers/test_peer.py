@@ -27,8 +27,8 @@ from vlcache_jax.cache.record import DamagedError, EntryGoneError, Found, Record
 from vlcache_jax.cache.tiers import peer
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
 from vlcache_jax.cache.tiers.peer_server import PeerServer
-from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_name, make_header
-from vlcache_jax.cache.tiers.wire import MOST_RECORDS, WRITTEN
+from vlcache_jax.cache.tiers.record_file import LENGTH, MAX_HEADER, file_name, make_header
+from vlcache_jax.cache.tiers.wire import MAX_RECORDS, WRITTEN
 
 PEM = pathlib.Path(__file__).parents[2] / "inputs" / "pictures.example.pem"
 SHORT = 0.2  # seconds; the patience of clients whose peer is slow
@@ -125,9 +125,9 @@ def test_all_records_of_an_image_are_found_the_newest_last(folder, tier):
 
 
 def test_of_more_records_than_fit_the_newest_are_told(folder, tier):
-    for context in range(MOST_RECORDS + 2):
+    for context in range(MAX_RECORDS + 2):
         folder.kept.append(Found(make(context=key(context)).meta, context))
-    assert [one.written for one in tier.find(key(1))] == [*range(2, MOST_RECORDS + 2)]
+    assert [one.written for one in tier.find(key(1))] == [*range(2, MAX_RECORDS + 2)]
 
 
 def test_parts_can_be_asked_for_in_any_order(folder, tier):
@@ -168,7 +168,7 @@ def test_a_read_given_up_half_way_leaves_the_tier_usable(folder, tier):
 
 
 def test_a_few_connections_are_kept(folder, tier, monkeypatch):
-    """Connections beyond `_MOST_KEPT`, and all that are in use when the tier closes, are closed after their call."""
+    """Connections beyond `_MAX_KEPT`, and all that are in use when the tier closes, are closed after their call."""
     dialed = []
     real = peer._dial
 
@@ -180,7 +180,7 @@ def test_a_few_connections_are_kept(folder, tier, monkeypatch):
         return sum(sock.fileno() >= 0 for sock in dialed)
 
     monkeypatch.setattr(peer, "_dial", dial)
-    monkeypatch.setattr(peer, "_MOST_KEPT", 2)
+    monkeypatch.setattr(peer, "_MAX_KEPT", 2)
     folder.add(CASES["kv"])
     meta = CASES["kv"].meta.with_room(CASES["kv"].meta.tokens)
 
@@ -757,12 +757,12 @@ def hello(**values):
     return answer(json.dumps({"format": FORMAT_VERSION, "server": "0"} | values).encode())
 
 
-def told(header, written=1500):
+def dated_header(header, written=1500):
     return WRITTEN.pack(written) + header
 
 
 def records(*all_):
-    return answer(b"".join(told(make_header(record.meta)) for record in all_))
+    return answer(b"".join(dated_header(make_header(record.meta)) for record in all_))
 
 
 def part_of(file, first=None, **changed):
@@ -818,7 +818,7 @@ FINDS = {
     "endless line": [b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000, None],
     "endless headers": [b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 5000, None],
     "endless continue": [b"HTTP/1.1 100 Continue\r\n\r\n" * 5000, None],
-    "no length": [b"HTTP/1.1 200 OK\r\n\r\n" + told(HEADER), "close"],
+    "no length": [b"HTTP/1.1 200 OK\r\n\r\n" + dated_header(HEADER), "close"],
     "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
     "negative length": answer(b"", length=-5),
     "no number": answer(b"", length="many"),
@@ -833,14 +833,14 @@ FINDS = {
     "rubbish": answer(os.urandom(3000)),
     "a few bytes": answer(b"12345"),
     "header too long": answer(WRITTEN.pack(1) + LENGTH.pack(2**62) + b"{}"),
-    "header larger than any": records(Record(dataclasses.replace(KV.meta, codec="x" * MOST_HEADER))),
-    "ends between records": [answer(told(HEADER), length=2 * len(told(HEADER))), "close"],
-    "header ends early": answer(told(HEADER)[:-1]),
-    "header goes on": answer(told(HEADER) + b"\0"),
-    "changed header": answer(told(HEADER.replace(b'"tokens":"6"', b'"tokens":"5"'))),
+    "header larger than any": records(Record(dataclasses.replace(KV.meta, codec="x" * MAX_HEADER))),
+    "ends between records": [answer(dated_header(HEADER), length=2 * len(dated_header(HEADER))), "close"],
+    "header ends early": answer(dated_header(HEADER)[:-1]),
+    "header goes on": answer(dated_header(HEADER) + b"\0"),
+    "changed header": answer(dated_header(HEADER.replace(b'"tokens":"6"', b'"tokens":"5"'))),
     "nested header": answer(WRITTEN.pack(1) + LENGTH.pack(len(DEEP)) + DEEP),
     "another image": records(make(2)),
-    "too many": records(*[make()] * (MOST_RECORDS + 1)),
+    "too many": records(*[make()] * (MAX_RECORDS + 1)),
 }
 
 

@@ -21,7 +21,7 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from vlcache_jax.cache.folders import LIBRARIES_FOLDER, MOST, held, log_older, older_bytes, remove_folder
+from vlcache_jax.cache.folders import LIBRARIES_FOLDER, LOCK_TIMEOUT, held, log_older, older_bytes, remove_folder
 from vlcache_jax.cache.keys import FORMAT_VERSION, Quotas, payer
 from vlcache_jax.cache.record import (
     Buffers,
@@ -93,7 +93,7 @@ class DiskTier(Tier):
             self.directory = pathlib.Path(directory).expanduser() / FOLDER
             make_folder(self.directory)
             log_older(self.directory.parent, FOLDER)
-            with held(self.directory / "lock", most=MOST):  # a concurrent opener would delete unfinished files
+            with held(self.directory / "lock", timeout=LOCK_TIMEOUT):  # another opener would delete unfinished files
                 self._alive = open(self.directory / f"{self._me}{_WRITER}", "wb")  # noqa: SIM115
                 fcntl.flock(self._alive, fcntl.LOCK_EX)
                 try:
@@ -266,8 +266,8 @@ class DiskTier(Tier):
         size = file_bytes(meta)
         self._index.set_right(self._clock())
         names, fits = self._index.leaving(size, self.capacity, before=self._oldest)
-        if fits and (most := self._shares.of(meta.owner)) is not None:
-            own, fits = self._index.leaving(size, most, who=payer(meta.owner))
+        if fits and (quota := self._shares.of(meta.owner)) is not None:
+            own, fits = self._index.leaving(size, quota, who=payer(meta.owner))
             for name in own if fits else ():
                 self._remove(name)
             names, _ = self._index.leaving(size, self.capacity, before=self._oldest)

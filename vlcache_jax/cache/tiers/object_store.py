@@ -40,7 +40,7 @@ from vlcache_jax.cache.record import (
 )
 from vlcache_jax.cache.tiers.record_file import (
     LENGTH,
-    MOST_HEADER,
+    MAX_HEADER,
     file_bytes,
     file_name,
     make_header,
@@ -189,7 +189,7 @@ class ObjectTier(Tier):
         got = obstore.get(self._store, path, options={"range": (0, _FIRST)})
         first, size = bytes(got.bytes()), got.meta["size"]
         length = LENGTH.size + LENGTH.unpack_from(first)[0]
-        if length > min(size, LENGTH.size + MOST_HEADER):
+        if length > min(size, LENGTH.size + MAX_HEADER):
             raise DamagedError(f"{path}: object without a header is damaged")
         if length > len(first):
             first += bytes(obstore.get_range(self._store, path, start=len(first), end=length))
@@ -199,14 +199,14 @@ class ObjectTier(Tier):
         return meta
 
     def _side_by_side(
-        self, work: Callable[[_Item], _Result], items: Iterable[_Item], most: int
+        self, work: Callable[[_Item], _Result], items: Iterable[_Item], limit: int
     ) -> Iterator[tuple[_Item, _Result]]:
-        """Yield items and the results of `work`, in order, with at most `most` running at a time."""
+        """Yield items and the results of `work`, in order, with at most `limit` running at a time."""
         waiting: deque[tuple[_Item, Future[_Result]]] = deque()
         try:
             for item in items:
                 waiting.append((item, self._pool.submit(work, item)))
-                if len(waiting) == most:
+                if len(waiting) == limit:
                     done, future = waiting.popleft()
                     yield done, future.result()
             while waiting:

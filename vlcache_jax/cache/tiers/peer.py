@@ -40,14 +40,14 @@ from vlcache_jax.cache.record import (
     TierError,
     blocks,
 )
-from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_bytes, file_name, name_of, read_header
+from vlcache_jax.cache.tiers.record_file import LENGTH, MAX_HEADER, file_bytes, file_name, name_of, read_header
 from vlcache_jax.cache.tiers.remote import masked
-from vlcache_jax.cache.tiers.wire import MOST_RECORDS, TOKEN, WRITTEN, Deadline, Wire
+from vlcache_jax.cache.tiers.wire import MAX_RECORDS, TOKEN, WRITTEN, Deadline, Wire
 from vlcache_jax.common.checks import check_text, short
 
-_MOST_KEPT = 4  # idle connections
+_MAX_KEPT = 4  # idle connections
 _MAX_JSON = 2**16  # bytes
-_MOST_FOUND = MOST_RECORDS * (WRITTEN.size + LENGTH.size + MOST_HEADER)
+_MAX_FOUND = MAX_RECORDS * (WRITTEN.size + LENGTH.size + MAX_HEADER)
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?/?", re.ASCII)
 
@@ -109,7 +109,7 @@ class PeerTier(ReadOnlyTier):
     def find(self, entry: str) -> list[Found]:
         with self._reporting(entry), self._requesting(f"/v1/records/{entry}", Deadline(self._timeout)) as response:
             self._check(response, 200)
-            return _read_found(entry, _read_body(response, _MOST_FOUND))
+            return _read_found(entry, _read_body(response, _MAX_FOUND))
 
     def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Buffers]]:
         with self._reporting(meta.name):
@@ -194,7 +194,7 @@ class PeerTier(ReadOnlyTier):
             connection.close()
             raise
         with self._lock:
-            if connection.is_usable and len(self._kept) < _MOST_KEPT and not self._is_closed:
+            if connection.is_usable and len(self._kept) < _MAX_KEPT and not self._is_closed:
                 self._kept.append(connection)
             else:
                 connection.close()
@@ -322,13 +322,13 @@ def _read_found(entry: str, body: bytes) -> list[Found]:
     found: list[Found] = []
     while body:
         head = WRITTEN.size + LENGTH.size
-        if len(body) < head or len(found) == MOST_RECORDS:
+        if len(body) < head or len(found) == MAX_RECORDS:
             raise DamagedError(
                 f"{entry}: the list of cache entries has {len(body)} excess bytes after {len(found)} entries"
             )
         [written], [length] = WRITTEN.unpack_from(body), LENGTH.unpack_from(body, WRITTEN.size)
-        if length > MOST_HEADER:
-            raise DamagedError(f"{entry}: the peer sent a header of {length} bytes, at most {MOST_HEADER} are allowed")
+        if length > MAX_HEADER:
+            raise DamagedError(f"{entry}: the peer sent a header of {length} bytes, at most {MAX_HEADER} are allowed")
         meta = read_header(body[WRITTEN.size : head + length])
         if meta.entry != entry or name_of(file_name(meta.name)) != meta.name:
             raise DamagedError(f"{entry}: got the header of {short(meta.name)}")
@@ -337,11 +337,11 @@ def _read_found(entry: str, body: bytes) -> list[Found]:
     return sorted(found, key=lambda one: one.written)
 
 
-def _read_body(response: http.client.HTTPResponse, most: int) -> bytes:
-    """Return the body of a response with a Content-Length of at most `most`."""
+def _read_body(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
+    """Return the body of a response with a Content-Length of at most `max_bytes`."""
     length = response.length
-    if length is None or length > most:
-        raise DamagedError(f"Content-Length of the response must be at most {most}, got {length}")
+    if length is None or length > max_bytes:
+        raise DamagedError(f"Content-Length of the response must be at most {max_bytes}, got {length}")
     body = response.read(length)
     if len(body) != length:
         raise TierError(f"response of {length} bytes ends after {len(body)}")

@@ -46,7 +46,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from vlcache_jax.cache.keys import FORMAT_VERSION
 from vlcache_jax.cache.record import Found, TierError
 from vlcache_jax.cache.tiers.record_file import make_header, name_of
-from vlcache_jax.cache.tiers.wire import MOST_RECORDS, TOKEN, WRITTEN, Deadline, Wire
+from vlcache_jax.cache.tiers.wire import MAX_RECORDS, TOKEN, WRITTEN, Deadline, Wire
 from vlcache_jax.common.checks import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _records(self, entry: str) -> None:
         try:
-            found = self._offer.tier.find(entry)[-MOST_RECORDS:]
+            found = self._offer.tier.find(entry)[-MAX_RECORDS:]
         except TierError as error:
             self._fail(error)
             return

@@ -21,7 +21,7 @@ from vlcache_jax.cache.record import CHECKSUM, DamagedError, Meta
 
 SUFFIX = ".safetensors"
 LENGTH = struct.Struct("<Q")  # length of the header, which precedes it
-MOST_HEADER = 2**20  # maximum size of a header in bytes; with 200 layers it has 40 thousand
+MAX_HEADER = 2**20  # maximum size of a header in bytes; with 200 layers it has 40 thousand
 _FORMAT = f"vlcache-jax record {FORMAT_VERSION}"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 _FILE = re.compile(rf"(?P<folder>..)/(?P<entry>[0-9a-f]{{64}})(\.(?P<context>[0-9a-f]{{64}}))?{SUFFIX}")
@@ -64,8 +64,8 @@ def take_header(file: IO[bytes], name: object) -> bytes:
       DamagedError: the file has no header.
     """
     first = file.read(LENGTH.size)
-    if len(first) < LENGTH.size or (length := LENGTH.unpack(first)[0]) > MOST_HEADER:
-        raise DamagedError(f"{name}: file must begin with a header of at most {MOST_HEADER} bytes")
+    if len(first) < LENGTH.size or (length := LENGTH.unpack(first)[0]) > MAX_HEADER:
+        raise DamagedError(f"{name}: file must begin with a header of at most {MAX_HEADER} bytes")
     return first + file.read(length)
 
 

@@ -9,7 +9,7 @@ import struct
 import time
 from typing import Any
 
-MOST_RECORDS = 64  # records of an image in a response; older ones are left out
+MAX_RECORDS = 64  # records of an image in a response; older ones are left out
 WRITTEN = struct.Struct(">Q")  # time of writing before each header, in milliseconds since the epoch
 TOKEN = re.compile(r"[!-~]{1,512}")
 

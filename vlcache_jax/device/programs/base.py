@@ -77,8 +77,8 @@ def unpack_runs(packed: tuple[Any, Any] | None, size: int) -> Runs | None:
     """Return the runs of a step whose first `size` rows enter a layer."""
     if packed is None:
         return None
-    place, *fields = packed[0]
-    return Runs(place[:size], *fields, packed[1])
+    place, start, length, source, target = packed[0]
+    return Runs(place[:size], start, length, source, target, packed[1])
 
 
 Params = dict[str, Any]
@@ -222,7 +222,7 @@ class Shapes:
     def memory(self, layer: int) -> list[jax.ShapeDtypeStruct]:
         """Return what a layer keeps of tokens, abstract: K and V of the pool, or its states [slots, ...]."""
         kind = self.config.text.kind_of(layer)
-        if kind.has_pages:
+        if kind.keeps_kv:
             return [self.pool] * 2
         arrays = (((self.num_states, *one.shape), one.dtype or self.dtype) for one in kind.states)
         return [self.devices.abstract(jax.ShapeDtypeStruct(*array), SECOND) for array in arrays]

@@ -198,7 +198,7 @@ class Compact(Program[tuple[Halves, jax.Array]]):
         of_heads = received[number].reshape(-1, copies, received.shape[-1]).mean(1)
         seen = KeyStatistics(of_heads, length, window, seed)
         score = usual_scores(usual, seen) if self.scores is None else self.scores(seen)
-        of_head = kept_tokens(score, length, count, window, most=PAGE * self.pages)  # [K, 128 W]
+        of_head = kept_tokens(score, length, count, window, max_count=PAGE * self.pages)  # [K, 128 W]
         token = jnp.repeat(of_head, copies, axis=0)
         source = table.at[token // PAGE].get(mode="clip") * PAGE + token % PAGE
         place = jnp.arange(token.shape[1], dtype=jnp.int32)

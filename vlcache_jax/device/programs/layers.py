@@ -34,7 +34,7 @@ from vlcache_jax.reuse.shift import Moves, differences, move
 BLOCK = 4  # layers per program for short chunks
 BLOCK_ROWS = 1024  # tokens of a chunk beyond which a layer takes far longer than its launch
 
-Captured = tuple[jax.Array, jax.Array]  # a layer's keys before rotation, and values
+NewKV = tuple[jax.Array, jax.Array]  # a layer's keys before rotation, and values
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Embed(Program[tuple[jax.Array, list[jax.Array]]]):
 
 
 @dataclass(frozen=True)
-class Layer(Program[tuple[jax.Array, list[jax.Array], Captured | None]]):
+class Layer(Program[tuple[jax.Array, list[jax.Array], NewKV | None]]):
     """A program of a layer that `size` rows enter and `keep` rows leave. It returns (x, memory, saved KV)."""
 
     name = "layer"
@@ -113,13 +113,13 @@ class Layer(Program[tuple[jax.Array, list[jax.Array], Captured | None]]):
         added: jax.Array | None,
         moves: Moves | None,
         runs: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, list[jax.Array], Captured | None]:
+    ) -> tuple[jax.Array, list[jax.Array], NewKV | None]:
         moves, own, order = _of_layer(moves, 0), unpack(rows, self.size), unpack_runs(runs, self.size)
         return layer_step(shapes, params, x, memory, own, active, work, added, moves, order, keep=self.keep)
 
 
 @dataclass(frozen=True)
-class Block(Program[tuple[jax.Array, Halves, list[Captured | None]]]):
+class Block(Program[tuple[jax.Array, Halves, list[NewKV | None]]]):
     """A program of `BLOCK` consecutive layers that all rows leave, without DeepStack features."""
 
     name = "layers"
@@ -155,15 +155,15 @@ class Block(Program[tuple[jax.Array, Halves, list[Captured | None]]]):
         work: Work,
         moves: Moves | None,
         runs: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, Halves, list[Captured | None]]:
+    ) -> tuple[jax.Array, Halves, list[NewKV | None]]:
         # An inner jit, so that code shared by layers is compiled once.
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.size))
-        rest, captured, own, order = [], [], unpack(rows, self.size), unpack_runs(runs, self.size)
+        rest, new_kv, own, order = [], [], unpack(rows, self.size), unpack_runs(runs, self.size)
         for i, weights in enumerate(params):
             x, memory, values = layer(weights, x, pool[i], own, active[i], work, None, _of_layer(moves, i), order)
             rest.append(memory)
-            captured.append(values)
-        return x, rest, captured
+            new_kv.append(values)
+        return x, rest, new_kv
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def layer_step(
     runs: Runs | TokenStates | None = None,
     *,
     keep: int,
-    capture: bool = True,
+    return_kv: bool = True,
 ) -> tuple[jax.Array, list[jax.Array], Any]:
     """Compute a layer of which only the first rows write KV.
 
@@ -218,7 +218,7 @@ def layer_step(
       moves: linked KV to shift, or None.
       runs: order in which rows change states, for a model that has some.
       keep: number of rows that leave the layer.
-      capture: also return the rows' KV, keys before rotation.
+      return_kv: also return the rows' KV, keys before rotation.
 
     Returns:
       (hidden states, memory, the rows' KV or None).
@@ -228,11 +228,12 @@ def layer_step(
     layer = shapes.bind_layer(params)
     if moves is not None:
         row_image = jnp.where(index < writing, moves.row_image[: len(x)], -1)
-        memory = [*move(layer.self_attn, *memory, differences(layer, x, *memory, rows, row_image), moves)]
+        k, v = memory
+        memory = [*move(layer.self_attn, k, v, differences(layer, x, k, v, rows, row_image), moves)]
     rows = rows._replace(slot=jnp.where(index < writing, rows.slot, shapes.num_slots + index))
     return layer(
         x, memory, rows, added, work, runs,
-        keep=keep, needed=needed, capture=capture, implementation=shapes.implementation,
+        keep=keep, needed=needed, return_kv=return_kv, implementation=shapes.implementation,
     )  # fmt: skip
 
 

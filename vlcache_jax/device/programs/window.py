@@ -104,7 +104,7 @@ class Window(Program[tuple[SampledTokens, DecodeState, Halves]]):
           The tokens, [`steps` or `buckets.window`, B] of each field, with `NO_ANSWER` where none was chosen; decode
           slots; pool.
         """
-        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, capture=False))
+        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, return_kv=False))
         unpacked = WindowRows.of(rows)
         tables = work.parts().tables
         index = jnp.arange(self.count, dtype=jnp.int32)
@@ -187,7 +187,7 @@ class CompressedWindow(Program[tuple[SampledTokens, DecodeState, Halves]]):
         Returns:
           See `Window`.
         """
-        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, capture=False))
+        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, return_kv=False))
         config = shapes.work_config(self.count, True, self.pages)
         unpacked = WindowRows.of(rows)
         index = jnp.arange(self.count, dtype=jnp.int32)
