@@ -285,11 +285,19 @@ def library_config(raw: Mapping[str, Any], fields: Fields) -> Any:
     return types.SimpleNamespace(**config)
 
 
-def read_text(config: Any, *, head_dim: int, mrope_section: tuple[int, int, int], **own: Any) -> TextConfig:
+def read_text(
+    config: Any,
+    *,
+    head_dim: int,
+    mrope_section: tuple[int, int, int],
+    intermediate_size: int | None = None,
+    **own: Any,
+) -> TextConfig:
     """Return the configuration of the decoder for the library's `config`.
 
     Args:
       mrope_section: default of the file's value.
+      intermediate_size: width of plain MLPs. None: the file's value.
       own: the fields in which families differ.
 
     Raises:
@@ -315,7 +323,7 @@ def read_text(config: Any, *, head_dim: int, mrope_section: tuple[int, int, int]
     return TextConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=text.intermediate_size if intermediate_size is None else intermediate_size,
         num_layers=text.num_hidden_layers,
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,

@@ -184,11 +184,12 @@ def update_block(
       (outputs [HK, G, C, dv], state).
     """
     size = q.shape[1]
-    total = jnp.cumsum(decay, -1)
-    # Only differences of sums of decays are exponentiated: the sums themselves reach -10 000.
-    is_before = jnp.tril(jnp.ones((size, size), bool))
-    between = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
-    since_begin = jnp.exp(total)[..., None]
+    # The decay from each token to each later one is summed on its own. As a difference of sums since the begin, which
+    # reach -20 000, it would lose the digits of tokens that forget little.
+    is_before = np.tri(size, dtype=bool)
+    apart = _matmul(is_before.astype(np.float32), jnp.where(is_before.T, 0, decay[..., :, None]))
+    between = jnp.exp(jnp.where(is_before, apart, -jnp.inf))
+    since_begin = jnp.exp(jnp.cumsum(decay, -1))[..., None]
     k, q = k[:, None], q[:, None]
     # What each token adds, minus what earlier tokens of the block have added along its key.
     system = _matmul(k, k.swapaxes(-1, -2)) * between * beta[..., None]
@@ -196,8 +197,8 @@ def update_block(
     added, read = jnp.split(_matmul(unit_inverse(system), given), [v.shape[-1]], -1)
     added = added - _matmul(read, state)
     out = _matmul(q * since_begin, state) + _matmul(_matmul(q, k.swapaxes(-1, -2)) * between, added)
-    until_end = jnp.exp(total[..., -1:] - total)[..., None]
-    state = state * jnp.exp(total[..., -1])[..., None, None] + _matmul((k * until_end).swapaxes(-1, -2), added)
+    until_end = between[..., -1, :, None]
+    state = state * since_begin[..., -1:, :] + _matmul((k * until_end).swapaxes(-1, -2), added)
     return out, state
 
 
@@ -279,7 +280,10 @@ def _by_block(
 
         made, after = lax.cond(length == 1, alone, lambda: update_block(q, k, v, rate, decayed, before))
         tail = lax.dynamic_slice_in_dim(inputs, length, sizes.taps - 1, 1)
-        out = lax.dynamic_update_slice_in_dim(out, jnp.moveaxis(made, 2, 0), start, 0)
+        # A block without tokens starts where others have outputs.
+        earlier = lax.dynamic_slice_in_dim(out, start, BLOCK)
+        made = jnp.where(is_token[:, None, None, None], jnp.moveaxis(made, 2, 0), earlier)
+        out = lax.dynamic_update_slice_in_dim(out, made, start, 0)
         return out, (tails.at[target].set(tail), states.at[target].set(after))
 
     heads, group = beta.shape[1:]

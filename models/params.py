@@ -214,7 +214,12 @@ _JOINED = {
     "in_proj_vz": ("in_proj_v", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-_TAPS = ("conv1d_q", "conv1d_k", "conv1d_v")
+# The library's modules whose tensors are several here, in the order of their rows.
+_PIECES = {
+    "linear_attn.in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "linear_attn.conv1d": ("conv1d_q", "conv1d_k", "conv1d_v"),
+}
+_WHOLES = {f"linear_attn.{own}": whole for whole, names in _PIECES.items() for own in names}
 _LEAVES = {
     **dict.fromkeys(("kernel", "scale", "embedding", "weight", "taps"), "weight"),
     **{name: name for name in ("bias", "A_log", "dt_bias")},
@@ -227,11 +232,19 @@ def pieces(config: ModelConfig) -> dict[str, dict[str, int]]:
     if (sizes := config.text.linear_attention) is None:
         return {}
     keys, values = sizes.key_heads * sizes.key_width, sizes.value_heads * sizes.value_width
-    widths = keys, keys, values
-    return {
-        "linear_attn.in_proj_qkv": dict(zip(("in_proj_q", "in_proj_k", "in_proj_v"), widths, strict=True)),
-        "linear_attn.conv1d": dict(zip(_TAPS, widths, strict=True)),
-    }
+    return {whole: dict(zip(names, (keys, keys, values), strict=True)) for whole, names in _PIECES.items()}
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the library's tensor that has the values of one of ours: its own, unless it is a piece."""
+    *folders, folder, module, leaf = ("", "", *name.split("."))
+    whole = _WHOLES.get(f"{folder}.{module}")
+    return name if whole is None else ".".join([*filter(None, folders), whole, leaf])
+
+
+def piece_name(name: str) -> str:
+    """Return the name of a tensor of ours in errors, which names the library's tensor if ours is a piece of it."""
+    return name if whole_name(name) == name else f"{whole_name(name)}, rows of {name.split('.')[-2]}"
 
 
 def _parts(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[Part]:

@@ -62,20 +62,25 @@ FIELDS = base.Fields(
 )
 
 
-def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
-    """Return our configuration for the library's `config`; `raw` is the content of `config.json`."""
+def read_config(config: Any, raw: dict[str, Any], **own: Any) -> base.ModelConfig:
+    """Return our configuration for the library's `config`; `raw` is the content of `config.json`.
+
+    Args:
+      own: arguments of `read_text` of a family that differs in them.
+    """
     given, text = config.vision_config, config.text_config
     base.expect("attention_bias", text.attention_bias, False)
-    base.expect("attn_output_gate", text.attn_output_gate, True)
+    # The library's classes keep these three keys only if the file has them.
+    base.expect("attn_output_gate", getattr(text, "attn_output_gate", True), True)
     base.expect("mamba_ssm_dtype", getattr(text, "mamba_ssm_dtype", "float32"), "float32")
-    base.expect("deepstack_visual_indexes", given.deepstack_visual_indexes, [])
+    base.expect("deepstack_visual_indexes", getattr(given, "deepstack_visual_indexes", []), [])
     tower = qwen3_vl.Qwen3VLVisionConfig(
         **base.read_vision(given, "gelu_pytorch_tanh"),
         num_position_embeddings=given.num_position_embeddings,
         deepstack_blocks=(),
     )
     linear = _read_linear(text)
-    rotating = text.rope_parameters.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None))
+    rotary_width = _read_rotary_width(text)
     decoder = base.read_text(
         config,
         head_dim=text.head_dim,
@@ -83,13 +88,26 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
         mrope_interleaved=True,
         qkv_bias=False,
         qk_norm=True,
-        rotary_width=int(text.head_dim * (PARTIAL_ROTARY_FACTOR if rotating is None else rotating)),
+        rotary_width=rotary_width,
         output_gate=True,
         norm_offset=True,
         linear_attention=linear,
         layer_kinds=_read_kinds(text, linear),
+        **own,
     )
     return base.read_model(config, raw, decoder, tower, tie_word_embeddings=config.tie_word_embeddings)
+
+
+def _read_rotary_width(text: Any) -> int:
+    factor = text.rope_parameters.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None))
+    factor = PARTIAL_ROTARY_FACTOR if factor is None else factor
+    width = int(text.head_dim * factor)
+    if width < 2 or width % 2:
+        raise ValueError(
+            f"partial_rotary_factor must give an even number of values of a head of {text.head_dim}, "
+            f"got {width} for {factor}"
+        )
+    return width
 
 
 def _read_linear(text: Any) -> LinearAttentionConfig:

@@ -15,7 +15,6 @@ FIELDS = dataclasses.replace(
     text={
         **qwen3_5.FIELDS.text,
         "hidden_size": 2048,
-        "intermediate_size": 512,  # no layer has a plain MLP
         "num_hidden_layers": 40,
         "num_key_value_heads": 2,
         "moe_intermediate_size": 512,
@@ -40,7 +39,8 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
         raise ValueError(
             f"num_experts_per_tok must be at most num_experts = {text.num_experts}, got {text.num_experts_per_tok}"
         )
-    model = qwen3_5.read_config(config, raw)
+    # No layer has a plain MLP, and files have no width of one. The shared expert is computed like one.
+    model = qwen3_5.read_config(config, raw, intermediate_size=text.shared_expert_intermediate_size)
     experts = base.ExpertsConfig(
         text.num_experts,
         text.num_experts_per_tok,
@@ -69,6 +69,7 @@ FAMILY = dataclasses.replace(
     published=dataclasses.replace(
         qwen3_5.FAMILY.published,
         architecture="Qwen3_5MoeForConditionalGeneration",
+        experts_by_output=True,
         sizes={
             **{f"Qwen{release}-35B-A3B": _size(2048, 40, 16, 32, 256, 8, 512) for release in ("3.5", "3.6")},
             "Qwen3.5-122B-A10B": _size(3072, 48, 32, 64, 256, 8, 1024),

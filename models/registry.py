@@ -117,7 +117,8 @@ def config_file(size: PublishedSize, *, dtype: str, **tokens: int) -> dict[str, 
     half = int(head_dim * published.rope.get("partial_rotary_factor", 1)) // 2
     section = published.rope["mrope_section"]
     side = half * section[1] // sum(section)  # of H and of W
-    rope = {"rope_type": "default", **published.rope, "mrope_section": [half - 2 * side, side, side]}
+    own = section if half == sum(section) else [half - 2 * side, side, side]
+    rope = {"rope_type": "default", **published.rope, "mrope_section": own}
     return {
         "architectures": [published.architecture],
         "model_type": size.model_type,

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vlcache_jax.models.config import FLOAT8, ModelConfig
 from vlcache_jax.models.family import Published, PublishedSize
-from vlcache_jax.models.params import Part, parameters, pieces, published_name
+from vlcache_jax.models.params import Part, parameters, pieces, published_name, whole_name
 from vlcache_jax.models.registry import FAMILIES, config_file, load_config
 
 # IDs 0-255 are the bytes themselves; the special tokens follow.
@@ -334,17 +334,18 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
     plain = dataclasses.replace(config, text=dataclasses.replace(config.text, quantization=None))
     rng = np.random.default_rng(seed)
     tensors = {}
+    by_output = not published or FAMILIES[config.model_type].published.experts_by_output
     parts = [part for parameter in parameters(plain) for part in parameter.parts]
     for part in sorted(parts, key=lambda part: part.path):
         tensor = _random(rng, _kind(part), part.tensor_shape)
         if _is_offset(config, part):
             tensor -= 1
-        if part.is_stack and not published:
+        if part.is_stack and by_output:
             tensor = np.ascontiguousarray(tensor.swapaxes(1, 2))
         tensors[part.tensor] = tensor.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     _join_pieces(tensors, config)
     if config.text.quantization is not None:
-        _quantize(tensors, config, is_turned=not published)
+        _quantize(tensors, config, is_turned=by_output)
     if published:
         tensors = {published_name(config, name): tensor for name, tensor in tensors.items()}
     if shards == 1:
@@ -406,7 +407,9 @@ def _quantize(tensors: dict[str, np.ndarray], config: ModelConfig, *, is_turned:
     """Round the decoder's matrices to FP8 in place. `is_turned`: matrices of experts are [E, out, in]."""
     for part in [part for parameter in parameters(config) for part in parameter.parts if part.is_float8]:
         if not part.is_stack:
-            tensors |= _rounded(part.tensor, tensors[part.tensor], config)
+            name = whole_name(part.tensor)
+            if tensors[name].dtype != FLOAT8:  # the first of its parts
+                tensors |= _rounded(name, tensors[name], config)
             continue
         stack = tensors.pop(part.tensor)
         for names, matrix in zip(part.singles, stack if is_turned else stack.swapaxes(1, 2), strict=True):
