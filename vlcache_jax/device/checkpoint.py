@@ -101,7 +101,7 @@ class Checkpoint(abc.ABC):
           ValueError: the policy uses a schedule that was measured on another model, or links K,V of other contexts in
             a model whose layers keep states.
         """
-        if self.config.text.has_states and policy.approximates:
+        if policy.approximates and self.config.text.has_states:
             raise ValueError(
                 f"reuse must be 'exact' or 'off' for {self.config.model_type}, got {policy.name!r}: its layers with "
                 "linear attention keep a state of all earlier tokens, which K,V of an image do not change"

@@ -307,9 +307,10 @@ class Planner:
         turn_token: int | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
-        # Pages of a prompt continue it only if each layer keeps K,V.
-        self._keeps_pages = keeps_pages and not config.text.has_states
-        self._turn_token = turn_token if config.text.has_states else None
+        # Pages of a prompt, and K,V of an image, continue a prompt only if each layer keeps K,V.
+        self._links_kv = not config.text.has_states
+        self._keeps_pages = keeps_pages and self._links_kv
+        self._turn_token = None if self._links_kv else turn_token
         self._config = config
         self._forms, self._token_buckets = forms, token_buckets
 
@@ -442,8 +443,7 @@ class Planner:
             if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
                 meta = self._forms.encoder(image.key, owner, image.grid, self._padded(image))
                 wanted.setdefault(meta.name, (meta, i))  # a request may have an image twice
-            # K,V of an image do not continue a prompt without the states of the other layers.
-            is_there = handle.is_coded or _has(handle, context, canonical) or self._config.text.has_states
+            is_there = not self._links_kv or handle.is_coded or _has(handle, context, canonical)
             if use.linked is None and not is_there and (max_contexts is None or variants[image.key] < max_contexts):
                 variants[image.key] += 1
                 room = self._padded(image)
