@@ -244,12 +244,14 @@ class FilledAnswers:
 
         def layer(params: Any, x: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
             own = self._runner.shapes.bind_layer(params)
-            q, new_k, _, new_v = own.self_attn.project(own.input_layernorm(x), rows, keep=1)
+            y = own.input_layernorm(x)
+            q, new_k, _, new_v = own.self_attn.project(y, rows, keep=1)
             q = q.reshape(config.num_kv_heads, -1, config.head_dim).astype(jnp.float32)
             score = jnp.einsum("kgd,skd->kgs", q, appended(k, new_k), precision="highest") * config.head_dim**-0.5
             weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
             out = jnp.einsum("kgs,skd->kgd", weight, appended(v, new_v), precision="highest")
-            return own.transform(x, own.self_attn.o_proj(out.reshape(1, -1).astype(x.dtype)), jnp.ones(1, bool))
+            out = out.reshape(1, -1, config.head_dim).astype(x.dtype)
+            return own.transform(x, own.self_attn.back(y, out), jnp.ones(1, bool))
 
         return jax.jit(layer)
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from vlcache_jax.convert.factors import Dequantized, StoredFactors
 from vlcache_jax.models.config import ADVICE, FLOAT8, ModelConfig
-from vlcache_jax.models.params import Parameter, Part, library_name, parameters
+from vlcache_jax.models.params import Parameter, Part, is_ignored, library_name, parameters, piece_name, pieces
 from vlcache_jax.models.registry import load_config
 
 _log = logging.getLogger(__name__)
@@ -216,6 +216,7 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     """
     directory = pathlib.Path(directory)
     stored, problems = _stored_tensors(directory)
+    stored = [tensor for tensor in stored if not is_ignored(config, tensor.name)]
     _check_bits(directory, config, stored)
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored:
@@ -223,6 +224,7 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
         if name in tensors:
             problems.append(("duplicate", f"{tensor.name} in {tensor.file.name} and as {tensors[name].name}"))
         tensors[name] = tensor
+    _divide(config, tensors, problems)
 
     embedding = tensors.get(_EMBEDDING)
     plan = []
@@ -247,6 +249,29 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     if problems:
         raise PlanError(_report(directory, problems))
     return plan
+
+
+def _divide(config: ModelConfig, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> None:
+    """Replace each tensor that is several here by its parts, which are consecutive rows, see `pieces`."""
+    for module, outputs in pieces(config).items():
+        for name in [name for name in tensors if f".{module}." in name]:
+            tensor, before, leaf = tensors[name], name.rpartition(".")[0], name.rpartition(".")[2]
+            block = 1 if leaf == "weight" or config.text.quantization is None else config.text.quantization.outputs
+            if any(rows % block for rows in outputs.values()):
+                reason = f"must have a scale for {block} outputs that are all queries, all keys or all values"
+                problems.append(("wrong shape", f"{tensor.name} {reason}, got {list(outputs.values())} outputs"))
+            rows = {own: -(-count // block) for own, count in outputs.items()}
+            total = sum(rows.values())
+            if tensor.shape[:1] != (total,):
+                problems.append(("wrong shape", f"{tensor.name} must have {total} rows, got {list(tensor.shape)}"))
+            del tensors[name]
+            begin, size = tensor.begin, tensor.nbytes // total
+            for own, count in rows.items():
+                end = begin + size * count
+                part = dataclasses.replace(
+                    tensor, begin=begin, end=end, shape=(count, *tensor.shape[1:]), name=f"{tensor.name}, rows of {own}"
+                )
+                tensors[f"{before.rpartition('.')[0]}.{own}.{leaf}"], begin = part, end
 
 
 def _check_bits(directory: pathlib.Path, config: ModelConfig, stored: Iterable[StoredTensor]) -> None:
@@ -296,12 +321,12 @@ def _dequantized(
     tensor, own = tensors.pop(name), name + part.mixed.quantization.suffix
     factors, wanted = tensors.pop(own, None), part.mixed.stored_shape(shape)
     if factors is None:
-        problems.append(("missing", f"{own} {list(wanted)}"))
+        problems.append(("missing", f"{piece_name(own)} {list(wanted)}"))
         return tensor
     found = [(one, expected) for one, expected in ((tensor, shape), (factors, wanted)) if one.shape != expected]
     problems += [("wrong shape", f"{one.name} must be {list(right)}, got {list(one.shape)}") for one, right in found]
     if factors.dtype == FLOAT8:
-        problems.append(("wrong dtype", f"{own} must be one of {_NAMES}, got {factors.dtype}"))
+        problems.append(("wrong dtype", f"{piece_name(own)} must be one of {_NAMES}, got {factors.dtype}"))
     is_wrong = found or factors.dtype == FLOAT8
     return tensor if is_wrong else Dequantized(tensor, StoredFactors(factors, part.mixed, shape[-2]))
 
@@ -323,7 +348,7 @@ def _problems(parts: Iterable[Part], found: Iterable[StoredTensor | Dequantized 
         if part.mixed is not None and tensor is not None and tensor.dtype == FLOAT8:
             continue  # `_dequantized` has reported its problems
         if tensor is None:
-            yield "missing", f"{part.tensor} {expected}"
+            yield "missing", f"{piece_name(part.tensor)} {expected}"
         elif tensor.shape != part.tensor_shape:
             yield "wrong shape", f"{tensor.name} must be {expected}, got {list(tensor.shape)}"
         elif part.is_float8 != (tensor.dtype == FLOAT8):

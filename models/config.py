@@ -29,6 +29,7 @@ import numpy as np
 
 from vlcache_jax.common.checks import short
 from vlcache_jax.common.json_files import FLAG, OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, real, whole
+from vlcache_jax.models.layer_kinds import FULL_ATTENTION, LayerKind, LinearAttentionConfig
 
 _BLOCKS = whole(1, 1024)
 INDICES = listed(whole(0, 1023), 1024)  # indices of blocks
@@ -72,6 +73,7 @@ _ROPE: dict[str, Kind] = {
     "type": _ROPE_TYPE,
     "rope_theta": _TEXT["rope_theta"],
     "mrope_section": optional(listed(whole(0, 1 << 16), 3)),
+    "partial_rotary_factor": real(1e-6, 1),
 }
 _VISION: dict[str, Kind] = {
     "depth": _BLOCKS,
@@ -101,12 +103,14 @@ class ExpertsConfig:
       chosen: experts that a token uses, k.
       intermediate_size: MLP width of an expert.
       layers: layers with experts. The others have a plain MLP.
+      shared_size: width of the MLP that every token uses beside its experts; 0: there is none.
     """
 
     count: int
     chosen: int
     intermediate_size: int
     layers: tuple[int, ...]
+    shared_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +122,11 @@ class TextConfig:
       mrope_section: number of rotary frequencies of the T, H and W axes.
       experts: the mixture of experts, or None.
       quantization: storage of FP8 matrices, which stay in FP8, and the excluded ones. None: no matrix is in FP8.
+      layer_kinds: kind of each layer. Empty: all layers have full attention.
+      linear_attention: sizes of the layers with linear attention, or None.
+      rotary_width: number of leading values of a head that rotate. None: all.
+      output_gate: True if the output of full attention is multiplied by the sigmoid of a gate.
+      norm_offset: True if norms multiply by 1 + w in float32, and False if by w in the model's dtype.
     """
 
     vocab_size: int
@@ -136,6 +145,29 @@ class TextConfig:
     max_position_embeddings: int
     experts: ExpertsConfig | None = None
     quantization: Quantization | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    linear_attention: LinearAttentionConfig | None = None
+    rotary_width: int | None = None
+    output_gate: bool = False
+    norm_offset: bool = False
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else FULL_ATTENTION
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """Layers that keep K,V in pages."""
+        return tuple(layer for layer in range(self.num_layers) if self.kind_of(layer).keeps_kv)
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a state of each sequence, so that K,V alone do not continue a prompt."""
+        return len(self.paged_layers) < self.num_layers
+
+    def sequence_bytes(self, dtype: Any) -> int:
+        """Return the bytes of the states that all layers keep of a sequence, in a model of `dtype`."""
+        return sum(self.kind_of(layer).sequence_bytes(dtype) for layer in range(self.num_layers))
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer, or None if it has a plain MLP."""
@@ -148,10 +180,11 @@ class TextConfig:
 
     def first_like(self, layer: int) -> int:
         """Return the first layer with weights of the same shapes and types."""
-        return next(i for i in range(self.num_layers) if self._kind_of(i) == self._kind_of(layer))
+        return next(i for i in range(self.num_layers) if self._weights_of(i) == self._weights_of(layer))
 
-    def _kind_of(self, layer: int) -> tuple[Any, ...]:
-        return self.experts_of(layer), *(self.quantization_of(layer, product) is None for product in PRODUCTS)
+    def _weights_of(self, layer: int) -> tuple[Any, ...]:
+        in_8_bits = (self.quantization_of(layer, product) is not None for product in PRODUCTS)
+        return self.kind_of(layer), self.experts_of(layer), *in_8_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +241,7 @@ class Fields:
       text, vision: the library's defaults for missing keys.
       rope_theta: the default at the release of the family's models.
       own_text, own_vision: keys that only this family reads, and their valid values.
+      tokens: the library's defaults of the ids of image and video tokens.
     """
 
     text: Mapping[str, Any]
@@ -215,6 +249,7 @@ class Fields:
     rope_theta: float
     own_text: Mapping[str, Kind] = dataclasses.field(default_factory=dict)
     own_vision: Mapping[str, Kind] = dataclasses.field(default_factory=dict)
+    tokens: Mapping[str, int] = types.MappingProxyType({"image_token_id": 151655, "video_token_id": 151656})
 
 
 def check_config(raw: dict[str, Any], fields: Fields, path: str | os.PathLike[str]) -> None:
@@ -244,17 +279,25 @@ def library_config(raw: Mapping[str, Any], fields: Fields) -> Any:
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", given.get("rope_theta", fields.rope_theta))
     vision = {_ALIASES.get(key, key): value for key, value in (raw.get("vision_config") or {}).items()}
-    config = {"image_token_id": 151655, "video_token_id": 151656, "tie_word_embeddings": False, **raw}
+    config = {"tie_word_embeddings": False, **fields.tokens, **raw}
     config["text_config"] = types.SimpleNamespace(**text | {"rope_parameters": rope})
     config["vision_config"] = types.SimpleNamespace(**{**fields.vision, **vision})
     return types.SimpleNamespace(**config)
 
 
-def read_text(config: Any, *, head_dim: int, mrope_section: tuple[int, int, int], **own: Any) -> TextConfig:
+def read_text(
+    config: Any,
+    *,
+    head_dim: int,
+    mrope_section: tuple[int, int, int],
+    intermediate_size: int | None = None,
+    **own: Any,
+) -> TextConfig:
     """Return the configuration of the decoder for the library's `config`.
 
     Args:
       mrope_section: default of the file's value.
+      intermediate_size: width of plain MLPs. None: the file's value.
       own: the fields in which families differ.
 
     Raises:
@@ -268,9 +311,10 @@ def read_text(config: Any, *, head_dim: int, mrope_section: tuple[int, int, int]
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim of the text model must be even, got {head_dim}")
     section = tuple(rope.get("mrope_section") or mrope_section)
-    if len(section) != 3 or sum(section) != head_dim // 2:
+    half = (own.get("rotary_width") or head_dim) // 2
+    if len(section) != 3 or sum(section) != half:
         # With a wrong section for Qwen3, the library silently rotates with the wrong axes.
-        raise ValueError(f"mrope_section must be three counts that sum to {head_dim // 2}, got {list(section)}")
+        raise ValueError(f"mrope_section must be three counts that sum to {half}, got {list(section)}")
     if text.num_attention_heads % text.num_key_value_heads:
         raise ValueError(
             f"num_attention_heads must be a multiple of num_key_value_heads = {text.num_key_value_heads}, "
@@ -279,7 +323,7 @@ def read_text(config: Any, *, head_dim: int, mrope_section: tuple[int, int, int]
     return TextConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=text.intermediate_size if intermediate_size is None else intermediate_size,
         num_layers=text.num_hidden_layers,
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,
@@ -363,6 +407,11 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "o_proj": ("self_attn.o_proj",),
     "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "down_proj": ("mlp.down_proj",),
+    "in_proj_qk": ("linear_attn.in_proj_qkv",),
+    "in_proj_vz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    "out_proj": ("linear_attn.out_proj",),
+    "shared_gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_down_proj": ("mlp.shared_expert.down_proj",),
     _EXPERTS: ("mlp.experts",),
 }
 """The products of a layer, and the matrices of each one by their names in the library."""

@@ -54,10 +54,12 @@ class TensorNames:
     Attributes:
       modules: prefix of our path -> the library's prefix.
       published: prefix in published checkpoints -> the library's prefix.
+      ignored: prefixes of tensors that are not used.
     """
 
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     published: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Published:
       sizes: by name.
       has_flat: True if old checkpoints have the text's fields at the top of `config.json`.
       system_turn: the chat template's system message if the conversation has none; None: no message.
+      experts_by_output: True if the matrices of experts are published [E, out, in], as the library saves them, and not
+        [E, in, out].
       has_fp8: True if each size is also published in FP8.
       output_width: the key of `vision_config` that holds the width of its output, which is the text's.
     """
@@ -114,6 +118,7 @@ class Published:
     video_processor: Mapping[str, Any] | None = None
     has_flat: bool = False
     system_turn: str | None = None
+    experts_by_output: bool = False
     has_fp8: bool = False
     output_width: str = "out_hidden_size"
 

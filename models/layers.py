@@ -21,20 +21,23 @@ SPLIT_K = 4  # parts of a split product
 
 
 class RMSNorm(nnx.Module):
-    """An RMS norm in float32, rounded *before* the product with the weight, as in the library (flax: after)."""
+    """An RMS norm in float32, rounded *before* the product with the weight, as in the library (flax: after).
 
-    def __init__(self, width: int, eps: float, *, dtype: Any):
+    With `offset`, the weight w is stored around 0, and the norm multiplies by 1 + w in float32 and rounds once.
+    """
+
+    def __init__(self, width: int, eps: float, *, offset: bool = False, dtype: Any):
         self.scale = nnx.Param(jnp.ones((width,), dtype))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self.scale[...], self.eps, self.offset)
 
     def added(
         self, x: jax.Array, delta: jax.Array | None = None, *, implementation: str | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Return (x + delta, its norm) of rows [N, M]. See `norm_residual` for `delta`."""
-        return norm_residual(x, delta, self.scale[...], eps=self.eps, implementation=implementation)
+        return norm_residual(x, delta, self.scale[...], eps=self.eps, offset=self.offset, implementation=implementation)
 
 
 def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:

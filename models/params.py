@@ -6,6 +6,10 @@ for the last part, the family's `TensorNames`, and layers that are one product h
 
 FP8 matrices keep the stored layout [out, in]: [K, G + 2, D, M] for `qkv_proj`, and [2, F, M] for `gate_up_proj`. Each
 has a parameter of scales, one for each output and group of inputs.
+
+Linear attention has the inputs of its rule by key head: `in_proj_qk` [M, HK, 2, dk], `in_proj_vz` [M, HK, 2 G, dv] and
+`in_proj_ba` [M, HK, 2, G]. The library stores queries, keys and values of all heads in one tensor, and the taps of the
+convolution alike. `pieces` says how such a tensor is divided.
 """
 
 from __future__ import annotations
@@ -181,6 +185,11 @@ def library_name(name: str) -> str:
     return name if name.startswith(("model.visual.", "model.language_model.")) else _rename(name, _BEGINNINGS)
 
 
+def is_ignored(config: ModelConfig, name: str) -> bool:
+    """Return whether a checkpoint's tensor is not used, such as those that predict several tokens at once."""
+    return name.startswith(_names(config).ignored)
+
+
 def published_name(config: ModelConfig, name: str) -> str:
     """Return the name under which the library saves a tensor, the inverse of `library_name`."""
     return _rename(name, {library: published for published, library in _names(config).published.items()})
@@ -197,24 +206,77 @@ _STACKS = ("gate_up_proj", "down_proj")  # leaves with a matrix for each expert
 _FACTORS = {"weight": "weight_scale", **{name: f"{name}_scale" for name in _STACKS}}
 _ALL_STACKS = *_STACKS, *(_FACTORS[name] for name in _STACKS)
 FP8_LEAVES = "weight", _FACTORS["weight"]  # leaves of FP8 layers, [out, in]
-# The library's layers of each joined product. On the axis before the last, all but the first have length 1.
-_JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias", "weight": "weight"}
+# The library's layers of each joined product, along the axis before the last.
+_JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qk": ("in_proj_q", "in_proj_k"),
+    "in_proj_vz": ("in_proj_v", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+# The library's modules whose tensors are several here, in the order of their rows.
+_PIECES = {
+    "linear_attn.in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "linear_attn.conv1d": ("conv1d_q", "conv1d_k", "conv1d_v"),
+}
+_WHOLES = {f"linear_attn.{own}": whole for whole, names in _PIECES.items() for own in names}
+_LEAVES = {
+    **dict.fromkeys(("kernel", "scale", "embedding", "weight", "taps"), "weight"),
+    **{name: name for name in ("bias", "A_log", "dt_bias")},
+}
+_IN_FLOAT32 = ("A_log", "dt_bias")
+
+
+def pieces(config: ModelConfig) -> dict[str, dict[str, int]]:
+    """Return the library's tensors that are several here: end of the module's path -> outputs of each part, by name."""
+    if (sizes := config.text.linear_attention) is None:
+        return {}
+    keys, values = sizes.key_heads * sizes.key_width, sizes.value_heads * sizes.value_width
+    return {whole: dict(zip(names, (keys, keys, values), strict=True)) for whole, names in _PIECES.items()}
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the library's tensor that has the values of one of ours: its own, unless it is a piece."""
+    *folders, folder, module, leaf = ("", "", *name.split("."))
+    whole = _WHOLES.get(f"{folder}.{module}")
+    return name if whole is None else ".".join([*filter(None, folders), whole, leaf])
+
+
+def piece_name(name: str) -> str:
+    """Return the name of a tensor of ours in errors, which names the library's tensor if ours is a piece of it."""
+    return name if whole_name(name) == name else f"{whole_name(name)}, rows of {name.split('.')[-2]}"
 
 
 def _parts(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[Part]:
     *folders, module, leaf = path
+    if leaf == "taps":
+        yield from _taps(config, path, shape)
+        return
+    if leaf in _IN_FLOAT32:
+        yield Part(path, shape, _tensor_name(config, path), (math.prod(shape),), kept=SCALE)
+        return
     if module not in _JOINED:
         yield Part(path, shape, _tensor_name(config, path), _tensor_shape(config, path, shape))
         return
     names = _JOINED[str(module)]
     begin, end = int(leaf == "kernel"), len(shape) - (leaf in FP8_LEAVES)  # without the axis of inputs
     before, (*heads, count, width), after = shape[:begin], shape[begin:end], shape[end:]
-    first = 0
-    for name, last in zip(names, range(count - len(names) + 1, count + 1), strict=True):
+    # Queries have the rest of their axis. The layers of other products have equal parts.
+    first, each = 0, 1 if module == "qkv_proj" else count // len(names)
+    for last, name in zip(range(count - each * (len(names) - 1), count + 1, each), names, strict=True):
         own = *folders, name, leaf
         flat = *before, math.prod(heads) * (last - first) * width, *after
         yield Part(own, flat, _tensor_name(config, own), _tensor_shape(config, own, flat), (first, last))
+        first = last
+
+
+def _taps(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[Part]:
+    """Yield the parts of the convolution's taps [HK, channels, taps], stored as [HK * channels, 1, taps] each."""
+    heads, _, taps = shape
+    first = 0
+    for name, outputs in pieces(config)["linear_attn.conv1d"].items():
+        own, last = (*path[:-2], name, path[-1]), first + outputs // heads
+        yield Part(own, (outputs, taps), _tensor_name(config, own), (outputs, 1, taps), (first, last))
         first = last
 
 
@@ -222,7 +284,8 @@ def _with_kind(config: ModelConfig, path: Path, part: Part, dtype: Any) -> Part:
     """Return the part marked as FP8 matrix, as scales, or as a matrix excluded from FP8. Others are unchanged."""
     if (quantization := config.text.quantization) is None:
         return part
-    if path[:2] == ("language_model", "layers") and (path[2], path[-2]) in quantization.left_out:
+    product = f"shared_{path[-2]}" if "shared_expert" in path else path[-2]
+    if path[:2] == ("language_model", "layers") and (path[2], product) in quantization.left_out:
         is_matrix = part.is_kernel or part.is_stack
         return dataclasses.replace(part, mixed=Factors(quantization, _inputs(config, part))) if is_matrix else part
     if dtype == FLOAT8:
@@ -239,8 +302,11 @@ def _inputs(config: ModelConfig, part: Part) -> int:
     match part.path[-2:]:
         case ("o_proj", _):
             return text.num_heads * text.head_dim
+        case ("out_proj", _) if text.linear_attention is not None:
+            return text.linear_attention.value_heads * text.linear_attention.value_width
         case ("down_proj", _):
-            return text.intermediate_size
+            is_shared = text.experts is not None and "shared_expert" in part.path
+            return text.experts.shared_size if is_shared and text.experts else text.intermediate_size
         case (_, "down_proj_scale" | "down_proj") if text.experts is not None:
             return text.experts.intermediate_size
         case _:

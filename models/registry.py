@@ -9,7 +9,7 @@ import reprlib
 from typing import Any
 
 from vlcache_jax.common.json_files import read_object
-from vlcache_jax.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
+from vlcache_jax.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe
 from vlcache_jax.models.config import ModelConfig, check_config, library_config, read_quantization
 from vlcache_jax.models.family import Family, PublishedSize
 
@@ -18,6 +18,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
+    "qwen3_5": qwen3_5.FAMILY,
+    "qwen3_5_moe": qwen3_5_moe.FAMILY,
 }
 
 
@@ -46,6 +48,11 @@ def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
       ValueError: see `load_config`.
     """
     model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type.removesuffix("_text") in FAMILIES and model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type must be that of a model with a vision tower, such as {model_type.removesuffix('_text')!r}, "
+            f"got {model_type!r} in {path}: text-only checkpoints are not supported"
+        )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")
     family = FAMILIES[model_type]
@@ -106,10 +113,12 @@ def config_file(size: PublishedSize, *, dtype: str, **tokens: int) -> dict[str, 
       tokens: ids of special tokens that are not the library's defaults.
     """
     published, text = FAMILIES[size.model_type].published, size.text
-    half = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    half = int(head_dim * published.rope.get("partial_rotary_factor", 1)) // 2
     section = published.rope["mrope_section"]
     side = half * section[1] // sum(section)  # of H and of W
-    rope = {"rope_type": "default", **published.rope, "mrope_section": [half - 2 * side, side, side]}
+    own = section if half == sum(section) else [half - 2 * side, side, side]
+    rope = {"rope_type": "default", **published.rope, "mrope_section": own}
     return {
         "architectures": [published.architecture],
         "model_type": size.model_type,

@@ -41,16 +41,17 @@ def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
 
     def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: jax.Array, works: dict[int, Any]) -> Any:
         updated = []
-        for params, (k, v), keep in zip(layers, pool, bounds[1:], strict=True):
+        for params, memory, keep in zip(layers, pool, bounds[1:], strict=True):
             own = unpack(rows, len(x))
-            x, k, v, _ = layer(params, x, k, v, own, np.full(2, len(x), np.int32), works[keep], None, keep=keep)
-            updated.append([k, v])
+            active = np.full(2, len(x), np.int32)
+            x, memory, _ = layer(params, x, memory, own, active, works[keep], None, keep=keep)
+            updated.append(memory)
         return x, updated
 
     text = runner.config.text
-    layer_params, x, k, _, rows, *_ = Layer(bounds[0], bounds[0], False).arguments(runner.shapes)
+    layer_params, x, memory, rows, *_ = Layer(bounds[0], bounds[0], False).arguments(runner.shapes)
     works = {keep: runner.shapes.work_config(keep).abstract() for keep in bounds[1:]}
-    return compile_program(prefill, ([layer_params] * text.num_layers, x, [[k, k]] * text.num_layers, rows, works), 2)
+    return compile_program(prefill, ([layer_params] * text.num_layers, x, [memory] * text.num_layers, rows, works), 2)
 
 
 def prefill_bounds(num_layers: int, *, shrinking: bool) -> tuple[int, ...]:

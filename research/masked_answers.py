@@ -325,8 +325,8 @@ class MaskedAnswers:
         for i, params in enumerate(layers):
             more = deepstack[i] if i < len(deepstack) else None
             layer, implementation = self.probe.runner.shapes.bind_layer(params), self.probe.runner.implementation
-            x, own_k, own_v, _ = layer(x, k[i], v[i], rows, more, keep=len(x), implementation=implementation)
-            halves.append((own_k, own_v))
+            x, memory, _ = layer(x, [k[i], v[i]], rows, more, keep=len(x), implementation=implementation)
+            halves.append(memory)
         own_k, own_v = (jnp.stack(half) for half in zip(*halves, strict=True))
         return own_k, own_v, x
 
@@ -339,15 +339,17 @@ class MaskedAnswers:
         x = bind(shapes.table_graph, text["embed_tokens"])(token)
         for i, mask in enumerate(seen):
             layer = shapes.bind_layer(text["layers"][i])
-            q, own_k, _, own_v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=size)
-            q = q.reshape(size, heads, -1, q.shape[-1])
+            y = layer.input_layernorm(x)
+            q, own_k, _, own_v = layer.self_attn.project(y, rows, keep=size)
+            width = q.shape[-1]
+            q = q.reshape(size, heads, -1, width)
             keys, values = jnp.concatenate([k[i], own_k]), jnp.concatenate([v[i], own_v])
             score = jnp.einsum(
                 "nkgd,skd->kgns", q, keys, precision="highest", preferred_element_type=jnp.float32
-            ) / q.shape[-1] ** 0.5  # fmt: skip
+            ) / width**0.5  # fmt: skip
             weight = jax.nn.softmax(jnp.where(mask[:, None], score, -jnp.inf), -1)
             out = jnp.einsum("kgns,skd->nkgd", weight.astype(x.dtype), values, precision="highest")
-            x = layer.transform(x, layer.self_attn.o_proj(out.reshape(size, -1)), jnp.ones(size, bool))
+            x = layer.transform(x, layer.self_attn.back(y, out.reshape(size, -1, width)), jnp.ones(size, bool))
             looked.append(weight.mean(1))
         return x, jnp.stack(looked)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vlcache_jax.inputs.layout import ImageSpan
 from vlcache_jax.reuse.schedule import UNITS
 from vlcache_jax.study.probe import Placed, Probe, Trace
-from vlcache_jax.study.sensitivity import Runs, squared_error
+from vlcache_jax.study.sensitivity import CaseRuns, squared_error
 
 Array = npt.NDArray[np.float64]
 
@@ -31,7 +31,7 @@ def attention_error(placed: Placed, reference: Trace, other: Trace) -> Array:
     return np.linalg.norm(mine - others, axis=-1)
 
 
-def recompute(probe: Probe, runs: Runs, level: int, *, last: bool = False) -> Trace:
+def recompute(probe: Probe, runs: CaseRuns, level: int, *, last: bool = False) -> Trace:
     """Run the formal prompt with floor(level T / 500) tokens of each image recomputed in all layers.
 
     They are the first tokens of the image, or with `last` the last ones.
@@ -84,11 +84,11 @@ class Decomposition:
         return float(self.behind.error[0])
 
 
-def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
+def decompose(probe: Probe, runs: CaseRuns, *, tokens: int = 64) -> Decomposition:
     """Decompose the error of full reuse by token and by depth.
 
     Args:
-      runs: Runs of a case.
+      runs: CaseRuns of a case.
       tokens: Number of image tokens to try separately, evenly spaced over the images.
     """
     placed, layers = runs.placed, probe.num_layers
@@ -144,7 +144,7 @@ def answer_attention(scores: Array, images: Sequence[ImageSpan], width: int) -> 
     return [_softmax(one / width**0.5) for one in own], [_softmax(one) for one in own]
 
 
-def key_distance(runs: Runs, span: ImageSpan) -> Array:
+def key_distance(runs: CaseRuns, span: ImageSpan) -> Array:
     """Return the L1 distance of an image's keys before rotation between donor and cold run `[L, T]` (MPIC, figure
     8).
     """
@@ -202,12 +202,12 @@ class AttentionFindings:
     spans: list[tuple[int, int]]
 
 
-def look(probe: Probe, cases: Iterable[Runs]) -> AttentionFindings:
+def look(probe: Probe, cases: Iterable[CaseRuns]) -> AttentionFindings:
     """Collect the attention of all cases; there must be at least one."""
     weights: dict[str, list[Array]] = {"scaled": [], "raw": []}
     ranks: list[Array] = []
     distances: list[Array] = []
-    most: Runs | None = None
+    most: CaseRuns | None = None
     for runs in cases:
         scores = answer_scores(probe, runs.placed, runs.cold)
         scaled, raw = answer_attention(scores, runs.placed.images, probe.config.text.head_dim)
@@ -237,7 +237,7 @@ class Deviation:
     mean_v: Array
 
 
-def deviation(runs: Runs) -> Deviation:
+def deviation(runs: CaseRuns) -> Deviation:
     """Return the distance of the donor's KV from the cold run's, and the part of it that is one vector per image and
     head.
     """

@@ -32,6 +32,17 @@ COMMANDS = "commands/"
 KERNELS = "pallas_kernels"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
+# Names by which code tells layers with pages of K,V from layers with a state of each sequence.
+KINDS = {
+    "LayerKind",
+    "layer_kinds",
+    "kind_of",
+    "keeps_kv",
+    "has_states",
+    "paged_layers",
+    "num_states",
+    "linear_attention",
+}
 OF_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public in spite of their names
 ROOT_PACKAGE = "vlcache_jax"
 QUESTION = "What is at C2?"
@@ -56,6 +67,7 @@ class Source(NamedTuple):
       functions, classes: in the order of the file.
       reads: places such as "engine/loop.py:7 x._y" that read a private attribute of another class.
       imports: modules, and names in modules, as in "cache.store.Store", without the package's own name.
+      names_kinds: whether it tells kinds of decoder layers apart.
     """
 
     name: str
@@ -64,6 +76,7 @@ class Source(NamedTuple):
     classes: list[Part]
     reads: list[str]
     imports: set[str]
+    names_kinds: bool = False
 
 
 class Scope(NamedTuple):
@@ -102,8 +115,11 @@ def files(root: pathlib.Path) -> dict[str, str]:
 
 def read(name: str, text: str) -> Source:
     """Read one file."""
-    source, tree = Source(name, len(text.splitlines()), [], [], [], set()), ast.parse(text)
+    tree = ast.parse(text)
     nodes = list(ast.walk(tree))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    source = Source(name, len(text.splitlines()), [], [], [], set(), bool(KINDS & used))
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imported = [alias.name for alias in imports]
     imported += [
@@ -342,6 +358,8 @@ def rows(sources: list[Source]) -> Iterator[dict[str, Any]]:
     yield {"what": "largest complexity *", "number": largest.complexity, "which": largest.name}
     repeated = repeated_classes(sources)
     yield {"what": "repeated class names", "number": len(repeated), "which": "; ".join(repeated)}
+    kinds = [source.name for source in sources if source.names_kinds]
+    yield {"what": "files that name kinds of layers", "number": len(kinds), "which": "; ".join(kinds)}
     found = cycles(sources)
     yield {"what": "import cycles", "number": len(found), "which": "; ".join(map(" ".join, found))}
 

@@ -109,6 +109,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [0, 3],
         },
     },
+    "qwen3_5": {"model_type": "qwen3_5", "seed": 14},
     "qwen3_vl": {"model_type": "qwen3_vl", "seed": 4},
     "qwen3_vl-tied": {
         "model_type": "qwen3_vl",
@@ -189,6 +190,50 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "decoder_sparse_step": 2,
         },
         "vision": {"depth": 3, "num_position_embeddings": 144, "deepstack_visual_indexes": [2]},
+    },
+    # The last layer has linear attention, as many heads of values as of keys, and values of another width.
+    "qwen3_5-tied": {
+        "model_type": "qwen3_5",
+        "seed": 14,
+        "tie_word_embeddings": True,
+        "text": {
+            "hidden_size": 56,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "head_dim": 48,
+            "rms_norm_eps": 1e-5,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+        "vision": {"depth": 3, "hidden_size": 48, "num_heads": 3, "num_position_embeddings": 49},
+    },
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", "seed": 15},
+    "qwen3_5_moe-sharded": {
+        "model_type": "qwen3_5_moe",
+        "seed": 16,
+        "names": "library",
+        "shards": 3,
+        "text": {
+            "hidden_size": 48,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "vocab_size": 290,
+            "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention", "linear_attention"],
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 20,
+            "linear_value_head_dim": 12,
+            "num_experts": 13,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 28,
+        },
+        "vision": {"depth": 3, "num_position_embeddings": 144},
     },
 }
 
@@ -374,7 +419,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pat
 
 # The decoder of Qwen2-VL is that of Qwen2.5-VL, and the first configuration of both compiles the same programs for it.
 # Of mixtures of experts, the tied one has layers of both kinds.
-IN_FULL = ("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded")
+IN_FULL = (
+    "qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded",
+    "qwen3_5", "qwen3_5_moe-sharded",
+)  # fmt: skip
 
 
 @pytest.fixture(

@@ -61,6 +61,7 @@ def test_planted_cases_are_found(tmp_path):
         "largest function *, lines": (701, "top.py: most, complexity 1"),
         "largest complexity *": (7, "layer/pool.py: Pool.long"),
         "repeated class names": (0, ""),
+        "files that name kinds of layers": (0, ""),
         "import cycles": (0, ""),
     }
     kernel = code_metrics.read("pallas_kernels/top.py", (package / "top.py").read_text())
@@ -123,6 +124,7 @@ def test_the_package_is_read(capsys, monkeypatch):
         "private attributes of other classes, read",
     ):
         assert table[name] == "0", name
+    assert 0 < int(table["files that name kinds of layers"]) <= 20
     assert int(table["largest class, lines"]) <= 300
 
 

@@ -101,12 +101,14 @@ class Reference:
     def _through(self, params, i, x, deepstack, position, seen):  # [K, N, N]
         config = self.runner.config.text
         layer, rows = self.runner.shapes.bind_layer(params), Rows(None, position, None, None, None)
-        q, k, _, v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
+        y = layer.input_layernorm(x)
+        q, k, _, v = layer.self_attn.project(y, rows, keep=len(x))
         q = q.reshape(len(x), config.num_kv_heads, -1, q.shape[-1])
         score = jnp.einsum("nkgd,skd->kgns", q, k, precision="highest") * config.head_dim**-0.5
         weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
         out = jnp.einsum("kgns,skd->nkgd", weight, v, precision="highest")
-        x = layer.transform(x, layer.self_attn.o_proj(out.reshape(len(x), -1)), jnp.ones(len(x), bool))
+        out = layer.self_attn.back(y, out.reshape(len(x), -1, config.head_dim))
+        x = layer.transform(x, out, jnp.ones(len(x), bool))
         return (x + jnp.where(i < len(deepstack), deepstack[i], 0) if len(deepstack) else x), weight
 
     def run(self, placed, masks):

@@ -72,7 +72,7 @@ def llm(family_checkpoint):
         yield engine
 
 
-@pytest.mark.slow_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl-tied", "qwen3_vl_moe")
+@pytest.mark.slow_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl-tied", "qwen3_vl_moe", "qwen3_5")
 @pytest.mark.thorough_for("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen2_5_vl-library-names")
 @pytest.mark.thorough_for("qwen3_vl-", "qwen3_vl_moe-sharded", "qwen3_vl_moe-every", "qwen2_5_vl-flat-tied")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):

@@ -7,6 +7,7 @@
 | frames without a rate | 2 a second (Qwen2.5-VL) | 24 a second | release: Qwen's utility says so for every family |
 | seconds of a chunk that are no integers | 4.49 keeps them, 4.57 cuts them off | kept | today: absolute time is what was trained, and 4.49 did it |
 | `rope_theta` left out, Qwen3-VL | 5e6 | 5e5 | release: what the published files say |
+| `rope_theta` left out, Qwen3.5 | not looked up | 1e4 | 1e7: what the published files say |
 | `tie_word_embeddings` where levels disagree | that of the text | that of the top (Qwen2-VL, Qwen2.5-VL: any) | today: the library saves true in the text of untied experts; a head too many is refused, without one it embeds |
 | transparent pictures in files | black or white, as the hidden colours are | so too, painted on nothing | white: Qwen's utility and vLLM paint them so |
 | learned positions in bfloat16, Qwen3-VL | weights and sums rounded | float32, rounded once | today: nearer to float32 |
@@ -137,13 +138,15 @@ def test_fractional_seconds(directory, fps, times):
     assert processor.times(seen) == times
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
-def test_rope_theta(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "expected"), [("qwen3_vl", 5e6), ("qwen3_vl_moe", 5e6), ("qwen3_5", 1e7), ("qwen3_5_moe", 1e7)]
+)
+def test_rope_theta(tmp_path, name, expected):
     path = make_checkpoint(tmp_path, name, weights=False) / "config.json"
     config = json.loads(path.read_text())
     del config["text_config"]["rope_parameters"]["rope_theta"]
     path.write_text(json.dumps(config))
-    assert load_config(tmp_path).text.rope_theta == 5e6
+    assert load_config(tmp_path).text.rope_theta == expected
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,8 @@ def projected(shapes, params, x, rows):
 
 @functools.partial(jax.jit, static_argnums=0)
 def through_layer(shapes, params, x, k, v, rows, added):
-    return shapes.bind_layer(params)(x, k, v, rows, added, keep=len(x))[:3]
+    x, (k, v), _ = shapes.bind_layer(params)(x, [k, v], rows, added, keep=len(x))
+    return x, k, v
 
 
 def dense_reference(llm, conversation, policy):

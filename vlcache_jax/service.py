@@ -192,6 +192,7 @@ class Service:
         directory = _find(config)
         jax_devices = _meet_devices(config)
         checkpoint = _open_checkpoint(config, directory, jax_devices[0])
+        _check_states(config, checkpoint.config)
         devices = Devices.of(jax_devices, checkpoint.config)
         if devices.count > 1:
             with Progress(f"checking that {devices.count} devices can communicate", show=config.use_tqdm):
@@ -226,6 +227,7 @@ class Service:
             checkpoint.config, cache.store, cache.writer,
             forms=forms, token_buckets=runner.token_buckets,
             rates=rates if config.cache.load == "auto" else None, keeps_pages=config.enable_prefix_caching,
+            turn_token=_turn_token(renderer.tokenizer),
         )  # fmt: skip
         preparation = Preparation(processor, identifier, planner, sequences, threads, quick_threads)
         text = checkpoint.config.text
@@ -471,6 +473,24 @@ def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config
             f"video placeholder of the tokenizer must match the model's video_token_id {config.video_token_id}, "
             f"got {renderer.video_token_id}"
         )
+
+
+def _check_states(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise a ValueError for options that need K,V in every layer, if the model has layers with states."""
+    if not model.text.has_states:
+        return
+    wanted = {"compressed_kv_bytes": config.compressed_kv_bytes, "cache.device_bytes": config.cache.device_bytes}
+    for name, size in wanted.items():
+        if size:
+            raise ValueError(
+                f"{name} must be 0 for {model.model_type}, got {size}: not all of its layers keep K,V of each token"
+            )
+
+
+def _turn_token(tokenizer: Any) -> int | None:
+    """Return the ID of the token that begins a message, or None if the tokenizer has none."""
+    found = tokenizer.get_vocab().get("<|im_start|>")
+    return None if found is None else int(found)
 
 
 def _open_device(

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vlcache_jax.models.config import FLOAT8, ModelConfig
 from vlcache_jax.models.family import Published, PublishedSize
-from vlcache_jax.models.params import Part, parameters, published_name
+from vlcache_jax.models.params import Part, parameters, pieces, published_name, whole_name
 from vlcache_jax.models.registry import FAMILIES, config_file, load_config
 
 # IDs 0-255 are the bytes themselves; the special tokens follow.
@@ -59,6 +59,16 @@ _VISION: dict[str, Any] = {
 }
 # Fields that each family adds. Small windows and position grids make borders and interpolation matter in small images.
 _QWEN2_TEXT = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 4}
+_QWEN3_5_TEXT = {
+    "head_dim": 32,
+    "attention_bias": False,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 _FAMILY_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN2_TEXT,
     "qwen2_5_vl": _QWEN2_TEXT,
@@ -72,6 +82,14 @@ _FAMILY_TEXT: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "qwen3_5": _QWEN3_5_TEXT,
+    "qwen3_5_moe": {
+        **_QWEN3_5_TEXT,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    },
 }
 _QWEN3_VISION = {
     "hidden_size": 32,
@@ -81,6 +99,7 @@ _QWEN3_VISION = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [1, 2],
 }
+_QWEN3_5_VISION = {**_QWEN3_VISION, "deepstack_visual_indexes": []}
 _FAMILY_VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 4, "hidden_act": "quick_gelu", "patch_size": 14},
     "qwen2_5_vl": {
@@ -94,6 +113,7 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": _QWEN3_VISION,
     "qwen3_vl_moe": _QWEN3_VISION,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5_VISION),
 }
 
 # Published templates, shortened. Videos have the same markers as images. Families whose template adds a system turn
@@ -314,14 +334,18 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
     plain = dataclasses.replace(config, text=dataclasses.replace(config.text, quantization=None))
     rng = np.random.default_rng(seed)
     tensors = {}
+    by_output = not published or FAMILIES[config.model_type].published.experts_by_output
     parts = [part for parameter in parameters(plain) for part in parameter.parts]
     for part in sorted(parts, key=lambda part: part.path):
         tensor = _random(rng, _kind(part), part.tensor_shape)
-        if part.is_stack and not published:
+        if _is_offset(config, part):
+            tensor -= 1
+        if part.is_stack and by_output:
             tensor = np.ascontiguousarray(tensor.swapaxes(1, 2))
         tensors[part.tensor] = tensor.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    _join_pieces(tensors, config)
     if config.text.quantization is not None:
-        _quantize(tensors, config, is_turned=not published)
+        _quantize(tensors, config, is_turned=by_output)
     if published:
         tensors = {published_name(config, name): tensor for name, tensor in tensors.items()}
     if shards == 1:
@@ -336,6 +360,23 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
     _write_json(
         directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
     )
+
+
+def _is_offset(config: ModelConfig, part: Part) -> bool:
+    """Return whether a part is the weight w of a norm that multiplies by 1 + w."""
+    in_decoder = part.path[0] == "language_model" and "linear_attn" not in part.path
+    return config.text.norm_offset and in_decoder and part.path[-1] == "scale"
+
+
+def _join_pieces(tensors: dict[str, np.ndarray], config: ModelConfig) -> None:
+    """Replace tensors that are parts of one tensor of the library by that tensor."""
+    for module, outputs in pieces(config).items():
+        folder, _, joined = module.rpartition(".")
+        own = [f".{folder}.{name}.weight" for name in outputs]
+        for first in [name for name in tensors if name.endswith(own[0])]:
+            layer = first.removesuffix(own[0])
+            parts = [tensors.pop(layer + ending) for ending in own]
+            tensors[f"{layer}.{folder}.{joined}.weight"] = np.concatenate(parts)
 
 
 def _quantization_config(name: str, block: int) -> dict[str, Any]:
@@ -366,7 +407,9 @@ def _quantize(tensors: dict[str, np.ndarray], config: ModelConfig, *, is_turned:
     """Round the decoder's matrices to FP8 in place. `is_turned`: matrices of experts are [E, out, in]."""
     for part in [part for parameter in parameters(config) for part in parameter.parts if part.is_float8]:
         if not part.is_stack:
-            tensors |= _rounded(part.tensor, tensors[part.tensor], config)
+            name = whole_name(part.tensor)
+            if tensors[name].dtype != FLOAT8:  # the first of its parts
+                tensors |= _rounded(name, tensors[name], config)
             continue
         stack = tensors.pop(part.tensor)
         for names, matrix in zip(part.singles, stack if is_turned else stack.swapaxes(1, 2), strict=True):
@@ -412,6 +455,12 @@ def _random(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.n
             return np.float32(0.5) * noise
         case "experts":
             return noise / np.float32(math.sqrt(shape[1]))
+        case "A_log" | "dt_bias":
+            # As trained models have them: decays of 0.001 to 1 a token. The library's own initial values forget
+            # everything within a token.
+            low, high = (0.02, 16) if kind == "A_log" else (1e-3, 1e-1)
+            drawn = low * np.float32(high / low) ** rng.random(shape, np.float32)
+            return np.log(drawn if kind == "A_log" else np.expm1(drawn))
         case "router":
             # Some experts are chosen often, others rarely.
             often = np.linspace(0.2, 1.8, shape[0], dtype=np.float32)[:, None]

@@ -17,7 +17,13 @@ WIDEST_OF_PARTIALS = 8192  # numbers of a row that registers hold in addition to
 
 @spreads(gives=WHOLE, x=WHOLE, delta=WHOLE, scale=WHOLE)
 def norm_residual(
-    x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float, implementation: str | None = None
+    x: jax.Array,
+    delta: jax.Array | None,
+    scale: jax.Array,
+    *,
+    eps: float,
+    offset: bool = False,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Add a layer's output to its rows, and normalize the sum by its root mean square.
 
@@ -30,6 +36,7 @@ def norm_residual(
         rows from `N` on are ignored; None adds nothing.
       scale: The norm's weight, `[M]`, in the dtype of `x`.
       eps: Added to the mean of squares.
+      offset: The weight is 1 + `scale`, in float32, and the product is rounded once; the kernel does not do this.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel does bfloat16 and float16.
 
     Returns:
@@ -48,9 +55,9 @@ def norm_residual(
     else:
         _check_like("delta", delta, x.shape, x.dtype)
     added = "" if delta is None else ", added" if delta.ndim == 2 else f", {len(delta)} partial sums added"
-    choice = _choose_norm(x, f"{x.dtype} {list(x.shape)}{added}", implementation)
+    choice = _choose_norm(x, f"{x.dtype} {list(x.shape)}{added}", implementation, offset)
     if choice.implementation == "xla":
-        return xla.norm_residual(x, delta, scale, eps=eps)
+        return xla.norm_residual(x, delta, scale, eps=eps, offset=offset)
     from vlcache_jax.pallas_kernels.rows import mosaic_gpu
 
     return mosaic_gpu.norm_residual(x, delta, scale, eps=eps, interpret=dispatch.interpreter(choice))
@@ -64,14 +71,15 @@ def adds_partials(x: jax.Array, implementation: str | None = None) -> bool:
     if x.shape[1] > WIDEST_OF_PARTIALS:
         return False
     with dispatch.recorded():  # separate: this is no call of the kernel
-        return _choose_norm(x, "", implementation).implementation != "xla"
+        return _choose_norm(x, "", implementation, offset=False).implementation != "xla"
 
 
-def _choose_norm(x: jax.Array, case: str, implementation: str | None) -> dispatch.Choice:
+def _choose_norm(x: jax.Array, case: str, implementation: str | None, offset: bool) -> dispatch.Choice:
     def check() -> None:
         from vlcache_jax.pallas_kernels.rows import mosaic_gpu  # its import takes a second
 
         dispatch.check_array(implementation, x)
+        _check_plain_weight(offset)
         mosaic_gpu.check_norm(x)
 
     return dispatch.choose("norm_residual", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
@@ -93,6 +101,7 @@ def rotate_write(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 0.0,
+    offset: bool = False,
     keep: int | None = None,
     places: jax.Array | None = None,
     return_kv: bool = False,
@@ -108,7 +117,8 @@ def rotate_write(
     Args:
       parts: The product: `[N, K, G + 2, D]` for all rows, with each key-value head's queries, its key, its value. Or
         two parts: that of the first rows, and `[n, K, 2, D]` for the other rows, which need no queries.
-      cos: Cosines of each row's angles, `[N, 1, D / 2]`, in the dtype of the product.
+      cos: Cosines of each row's angles, `[N, 1, D / 2]`, in the dtype of the product. If they are fewer, only the
+        first values of each head rotate, twice as many as they are; the kernel does not do this.
       sin: Sines of these angles, of the same shape and dtype.
       slot: Slot of each row's key and value, int32 `[N]`; none negative, and those below `S` distinct. Rows with a slot
         from `S` on write nothing.
@@ -118,6 +128,7 @@ def rotate_write(
       q_norm: Weight of the norm of each query head, `[D]`; None: no norm.
       k_norm: Weight of the norm of each key head, `[D]`; None: no norm.
       eps: Added to the mean of squares in both norms.
+      offset: As in `norm_residual`, for both norms.
       keep: Number of first rows whose queries are wanted, at most those of the first part; None: all of these.
       places: Row at each place of the returned queries, int32 `[R]`. A place with a row from `keep` on has undefined
         content. None: the queries are in the order of their rows.
@@ -135,8 +146,11 @@ def rotate_write(
     keep = _check_parts(parts, keep, k_pool)
     (_, K, width, D), dtype = parts[0].shape, parts[0].dtype
     rows = sum(map(len, parts))
+    half = cos.shape[-1]
+    if not 0 < half <= D // 2:
+        raise ValueError(f"cos must have 1 to {D // 2} angles, half the width of a head, got {half}")
     for name, array in (("cos", cos), ("sin", sin)):
-        _check_like(name, array, (rows, 1, D // 2), dtype)
+        _check_like(name, array, (rows, 1, half), dtype)
     _check_like("slot", slot, (rows,), jnp.int32)
     _check_like("v_pool", v_pool, k_pool.shape, dtype)
     _check_like("bias", bias, (K, width, D), dtype)
@@ -149,13 +163,16 @@ def rotate_write(
         from vlcache_jax.pallas_kernels.rows import mosaic_gpu
 
         dispatch.check_array(implementation, k_pool)
+        _check_plain_weight(offset)
+        if 2 * half != D:
+            raise NotImplementedError(f"mosaic_gpu rotates all {D} values of a head, got angles for {2 * half}")
         mosaic_gpu.check_rotate(parts[0], places)
 
     case = f"{dtype} {[rows, K, width, D]}{', KV returned' if return_kv else ''}"
     choice = dispatch.choose("rotate_write", case, implementation, dict.fromkeys(dispatch.FAMILIES, check))
     arrays = parts, cos, sin, slot, k_pool, v_pool, bias, q_norm, k_norm, places
     if choice.implementation == "xla":
-        q, k_pool, v_pool, new_kv = xla.rotate_write(*arrays, eps=eps, keep=keep)
+        q, k_pool, v_pool, new_kv = xla.rotate_write(*arrays, eps=eps, offset=offset, keep=keep)
         return q, k_pool, v_pool, new_kv if return_kv else None
     from vlcache_jax.pallas_kernels.rows import mosaic_gpu
 
@@ -163,6 +180,12 @@ def rotate_write(
         *arrays, eps=eps, keep=keep, return_kv=return_kv, bulk=dispatch.has_bulk_copies(choice),
         interpret=dispatch.interpreter(choice),
     )  # fmt: skip
+
+
+def _check_plain_weight(offset: bool) -> None:
+    """Raise NotImplementedError for norms whose weight is 1 + `scale`."""
+    if offset:
+        raise NotImplementedError("mosaic_gpu multiplies by the weight of a norm as it is stored, got offset=True")
 
 
 def _check_parts(parts: Sequence[jax.Array], keep: int | None, k_pool: jax.Array) -> int:

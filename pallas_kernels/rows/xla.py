@@ -11,23 +11,27 @@ from vlcache_jax.pallas_kernels.nonfinite import propagate_nonfinite
 from vlcache_jax.pallas_kernels.rotation import rotate
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: bool = False) -> jax.Array:
     """Normalize the last axis in float32, and round *before* multiplying by the weight, as the transformers library
     does.
+
+    With `offset`, multiply by 1 + scale in float32, and round once.
     """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    if offset:
+        return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
     return y.astype(x.dtype) * scale
 
 
 def norm_residual(
-    x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float
+    x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float, offset: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `vlcache_jax.pallas_kernels.norm_residual` for arguments that it has checked."""
     if delta is not None and delta.ndim == 3:
         delta = delta[:, : len(x)].sum(0).astype(x.dtype)
     x = x if delta is None else x + delta
-    return x, rms_norm(x, scale, eps)
+    return x, rms_norm(x, scale, eps, offset)
 
 
 def rotated(
@@ -39,6 +43,7 @@ def rotated(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     eps: float = 0.0,
+    offset: bool = False,
     keep: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute the heads of `vlcache_jax.pallas_kernels.rotate_write`, before anything is written.
@@ -51,9 +56,9 @@ def rotated(
     q = parts[0][:keep, :, :-2].reshape(keep, -1, parts[0].shape[3])
     raw_k, v = (jnp.concatenate([part[:, :, place] for part in parts]) for place in (-2, -1))
     if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
+        q = rms_norm(q, q_norm, eps, offset)
     if k_norm is not None:
-        raw_k = rms_norm(raw_k, k_norm, eps)
+        raw_k = rms_norm(raw_k, k_norm, eps, offset)
     return rotate(q, cos[:keep], sin[:keep]), rotate(raw_k, cos, sin), raw_k, v
 
 
@@ -70,10 +75,13 @@ def rotate_write(
     places: jax.Array | None,
     *,
     eps: float,
+    offset: bool = False,
     keep: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Implement `vlcache_jax.pallas_kernels.rotate_write` for arguments that it has checked."""
-    q, k, raw_k, raw_v = rotated(parts, cos, sin, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps, keep=keep)
+    q, k, raw_k, raw_v = rotated(
+        parts, cos, sin, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset, keep=keep
+    )
     if places is not None:
         q = q.at[places].get(mode="clip")
     k, v = propagate_nonfinite(k, raw_v)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.models.helper import from_tensors
+from tests.models.helper import divide, from_tensors
 from vlcache_jax.convert import convert
 from vlcache_jax.convert.plan import (
     PlanError,
@@ -39,7 +39,9 @@ def plan_of(directory):
 def tensors_of(directory):
     """Library name -> tensor, as safetensors reads them."""
     files = directory.glob("*.safetensors")
-    return {library_name(name): tensor for file in files for name, tensor in load_file(file).items()}
+    tensors = {library_name(name): tensor for file in files for name, tensor in load_file(file).items()}
+    divide(load_config(directory), tensors)
+    return tensors
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def copy(converted, tmp_path):
     return shutil.copytree(converted, tmp_path / "copy")
 
 
-@pytest.mark.slow_for("bfloat16", "float16", "qwen2_5_vl-library-names", "qwen3_vl-sharded", "qwen2_vl")
+@pytest.mark.slow_for("bfloat16", "float16", "qwen2_5_vl-library-names", "qwen3_vl-sharded", "qwen2_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("dtype", [None, "bfloat16", jnp.float16])
 def test_both_kinds_load_the_same(checkpoint, tmp_path, dtype):
     convert(checkpoint, tmp_path / "out")

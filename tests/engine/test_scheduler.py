@@ -86,7 +86,9 @@ def scheduler_of(pages=40, decode_slots=4, rows=1000):
 
 def test_the_first_page_for_compressed_prompts_is_nobodys():
     counts = {0: 0, PAGE: 0, 2 * PAGE: 1, 9 * PAGE: 8}  # by slots
-    assert {slots: Scheduler(Pages(4), 1, 8, LAYERS, slots).compressed.count for slots in counts} == counts
+    assert {
+        slots: Scheduler(Pages(4), 1, 8, LAYERS, compressed_slots=slots).compressed.count for slots in counts
+    } == counts
     assert scheduler_of().compressed.count == 0
 
 

@@ -249,12 +249,12 @@ def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, return_kv:
     index = jax.ShapeDtypeStruct((size,), jnp.int32)
     rows = Rows(index, jax.ShapeDtypeStruct((3, size), jnp.int32), index, index, index)
 
-    def step(params, x, k, v, rows, deepstack):
+    def step(params, x, memory, rows, deepstack):
         return bind(graph, params)(
-            x, k, v, rows, deepstack, keep=keep, return_kv=return_kv, implementation=implementation
+            x, memory, rows, deepstack, keep=keep, return_kv=return_kv, implementation=implementation
         )
 
-    compiled = compile_program(step, (nnx.to_pure_dict(state), x, pool, pool, rows, x), (2, 3))
+    compiled = compile_program(step, (nnx.to_pure_dict(state), x, [pool, pool], rows, x), (2,))
     assert compiled.spills == (0 if implementation == "mosaic_gpu" else None)
     assert compiled.alias == POOL_BYTES
     # A few arrays of the rows, in float32, and nothing that grows with the pool.

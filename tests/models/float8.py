@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.testing import make_checkpoint
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -17,12 +18,14 @@ BLOCK = 32
 # Blocks fall neither on heads nor on the ends of matrices.
 TEXT = {"hidden_size": 80, "intermediate_size": 100, "num_hidden_layers": 3}
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+# The last layer has linear attention, too.
+HYBRID = {"layer_types": None, "full_attention_interval": 2}
 _DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": FLOAT8}
 
 
 def make(directory: pathlib.Path, kind: str = "qwen3_vl", quantization: Any = "fp8", **options: Any) -> pathlib.Path:
     """A checkpoint in 8 bits."""
-    text = TEXT | (EXPERTS if kind.endswith("moe") else {})
+    text = TEXT | (EXPERTS if kind.endswith("moe") else {}) | (HYBRID if kind.startswith("qwen3_5") else {})
     given = {"text": text, "seed": 21, "block": BLOCK} | options
     return make_checkpoint(directory, kind, quantization=quantization, **given)
 
@@ -77,13 +80,16 @@ def twin(source: pathlib.Path, destination: pathlib.Path) -> pathlib.Path:
         stands_for = exact(tensors[name], tensors.pop(name + suffix))
         tensors[name] = stands_for.astype(np.float32)
         assert (tensors[name] == stands_for).all()
-    stacked(tensors)
+    stacked(tensors, by_output=FAMILIES[config["model_type"]].published.experts_by_output)
     write(destination / "model.safetensors", {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
     return destination
 
 
-def stacked(tensors: dict[str, np.ndarray]) -> None:
-    """Puts matrices of experts that are stored one by one together, in place, as they are published without 8 bits."""
+def stacked(tensors: dict[str, np.ndarray], *, by_output: bool = False) -> None:
+    """Puts matrices of experts that are stored one by one together, in place, as they are published without 8 bits.
+
+    `by_output`: as [E, out, in].
+    """
     for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
         folder = first.removesuffix(".0.gate_proj.weight")
         count = sum(name.startswith(f"{folder}.") and name.endswith(".gate_proj.weight") for name in tensors)
@@ -94,7 +100,7 @@ def stacked(tensors: dict[str, np.ndarray]) -> None:
         for name, stack in (("gate_up_proj", np.concatenate([gate, up], axis=1)), ("down_proj", down)):
             # The library tells published stacks from its own by their shapes, and would not turn a square one.
             assert stack.shape[1] != stack.shape[2]
-            tensors[f"{folder}.{name}"] = stack.swapaxes(1, 2)
+            tensors[f"{folder}.{name}"] = stack if by_output else stack.swapaxes(1, 2)
 
 
 def left_out(source: pathlib.Path, destination: pathlib.Path, modules: list[str], listed: Any = None) -> pathlib.Path:

@@ -16,15 +16,21 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder, load_config
+from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.decoder import embed
+from vlcache_jax.models.layer_kinds import BLOCK, Runs, TokenStates
 from vlcache_jax.models.model import LayerGraphs, layer_graphs
-from vlcache_jax.models.params import Parameter, Part, library_name, parameters
+from vlcache_jax.models.params import Parameter, Part, library_name, parameters, pieces
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.testing import TOKEN_IDS
 
-# Arrays between the steps are numpy's: slicing a jax array would compile a program for each shape.
-Pool = list[tuple[np.ndarray, np.ndarray]]
+# By layer, K and V or the states. Arrays between the steps are numpy's: slicing a jax array would compile a program for
+# each shape.
+Pool = list[list[np.ndarray]]
+
+STATES = 5  # slots of states
+BLOCKS = 24  # of a step's runs, so that steps of different prompts compile once
 
 # The settings of the image processors; a byte's value is made as the library makes it.
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -32,7 +38,7 @@ MEAN_STD = {
     "qwen2_vl": _CLIP,
     "qwen2_5_vl": _CLIP,
     "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "qwen3_vl_moe": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))),
 }
 
 
@@ -49,7 +55,7 @@ def from_tensors(parameter: Parameter, *tensors: np.ndarray) -> np.ndarray:
     """The parameter of the stored tensors of its parts."""
     made = [from_tensor(part, tensor) for part, tensor in zip(parameter.parts, tensors, strict=True)]
     if len(made) == 1:
-        return made[0]
+        return made[0].reshape(parameter.shape)
     # Queries, keys, values of a KV head stand together; of gate and up, one follows the other.
     *others, _, width = parameter.shape
     return np.concatenate([one.reshape(*others, -1, width) for one in made], axis=-2)
@@ -69,6 +75,7 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
     tensors = {}
     for file in directory.glob("*.safetensors"):
         tensors |= {library_name(name): tensor for name, tensor in load_file(file).items()}
+    divide(config, tensors)
     params: dict[str, Any] = {}
     for parameter in parameters(config):
         node = params
@@ -79,10 +86,19 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
             parameter = parameter.transposed()
         value = from_tensors(parameter, *found)
         assert value.shape == parameter.shape
-        node[parameter.path[-1]] = jax.device_put(value.astype(jnp.dtype(dtype)))
+        node[parameter.path[-1]] = jax.device_put(value.astype(parameter.dtype_in(jnp.dtype(dtype))))
     assert not tensors
     model = abstract_model(config, jnp.dtype(dtype))
     return Model(config, nnx.graphdef(model), layer_graphs(model), params, jnp.dtype(dtype))
+
+
+def divide(config: ModelConfig, tensors: dict[str, np.ndarray]) -> None:
+    """Replaces each tensor of queries, keys and values by three."""
+    for module, outputs in pieces(config).items():
+        for name in [name for name in tensors if f".{module}." in name]:
+            parts = np.split(tensors.pop(name), np.cumsum(list(outputs.values()))[:-1])
+            folder = module.partition(".")[0]
+            tensors |= {name.replace(module, f"{folder}.{own}"): part for own, part in zip(outputs, parts, strict=True)}
 
 
 def patches(config: ModelConfig, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
@@ -163,10 +179,73 @@ def take(rows: Rows, index: Any) -> Rows:
     return Rows(*(field[..., index] for field in rows))
 
 
-def empty_pool(model: Model, num_slots: int, fill: float = 0.0) -> Pool:
+def empty_pool(model: Model, num_slots: int, fill: float = 0.0, states: int = STATES) -> Pool:
+    """What all layers keep. The first of the slots of states is zero."""
     text = model.config.text
-    shape = num_slots, text.num_kv_heads, text.head_dim
-    return [(np.full(shape, fill, model.dtype), np.full(shape, fill, model.dtype)) for _ in range(text.num_layers)]
+    pool = []
+    for kind in map(text.kind_of, range(text.num_layers)):
+        half = (num_slots, text.num_kv_heads, text.head_dim), model.dtype
+        arrays = [((states, *one.shape), one.dtype or model.dtype) for one in kind.states] or [half, half]
+        pool.append([np.full(shape, fill, dtype) for shape, dtype in arrays])
+        for state in pool[-1] if kind.states else ():
+            state[0] = 0
+    return pool
+
+
+def state_layers(text: TextConfig) -> tuple[int, ...]:
+    """The layers that keep a state of each sequence."""
+    return tuple(layer for layer in range(text.num_layers) if text.kind_of(layer).states)
+
+
+def kept_by(model: Model, pool: Pool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """K and V of all layers that have them."""
+    k, v = zip(*(pool[i] for i in model.config.text.paged_layers), strict=True)
+    return list(k), list(v)
+
+
+def runs_of(
+    model: Model,
+    *lengths: Sequence[int],
+    slots: Sequence[int] = (1, 2, 3),
+    done: Sequence[int] = (0, 0, 0),
+    order: np.ndarray | None = None,
+    size: int | None = None,
+) -> Runs | None:
+    """The runs of a step, None for a model without states.
+
+    Args:
+      lengths: of each sequence, the numbers of tokens of its blocks.
+      slots: slot of each sequence's states.
+      done: whether it has tokens before these.
+      order: index of each row in the order of the sequences; None: the rows have this order.
+      size: number of rows, of which the last ones are padding.
+    """
+    if not model.config.text.has_states:
+        return None
+    found, first = [], 0
+    for own, slot, before in zip(lengths, slots, done, strict=False):
+        for i, length in enumerate(own):
+            found.append((first, length, slot if before or i else 0, slot))
+            first += length
+    start, length, source, target = np.array(found, np.int32).T
+    place = (np.arange(first) if order is None else np.asarray(order)).astype(np.int32)
+    return padded_runs(Runs(place, start, length, source, target, len(found)), size or first)
+
+
+def padded_runs(runs: Runs, size: int) -> Runs:
+    """The runs of a step of `size` rows."""
+    place = np.arange(size, dtype=np.int32)
+    place[: len(runs.place)] = runs.place
+    start, length, source, target = (np.pad(field, (0, BLOCKS - len(field))) for field in runs[1:-1])
+    return Runs(place, start, length, source, target, np.int32(runs.count))
+
+
+def blocks_of(prompt: Prompt) -> list[int]:
+    """The numbers of tokens of the prompt's blocks, as the engine cuts them."""
+    images = np.diff(np.pad(prompt.token_ids == TOKEN_IDS["<|image_pad|>"], 1).astype(int))
+    ends = {*np.flatnonzero(images < 0).tolist(), *range(BLOCK, len(prompt.token_ids), BLOCK)}
+    cuts = sorted({0, *ends, len(prompt.token_ids) - 1, len(prompt.token_ids)})
+    return np.diff(cuts).tolist()
 
 
 def forward(
@@ -176,24 +255,30 @@ def forward(
     pool: Pool,
     bounds: Sequence[int] | None = None,
     *,
+    runs: Runs | TokenStates | None = None,
     routes: Mapping[int, np.ndarray] | None = None,
+    hidden: list[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, Pool, list[np.ndarray]]:
-    """All layers: float32 logits of the last bound's rows, the pool, and each layer's raw K.
+    """All layers: float32 logits of the last bound's rows, the pool, and the raw K of each layer that has some.
 
     `bounds[i]` rows enter layer i, and the last bound's rows get logits; by default all rows go all the way.
-    `routes[i]` are the experts that rows pass in layer i; by default the router's choice.
+    `routes[i]` are the experts that rows pass in layer i; by default the router's choice. `hidden` receives the output
+    of each layer.
     """
     bounds = bounds or (len(rows.slot),) * (model.config.text.num_layers + 1)
     layers = model.params["language_model"]["layers"]
     x, deepstack = map(np.asarray, _embed(model.graph, model.params, encoder_rows.astype(model.dtype), rows.source))
     new_pool, new_kv = [], []
-    for i, (k, v) in enumerate(pool):
+    for i, memory in enumerate(pool):
         n, keep = bounds[i], bounds[i + 1]
         feature = deepstack[i, :n] if i < len(deepstack) else None
         run = layer(model, layers[i]) if routes is None or i not in routes else pinned(model, layers[i], routes[i])
-        x, k, v, (raw_k, _) = run(x, k, v, take(rows, slice(n)), feature, keep=keep)
-        new_pool.append((np.asarray(k), np.asarray(v)))
-        new_kv.append(np.asarray(raw_k, np.float32))
+        x, memory, raw = run(x, list(memory), take(rows, slice(n)), feature, None, runs, keep=keep)
+        new_pool.append([np.asarray(array) for array in memory])
+        if raw is not None:
+            new_kv.append(np.asarray(raw[0], np.float32))
+        if hidden is not None:
+            hidden.append(np.asarray(x, np.float32))
     logits = _logits(model.graph, model.params, x)
     return np.asarray(logits), new_pool, new_kv
 

@@ -16,7 +16,7 @@ from vlcache_jax.models import decoder
 from vlcache_jax.models.config import ExpertsConfig
 from vlcache_jax.models.decoder import SparseMLP, route
 
-NAMES = ["qwen3_vl_moe-tied", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded"]
+NAMES = ["qwen3_vl_moe-tied", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded", "qwen3_5_moe", "qwen3_5_moe-sharded"]
 
 
 def routes_of(model, reference, monkeypatch):
@@ -31,7 +31,8 @@ def routes_of(model, reference, monkeypatch):
     monkeypatch.setattr(decoder, "route", noted)
     monkeypatch.setattr(helper, "layer", uncached_layer)
     pool = helper.empty_pool(model, len(reference.logits))
-    helper.forward(model, helper.rows_of(reference.prompt), reference.encoder_rows, pool)
+    runs = helper.runs_of(model, helper.blocks_of(reference.prompt))
+    helper.forward(model, helper.rows_of(reference.prompt), reference.encoder_rows, pool, runs=runs)
     jax.effects_barrier()
     return dict(zip(model.config.text.experts.layers, found, strict=True))
 

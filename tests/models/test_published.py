@@ -6,10 +6,41 @@ import math
 
 import pytest
 
+from tests.models.helper import state_layers
 from vlcache_jax.models.config import ExpertsConfig
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.registry import FAMILIES, SIZES, config_file, find_name, published_config
 
+# The figures below of models of layers with states beside layers with K, V. The MLP of those whose layers all have
+# experts is the shared expert.
+HYBRIDS = {
+    "Qwen3.5-0.8B": (1024, 24, 8, 2, 3584, 248320, True, 1e7, 262144, 12, 12, 768, 64, 3072, 16, 852985920),
+    "Qwen3.5-2B": (2048, 24, 8, 2, 6144, 248320, True, 1e7, 262144, 12, 24, 1024, 64, 4096, 16, 2213241664),
+    "Qwen3.5-4B": (2560, 32, 16, 4, 9216, 248320, True, 1e7, 262144, 32, 24, 1024, 64, 4096, 16, 4539265536),
+    "Qwen3.5-9B": (4096, 32, 16, 4, 12288, 248320, False, 1e7, 262144, 32, 27, 1152, 72, 4304, 16, 9409813744),
+    **dict.fromkeys(
+        ("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"),
+        (5120, 64, 24, 4, 17408, 248320, False, 1e7, 262144, 64, 27, 1152, 72, 4304, 16, 27356728560),
+    ),
+    **dict.fromkeys(
+        ("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B"),
+        (2048, 40, 16, 2, 512, 248320, False, 1e7, 262144, 20, 27, 1152, 72, 4304, 16, 35107181936),
+    ),
+    "Qwen3.5-122B-A10B": (3072, 48, 32, 2, 1024, 248320, False, 1e7, 262144, 24, 27, 1152, 72, 4304, 16, 122562817776),
+    "Qwen3.5-397B-A17B": (4096, 60, 32, 2, 1024, 248320, False, 1e7, 262144, 30, 27, 1152, 72, 4304, 16, 396802360816),
+}
+# Heads of values of linear attention, and MiB of a sequence's states: of the rule in float32, of the convolution in
+# bfloat16.
+STATES = {
+    "Qwen3.5-0.8B": (16, 18, 0.6),
+    "Qwen3.5-2B": (16, 18, 0.6),
+    "Qwen3.5-4B": (32, 48, 1.1),
+    "Qwen3.5-9B": (32, 48, 1.1),
+    **dict.fromkeys(("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"), (48, 144, 2.8)),
+    **dict.fromkeys(("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B"), (32, 60, 1.4)),
+    "Qwen3.5-122B-A10B": (64, 144, 2.5),
+    "Qwen3.5-397B-A17B": (64, 180, 3.2),
+}
 # Width, layers, heads, heads of K, V, MLP width, vocabulary, tied, base of RoPE, longest context, KiB of K, V a token
 # (bfloat16); vision: layers, width, head width, MLP width, patch; and the parameters, as the library counts them.
 FIGURES = {
@@ -43,9 +74,16 @@ FIGURES = {
         16,
         235670022896,
     ),
+    **HYBRIDS,
 }
-# Experts of a layer, those that a row passes, their width; every layer has them.
-EXPERTS = {"Qwen3-VL-30B-A3B": (128, 8, 768), "Qwen3-VL-235B-A22B": (128, 8, 1536)}
+# Experts of a layer, those that a row passes, their width, that of the shared one; every layer has them.
+EXPERTS = {
+    "Qwen3-VL-30B-A3B": (128, 8, 768, 0),
+    "Qwen3-VL-235B-A22B": (128, 8, 1536, 0),
+    **dict.fromkeys(("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B"), (256, 8, 512, 512)),
+    "Qwen3.5-122B-A10B": (256, 8, 1024, 1024),
+    "Qwen3.5-397B-A17B": (512, 10, 1024, 1024),
+}
 COUNTED = ("Qwen2-VL-2B", "Qwen2.5-VL-7B", "Qwen3-VL-8B")  # the others take a second each
 
 
@@ -57,17 +95,42 @@ def test_each_size_has_figures():
 def test_fields(name):
     config = published_config(name)
     text, vision = config.text, config.vision
-    kv_bytes = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 2
+    kv_bytes = 2 * len(text.paged_layers) * text.num_kv_heads * text.head_dim * 2
     found = (
         text.hidden_size, text.num_layers, text.num_heads, text.num_kv_heads, text.intermediate_size, text.vocab_size,
         config.tie_word_embeddings, text.rope_theta, text.max_position_embeddings, kv_bytes / 1024,
         vision.depth, vision.hidden_size, vision.head_dim, vision.intermediate_size, vision.patch_size,
     )  # fmt: skip
     assert found == FIGURES[name][:-1]
-    assert (text.head_dim, text.rms_norm_eps, vision.num_heads, config.dtype) == (128, 1e-6, 16, "bfloat16")
+    is_hybrid = name in HYBRIDS
+    heads = 12 if name == "Qwen3.5-0.8B" else 16
+    wanted = 256 if is_hybrid else 128, 1e-6, heads, "bfloat16"
+    assert (text.head_dim, text.rms_norm_eps, vision.num_heads, config.dtype) == wanted
     assert vision.out_hidden_size == text.hidden_size
-    assert text.experts == (ExpertsConfig(*EXPERTS[name], tuple(range(text.num_layers))) if name in EXPERTS else None)
-    assert (config.image_token_id, config.video_token_id) == (151655, 151656)
+    experts = None
+    if name in EXPERTS:
+        *sizes, shared = EXPERTS[name]
+        experts = ExpertsConfig(*sizes, tuple(range(text.num_layers)), shared)
+    assert text.experts == experts
+    tokens = (248056, 248057) if is_hybrid else (151655, 151656)
+    assert (config.image_token_id, config.video_token_id) == tokens
+    assert text.has_states == is_hybrid
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states(name):
+    text = published_config(name).text
+    value_heads, *mebibytes = STATES[name]
+    linear = text.linear_attention
+    assert (linear.key_heads, linear.value_heads, linear.key_width, linear.value_width) == (16, value_heads, 128, 128)
+    assert text.paged_layers == tuple(range(3, text.num_layers, 4))
+    found = [0.0, 0.0]
+    for layer in state_layers(text):
+        tail, rule = text.kind_of(layer).states
+        found[0] += rule.nbytes("bfloat16") / 2**20
+        found[1] += tail.nbytes("bfloat16") / 2**20
+    assert [found[0], round(found[1], 1)] == mebibytes
+    assert (text.rotary_width, text.mrope_section, linear.taps) == (64, (11, 11, 10), 4)
 
 
 def test_what_families_differ_in():

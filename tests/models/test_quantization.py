@@ -54,6 +54,7 @@ def left_out(config, layers=12, experts=2):
 
 
 LAYER = "model.language_model.layers"
+LINEAR = "in_proj_qk", "in_proj_vz", "out_proj"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +107,11 @@ def test_names_of_older_releases_are_read(folder):
         (["Linear"], [r"re:.*layers\.[01]\.self_attn\.o_proj"], {(0, "o_proj"), (1, "o_proj")}),
         (["Linear"], [f"{LAYER}.0.mlp.experts.1.down_proj"], {(0, "experts")}),
         (["Linear"], ["Linear"], {(layer, product) for layer in (0, 1) for product in PRODUCTS}),
-        (["re:.*mlp.*"], [], {(layer, product) for layer in (0, 1) for product in ("qkv_proj", "o_proj")}),
+        (["re:.*mlp.*"], [], {(layer, product) for layer in (0, 1) for product in ("qkv_proj", "o_proj", *LINEAR)}),
         (
             ["re:.*(proj)$", f"{LAYER}.0.mlp.gate"],
             [r"re:.*experts\.\d\.gate_proj", "re:.*1.mlp.gate_proj"],
-            {(0, "experts"), (1, "experts"), (1, "gate_up_proj")},
+            {(0, "experts"), (1, "experts"), (1, "gate_up_proj"), *((i, name) for i in (0, 1) for name in LINEAR[:2])},
         ),
     ],
 )
@@ -124,9 +125,10 @@ def test_groups_of_one_form_are_in_8_bits_together():
     config = copy.deepcopy(COMPRESSED)
     group = config["config_groups"].pop("group_0")
     config["config_groups"] = {name: {**group, "targets": [f"re:.*{name}"]} for name in ("q_proj", "v_proj", "o_proj")}
-    assert left_out(config, layers=1) == {(0, name) for name in ("qkv_proj", "gate_up_proj", "down_proj", "experts")}
+    others = "gate_up_proj", "down_proj", "experts", "shared_gate_up_proj", "shared_down_proj", *LINEAR
+    assert left_out(config, layers=1) == {(0, name) for name in ("qkv_proj", *others)}
     config["config_groups"]["k_proj"] = {**group, "targets": ["re:.*k_proj"]}
-    assert left_out(config, layers=1) == {(0, name) for name in ("gate_up_proj", "down_proj", "experts")}
+    assert left_out(config, layers=1) == {(0, name) for name in others}
 
 
 def test_a_model_may_have_none():

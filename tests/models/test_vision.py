@@ -23,7 +23,7 @@ def reference(checkpoint, load_oracle, textured_image):
     return parity.reference(load_oracle(checkpoint), checkpoint, textured_image)
 
 
-@pytest.mark.slow_for("qwen3_vl_moe", "qwen3_vl-", "qwen2_5_vl-", "qwen2_vl-")
+@pytest.mark.slow_for("qwen3_vl_moe", "qwen3_vl-", "qwen2_5_vl-", "qwen2_vl-", "qwen3_5")
 def test_packed_and_padded_images(checkpoint, reference):
     """Image tokens and DeepStack features of three images in one call."""
     model = helper.load(checkpoint)

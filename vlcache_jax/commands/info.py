@@ -23,6 +23,7 @@ from vlcache_jax.device.memory_plan import (
     choose,
     dequantized_bytes,
     limit_rows,
+    limit_states,
     round_pages,
     smaller_buckets,
     weight_bytes,
@@ -83,6 +84,7 @@ def describe(
     kv = KVShape.of(config, size)
     slot = kv.slot_bytes
     rows = size.itemsize * (1 + vision.num_deepstack) * text.hidden_size * tokens
+    cached = "" if text.has_states else f"{_gigabytes(slot * tokens)} of KV and "
     findings = [
         ("model", f"{config.model_type}, {source}"),
         (
@@ -99,9 +101,10 @@ def describe(
         ("context", f"{text.max_position_embeddings} tokens"),
         ("weights", f"{_weights(variants, size)} ({_millions(count)} parameters)"),
         ("KV", f"{slot} bytes per token"),
+        *_states(text, size),
         (
             f"an image of {height} x {width}",
-            f"{tokens} tokens; cached: {_gigabytes(slot * tokens)} of KV and {_gigabytes(rows)} of encoder output",
+            f"{tokens} tokens; cached: {cached}{_gigabytes(rows)} of encoder output",
         ),
     ]
     # The GPU of this machine, or common sizes.
@@ -153,6 +156,14 @@ def _experts(text: TextConfig, count: int) -> Findings:
         f"{_millions(count - idle)} active parameters"
     )
     return [("experts", summary)]
+
+
+def _states(text: TextConfig, dtype: np.dtype) -> Findings:
+    """Return a line about the states of sequences, if some layers keep them."""
+    if not text.has_states:
+        return []
+    count = text.num_layers - len(text.paged_layers)
+    return [("states", f"{_gigabytes(text.sequence_bytes(dtype))} per running sequence, of {count} layers")]
 
 
 def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
@@ -210,7 +221,8 @@ class _Engine:
 
     def slots(self, total: int, buckets: BucketSizes) -> int:
         """Return the KV slots of the pool on GPUs of `total` bytes; see `memory_plan.plan_pool`."""
-        rest = USABLE * total - self.weights - self.activations(buckets)
+        states = (1 + buckets.max_sequences) * self.computed.text.sequence_bytes(self.dtype)
+        rest = USABLE * total - self.weights - self.activations(buckets) - states
         return PAGE * round_pages(int(GPU_SHARE * rest // (self.kv.slot_bytes * PAGE)) - 1)
 
     def fit(self, total: int) -> tuple[BucketSizes, int]:
@@ -220,6 +232,9 @@ class _Engine:
         merge_size = self.config.vision.merge_size
         max_patches = min(self.processor.max_pixels // self.processor.patch_size**2, longest * merge_size**2)
         candidates = list(smaller_buckets(requested, max_patches, merge_size, self.rows is None))
+        if state := self.computed.text.sequence_bytes(self.dtype):
+            left = USABLE * total - self.weights - self.activations(candidates[-1])
+            candidates = limit_states(candidates, state, int(max(left, 0)), given=False)
         return choose(candidates, lambda buckets: self.slots(total, buckets), USEFUL)
 
 
@@ -237,6 +252,7 @@ def _fit(name: str, total: int, engine: _Engine, tokens: int) -> dict[str, Any]:
         "KV pool": _gigabytes(slots * engine.kv.slot_bytes) if fits else "does not fit",
         "tokens": slots if fits else NOTHING,
         "longest": min(slots, engine.config.text.max_position_embeddings) if fits else NOTHING,
+        **({"sequences": buckets.max_sequences if fits else NOTHING} if engine.config.text.has_states else {}),
         "such images": (slots // tokens if holds else "too large") if fits else NOTHING,
         "prefill chunk": buckets.max_rows if fits else NOTHING,
         "largest image": f"{max_pixels / 1e6:.1f} million pixels" if fits else NOTHING,

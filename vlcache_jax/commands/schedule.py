@@ -218,8 +218,8 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
                 active = np.full(2, size, np.int32)
                 with runner.pool.taken() as pool:
                     start = time.perf_counter()
-                    x, *pool[layer], _ = runner.run(
-                        program, runner.text["layers"][layer], x, *pool[layer], packed, active, work, None, None
+                    x, pool[layer], _ = runner.run(
+                        program, runner.text["layers"][layer], x, pool[layer], packed, active, work, None, None, None
                     )
                     jax.block_until_ready((x, pool[layer]))
                     took.append(time.perf_counter() - start)

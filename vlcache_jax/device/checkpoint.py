@@ -98,8 +98,14 @@ class Checkpoint(abc.ABC):
         """Return the policy.
 
         Raises:
-          ValueError: the policy uses a schedule that was measured on another model.
+          ValueError: the policy uses a schedule that was measured on another model, or links K,V of other contexts in
+            a model whose layers keep states.
         """
+        if policy.approximates and self.config.text.has_states:
+            raise ValueError(
+                f"reuse must be 'exact' or 'off' for {self.config.model_type}, got {policy.name!r}: its layers with "
+                "linear attention keep a state of all earlier tokens, which K,V of an image do not change"
+            )
         if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             fingerprint = "" if schedule.allow_other_model else self.source_digest
             schedule.check_model(self.config.model_type, self.config.text.num_layers, fingerprint)

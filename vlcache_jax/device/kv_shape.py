@@ -21,7 +21,7 @@ class KVShape:
     """The layout of a model's keys and values.
 
     Attributes:
-      layers: number of decoder layers.
+      layers: number of decoder layers that have K,V.
       heads: KV heads per layer.
       width: values per head.
       dtype: dtype of KV in the pool.
@@ -38,7 +38,7 @@ class KVShape:
     def of(cls, config: ModelConfig, dtype: Any, codec: Codec | None = None) -> Self:
         """Return the layout for a model whose KV has the given dtype and codec."""
         text = config.text
-        return cls(text.num_layers, text.num_kv_heads, text.head_dim, np.dtype(dtype), codec)
+        return cls(len(text.paged_layers), text.num_kv_heads, text.head_dim, np.dtype(dtype), codec)
 
     @property
     def codec_name(self) -> str | None:

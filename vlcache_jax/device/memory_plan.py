@@ -35,6 +35,7 @@ CPU_ROWS = (16, 48, 80, 144, 240, 352, 544, 1024, 4096)
 # Padding rows of a decode program cost as much as others: 32 sequences took 1.6 times as long in the bucket of 64. A
 # bucket of 24 would save little more in batches, and needs as many programs as the others.
 CPU_SEQUENCES = (1, 4, 8, 16, 32, 48, 64)
+STATE_SHARE = 0.25  # largest fraction of this memory that states of sequences take if their number is not given
 GPU_SHARE = 0.9  # fraction of the memory left by weights and activations that the pool takes
 FEWER_ROWS = (4096, 2048)  # smaller limits of a prefill chunk, tried if the default does not fit
 IMAGE_PARTS = (1, 2, 4, 8)  # divisors of the largest image, tried in the same way
@@ -96,7 +97,7 @@ def plan_memory(
     Raises:
       MemoryError: the model and the pool do not fit.
       ValueError: `device_bytes` or `compressed_kv_bytes` is above 0 and below a page, `max_model_len` is more than the
-        model or the pool takes, or `kv_cache_bytes` is less than a page.
+        model or the pool takes, `kv_cache_bytes` is less than a page, or the states of so many sequences do not fit.
     """
     # The sizes that programs are compiled for, within the requested limits.
     wished = buckets or default_buckets(device, kv.dtype)
@@ -110,6 +111,14 @@ def plan_memory(
     candidates = list(smaller_buckets(wished, min(max_patches, longest * merge_size**2), merge_size, max_rows is None))
     if buckets is not None or device.platform == "cpu":
         candidates = candidates[:1]
+    if state := config.text.sequence_bytes(kv.dtype):
+        least = activation_bytes(config, kv, candidates[-1], 1 + len(others))
+        left = _free_bytes(device, others)[1] - weights - least
+        candidates = limit_states(candidates, state, left, given=max_sequences is not None or buckets is not None)
+        _log.info(
+            "max_num_seqs is %d: each running sequence keeps states of %.1f MiB",
+            candidates[0].max_sequences, state / 2**20,
+        )  # fmt: skip
     # The device tier reserves its pages first. The pool takes the rest.
     page = PAGE_TOKENS * kept_token_bytes(config, kv, 1 + len(others))
     if 0 < device_bytes < page:
@@ -140,6 +149,32 @@ def plan_memory(
             f"{num_slots}), got {max_model_len}; reduce max_model_len or increase kv_cache_bytes"
         )
     return MemoryPlan(chosen, num_slots, fitting, kept_pages, compressed_pages)
+
+
+def limit_states(candidates: list[BucketSizes], state: int, left: int, *, given: bool) -> list[BucketSizes]:
+    """Return the bucket sizes with as many sequences as have room for their states.
+
+    Args:
+      state: bytes of a sequence's states.
+      left: bytes of memory that weights and activations leave.
+      given: True if the user has chosen the number of sequences.
+
+    Raises:
+      ValueError: a number that the user has chosen does not fit.
+    """
+    wished, fitting = candidates[0].max_sequences, left // state - 1  # one slot is zero, and no sequence's
+    if given:
+        if wished > fitting:
+            raise ValueError(
+                f"max_num_seqs must be at most {max(fitting, 0)}, got {wished}: each running sequence keeps states of "
+                f"{state / 2**20:.1f} MiB, and {_gib(max(left, 0))} are free beside the weights"
+            )
+        return candidates
+    count = max(int(STATE_SHARE * left) // state - 1, 1)
+    if count >= wished:
+        return candidates
+    count = max((size for size in candidates[0].sequences if size <= count), default=count)
+    return [limit_sequences(one, count) for one in candidates]
 
 
 def smaller_buckets(buckets: BucketSizes, max_patches: int, merge_size: int, rows: bool) -> Iterator[BucketSizes]:
@@ -215,9 +250,9 @@ def plan_pool(
     activations += dequantized_bytes(config, device.platform == "cpu", count)
     if compressed:  # attention that each key of a prompt received, and pages that move to and from host memory
         activations += 2 * 4 * kv.layers * kv.heads * max_model_len + 2 * MOVED_PAGES[-1] * PAGE * slot // kv.layers
-    each, device = min(((free_bytes(one), one) for one in (device, *others)), key=lambda found: found[0])
-    free = each if device.platform == "cpu" else count * each  # CPU devices share one memory
-    taken = weights + activations + kept + compressed
+    each, free, device = _free_bytes(device, others)
+    states = (1 + buckets.max_sequences) * config.text.sequence_bytes(kv.dtype)
+    taken = weights + activations + kept + compressed + states
     if kv_cache_bytes is None:
         # Other processes use a CPU's memory too, and a CPU is too slow to need a large pool.
         rest = free - taken
@@ -239,7 +274,8 @@ def plan_pool(
             f"out of memory: model and KV pool must fit in the {_gib(free)} free on {_named(device, count)}, "
             f"got weights {_gib(weights)}, activations about {_gib(activations)}, "
             f"{f'device_bytes {_gib(kept)}, ' if kept else ''}"
-            f"{f'compressed_kv_bytes {_gib(compressed)}, ' if compressed else ''}KV pool {wanted} "
+            f"{f'compressed_kv_bytes {_gib(compressed)}, ' if compressed else ''}"
+            f"{f'states of {buckets.max_sequences} sequences {_gib(states)}, ' if states else ''}KV pool {wanted} "
             f"({slot} bytes per slot, {PAGE} slots per page, and one unused page). This needs "
             f"{_devices_needed(needed, each)} such devices, but {count} {'is' if count == 1 else 'are'} used; "
             "increase tensor_parallel_size, or use a smaller or quantized model"
@@ -264,6 +300,12 @@ def kept_token_bytes(config: ModelConfig, kv: KVShape, count: int = 1) -> int:
     """
     rows = (1 + config.vision.num_deepstack) * config.text.hidden_size * kv.dtype.itemsize
     return kv.stored_bytes + rows * count
+
+
+def _free_bytes(device: Any, others: Sequence[Any]) -> tuple[int, int, Any]:
+    """Return the least free bytes of a device, those of all together, and the device with the least."""
+    each, device = min(((free_bytes(one), one) for one in (device, *others)), key=lambda found: found[0])
+    return each, each if device.platform == "cpu" else (1 + len(others)) * each, device  # CPU devices share one memory
 
 
 def free_bytes(device: jax.Device) -> int:
@@ -323,7 +365,7 @@ def activation_bytes(config: ModelConfig, kv: KVShape, buckets: BucketSizes, cou
     Values of attention heads and plain MLPs, and cache entries in transfer, are sharded. The rest is replicated.
     """
     text, vision = config.text, config.vision
-    row = 4 * text.hidden_size * count + _mlp_values(text, count) + 3 * (text.num_heads + kv.heads) * kv.width
+    row = 4 * text.hidden_size * count + _mlp_values(text, count) + _mixer_values(text, kv)
     patch = 10 * vision.hidden_size + 3 * vision.intermediate_size + vision.patch_width
     encoder_rows = (1 + vision.num_deepstack) * text.hidden_size * buckets.max_rows
     # KV of three chunks on its way to the host, and cache entries on their way to the device.
@@ -348,13 +390,24 @@ def dequantized_bytes(config: ModelConfig, is_host: bool, count: int = 1) -> int
     return 3 * 4 * count * (largest if is_host else min(largest, TILE))
 
 
+def _mixer_values(text: TextConfig, kv: KVShape) -> int:
+    """Return the values of the widest layer's heads that a token holds at once."""
+    full = 3 * (text.num_heads + kv.heads) * kv.width + text.output_gate * text.num_heads * kv.width
+    if (linear := text.linear_attention) is None:
+        return full
+    # Inputs, and the same in float32: in the order of the prompts, and the output.
+    keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
+    return max(full, 3 * (2 * keys + 2 * values) + 2 * values)
+
+
 def _mlp_values(text: TextConfig, count: int) -> int:
     """Return the values that a token's MLP or experts hold at once. Those of experts count for each device."""
     if text.experts is None:
         return 3 * text.intermediate_size
     # Each token has a copy per chosen expert: sorted, padded, and in the experts' outputs.
     each = 4 * text.hidden_size + 3 * text.experts.intermediate_size
-    return max(3 * text.intermediate_size, count * (text.experts.chosen * each + 2 * text.experts.count))
+    own = count * (text.experts.chosen * each + 2 * text.experts.count)
+    return max(3 * text.intermediate_size, own + 3 * text.experts.shared_size)
 
 
 def weight_bytes(config: ModelConfig, dtype: np.dtype, count: int = 1) -> int:

@@ -3,8 +3,8 @@
 The compiler partitions programs by the placement of their arguments (GSPMD), and kernels partition themselves
 (`pallas_kernels.split`). Each device has its own KV heads with their queries, columns of gate and up with the rows of
 down, experts, and a part of the vocabulary. Hidden states, the vision tower and inputs from the host are replicated. If
-there are fewer KV heads than devices, each head is replicated, with a part of its queries. `check_exchange` checks that
-devices reach each other before a program waits for them.
+there are fewer KV heads than devices, each head is replicated, with a part of its queries. Layers with states are
+divided by the heads of these. `check_exchange` checks that devices reach each other before a program waits for them.
 """
 
 from __future__ import annotations
@@ -224,6 +224,10 @@ def find_devices(count: int) -> list[Any]:
     return found[:count]
 
 
+_BACK = ("o_proj", "down_proj", "out_proj")  # products whose inputs are divided
+_BY_KEY_HEAD = ("in_proj_qk", "in_proj_vz", "in_proj_ba")
+
+
 def spec_of(path: Path) -> PartitionSpec:
     """Return the placement of a parameter on several devices."""
     *_, module, leaf = map(str, path)
@@ -231,13 +235,15 @@ def spec_of(path: Path) -> PartitionSpec:
         return WHOLE
     if module == "experts":
         return FIRST  # by expert
-    if leaf in FP8_LEAVES and module in ("gate_up_proj", "o_proj", "down_proj"):
+    if leaf in FP8_LEAVES and module in ("gate_up_proj", *_BACK):
         return SECOND
-    if module == "qkv_proj":
+    if module in ("qkv_proj", *_BY_KEY_HEAD):
         return SECOND if leaf == "kernel" else FIRST
+    if leaf in ("taps", "A_log", "dt_bias"):
+        return FIRST
     if module == "gate_up_proj":
         return PartitionSpec(None, None, AXIS)
-    if leaf == "embedding" or (module in ("o_proj", "down_proj") and leaf == "kernel"):
+    if leaf == "embedding" or (module in _BACK and leaf == "kernel"):
         return FIRST  # by rows of the vocabulary, or by the rows that belong to a device's heads and columns
     return WHOLE
 
@@ -265,10 +271,16 @@ def part_of(config: ModelConfig, count: int) -> ModelConfig:
     computed = widened(config, count)
     text, experts = computed.text, computed.text.experts
     if experts is not None:
-        experts = dataclasses.replace(experts, count=experts.count // count)
+        experts = dataclasses.replace(experts, count=experts.count // count, shared_size=experts.shared_size // count)
+    linear = text.linear_attention
+    if linear is not None:
+        linear = dataclasses.replace(
+            linear, key_heads=linear.key_heads // count, value_heads=linear.value_heads // count
+        )
     text = dataclasses.replace(
         text, num_heads=text.num_heads // count, num_kv_heads=text.num_kv_heads // count,
         intermediate_size=text.intermediate_size // count, vocab_size=text.vocab_size // count, experts=experts,
+        linear_attention=linear, layer_kinds=tuple(kind.part(count) for kind in text.layer_kinds),
     )  # fmt: skip
     return dataclasses.replace(computed, text=text)
 
@@ -319,6 +331,9 @@ def _uneven(text: TextConfig, count: int) -> Iterator[str]:
         shared["columns of the MLP"] = text.intermediate_size
     if text.experts is not None:
         shared["experts"] = text.experts.count
+        shared["columns of the shared expert"] = text.experts.shared_size
+    if states := {array.shape[0] for kind in text.layer_kinds for array in kind.states}:
+        shared["heads of states"] = math.gcd(*states)
     yield from (f"{size} {name}" for name, size in shared.items() if size % count)
     if text.num_kv_heads % count and count % text.num_kv_heads:
         yield f"{text.num_kv_heads} KV heads"

@@ -38,6 +38,7 @@ from vlcache_jax.device.programs.memory import (
     EmptyDecodeState,
     EmptyEncoderRows,
     EmptyPool,
+    EmptyStates,
     HoldDecodeSlots,
     OpenDecodeSlot,
     Restage,
@@ -92,22 +93,25 @@ class Pool:
     Args:
       programs: programs of the device.
       empty: program that creates K or V.
-      count: number of K, V pairs: one per layer, or one for all layers.
+      states: by layer, the program that creates its states, or None if it has K and V. A single None: one pair of K
+        and V for all layers.
 
     Attributes:
-      arrays: K and V of each layer, or of all layers, [S, K, D]. None: they do not exist yet, or a program that took
-        them was interrupted.
+      arrays: K and V of each layer, or of all layers, [S, K, D], or the states of a layer. None: they do not exist
+        yet, or a program that took them was interrupted.
     """
 
-    def __init__(self, programs: Programs, empty: Program[jax.Array], count: int):
-        self._programs, self._empty, self._count = programs, empty, count
+    def __init__(
+        self, programs: Programs, empty: Program[jax.Array], states: Sequence[Program[list[jax.Array]] | None]
+    ):
+        self._programs, self._empty, self._states = programs, empty, states
         self.arrays: Halves | None = None
 
     def make(self) -> Halves:
         """Return the arrays, and create them if they do not exist."""
         if self.arrays is None:
             run = self._programs.run
-            self.arrays = [[run(self._empty), run(self._empty)] for _ in range(self._count)]
+            self.arrays = [run(states) if states else [run(self._empty), run(self._empty)] for states in self._states]
         return self.arrays
 
     def taken(self) -> _Taken:
@@ -129,7 +133,10 @@ class Pool:
             source, target = np.zeros(size, np.int32), np.full(size, shapes.num_slots // PAGE, np.int32)
             source[: len(some)], target[: len(some)] = zip(*some, strict=True)
             with self.taken() as arrays:
-                arrays[:] = self._programs.run(CopyPages(size), arrays, source, target)
+                paged = [i for i, states in enumerate(self._states) if states is None]
+                copied = self._programs.run(CopyPages(size), [arrays[i] for i in paged], source, target)
+                for i, halves in zip(paged, copied, strict=True):
+                    arrays[i] = halves
 
 
 class _Taken:
@@ -241,8 +248,10 @@ class Runner:
 
     def reset(self) -> None:
         """Drop all mutable arrays, for example after an interrupted call."""
-        self.pool = Pool(self.programs, EmptyPool(), self.shapes.kv.layers)
-        self.compressed = Pool(self.programs, EmptyCompressed(), bool(self.shapes.compressed_slots))
+        text, like = self.config.text, self.shapes.like
+        states = [EmptyStates(like[i]) if text.kind_of(i).states else None for i in range(text.num_layers)]
+        self.pool = Pool(self.programs, EmptyPool(), states)
+        self.compressed = Pool(self.programs, EmptyCompressed(), [None] * bool(self.shapes.compressed_slots))
         self._encoder_rows: jax.Array | None = None
         self._decode_slots: DecodeState | None = None
 

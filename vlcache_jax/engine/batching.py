@@ -19,8 +19,10 @@ from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import SavedTokens
 from vlcache_jax.device.buckets import BucketSizes, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.runs import block_ends, make_runs, whole_blocks
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
+from vlcache_jax.models.layer_kinds import BLOCK, Runs
 from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
 from vlcache_jax.reuse.policies import Plan, active_rows
 from vlcache_jax.reuse.selection import RowChoice, Selection
@@ -50,6 +52,7 @@ class Prefill:
       cached: number of leading tokens whose KV is in pages.
       choice: rule by which the device selects tokens; None if `plan` fixes them. Such a prefill has chunks of its own.
       links: whether cached images are still to be linked.
+      forks: decode slots of sequences that begin with all of this prompt, and receive a copy of its states.
     """
 
     sequence: Sequence
@@ -60,6 +63,7 @@ class Prefill:
     cached: int = 0
     choice: RowChoice | None = None
     links: bool = True
+    forks: tuple[int, ...] = ()
 
     def slots(self, place: Index) -> Index:
         """Return the pool's slots of logical slots."""
@@ -110,6 +114,7 @@ class Step:
       num_slots: number of slots of the pool.
       selection: selection on the device; `active` and `bounds` count the selected tokens. None if there is none.
       shift: images whose linked KV is shifted; None if there are none.
+      runs: order in which its tokens change states; None if the model has none.
     """
 
     rows: Rows
@@ -123,6 +128,7 @@ class Step:
     num_slots: int
     selection: Selection | None = None
     shift: Shift | None = None
+    runs: Runs | None = None
 
     @functools.cached_property
     def leaving(self) -> tuple[tuple[int, int, bool], ...]:
@@ -165,7 +171,13 @@ def linked_images(
     return list(users.values())
 
 
-def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slots: int, num_layers: int) -> list[Step]:
+def prefill_steps(
+    prefills: abc.Sequence[Prefill],
+    buckets: BucketSizes,
+    num_slots: int,
+    num_layers: int,
+    has_states: bool = False,
+) -> list[Step]:
     """Cut the tokens that the plans compute into chunks, in the order of the prompts.
 
     Args:
@@ -173,6 +185,7 @@ def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slo
       buckets: sizes of the chunks.
       num_slots: number of slots of the pool.
       num_layers: number of decoder layers.
+      has_states: whether some layers have states, so that chunks are cut between blocks, see `runs`.
     """
     # All tokens of the prompts, concatenated.
     length = [len(prefill.layout) for prefill in prefills]
@@ -187,6 +200,7 @@ def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slo
     images, image, image_row = _image_rows(prefills, length)
     shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
     begun = 0  # number of these images whose first rows are in a chunk
+    is_end = _block_ends(prefills, min(BLOCK, buckets.max_rows)) if has_states else None
 
     steps = []
     computed = np.flatnonzero(depth)
@@ -203,22 +217,15 @@ def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slo
             # next chunk or fill this one, up to the largest size.
             inside = shifted[computed] == cut
             count = int(np.argmax(inside)) or min(int(inside.sum()), buckets.max_rows)
+        if is_end is not None:
+            count = whole_blocks(is_end[computed], count)
         # Tokens that more layers compute come first, so that each layer's tokens are a leading slice.
-        rows, computed = computed[:count], computed[count:]
-        rows = rows[np.argsort(-depth[rows], kind="stable")]
-        selection = None
-        active = active_rows(depth[rows], num_layers)
+        in_order, computed = computed[:count], computed[count:]
+        order = np.argsort(-depth[in_order], kind="stable")
+        rows = in_order[order]
+        selection, active = None, active_rows(depth[rows], num_layers)
         if choice is not None:
-            # All tokens are computed up to the check layer; after it the mandatory ones and a number of the others.
-            check = choice.policy.check_layer
-            must = active[check + 1]
-            among = active[0] - must
-            keep = tuple(min(n, among) for n in choice.keep)
-            tokens = index[rows[: active[0]]]
-            selection = Selection(
-                choice.policy, must, among, keep, prefills[0].table, choice.length, choice.question, tokens
-            )
-            active = (*active[: check + 1], *(must + n for n in keep))
+            selection, active = _select(choice, prefills[0].table, active, index[rows[: active[0]]])
         bounds = [round_up(max(n, 1), buckets.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
         # An image is shifted in the chunk that has its first row.
@@ -244,9 +251,45 @@ def prefill_steps(prefills: abc.Sequence[Prefill], buckets: BucketSizes, num_slo
                 num_slots=num_slots,
                 selection=selection,
                 shift=make_shift(shifted, moving, rows, slot, position, depth),
+                runs=None if is_end is None else _runs(prefills, owner, index, is_end, in_order, order),
             )
         )
     return steps
+
+
+def _select(
+    choice: RowChoice, table: Index, active: tuple[int, ...], tokens: Index
+) -> tuple[Selection, tuple[int, ...]]:
+    """Return the selection on the device, and the number of tokens that each layer then computes.
+
+    All tokens are computed up to the check layer; after it the mandatory ones and a number of the others.
+    """
+    check = choice.policy.check_layer
+    must = active[check + 1]
+    among = active[0] - must
+    keep = tuple(min(n, among) for n in choice.keep)
+    selection = Selection(choice.policy, must, among, keep, table, choice.length, choice.question, tokens)
+    return selection, (*active[: check + 1], *(must + n for n in keep))
+
+
+def _block_ends(prefills: abc.Sequence[Prefill], size: int) -> npt.NDArray[np.bool_]:
+    """Return for each token of all prompts whether it ends a block, see `block_ends`."""
+    return np.concatenate([block_ends(one.layout, len(one.sequence.layout), size) for one in prefills])
+
+
+def _runs(
+    prefills: abc.Sequence[Prefill],
+    owner: Index,
+    index: Index,
+    is_end: npt.NDArray[np.bool_],
+    tokens: npt.NDArray[np.int64],
+    order: npt.NDArray[np.int64],
+) -> Runs:
+    """Return the runs of a chunk, see `make_runs`; `tokens` are indices into all tokens. Slot 0 of states is zero."""
+    slots = [1 + one.sequence.progress.decode_slot for one in prefills]
+    forks = {i: [1 + slot for slot in one.forks] for i, one in enumerate(prefills) if one.forks}
+    prompts = [len(one.sequence.layout) for one in prefills]
+    return make_runs(owner[tokens], index[tokens], is_end[tokens], slots, forks, prompts, order)
 
 
 def _saved_tokens(

@@ -129,7 +129,7 @@ def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[S
         sequences = []
         for sequence in answered:
             layout = layouts[id(sequence.layout)]
-            plan, choice = decide(policy, layout, kv.layers)
+            plan, choice = decide(policy, layout, programs.shapes.config.text.num_layers)
             owner = sequence.planned.owner if has_pages else None
             planned = dataclasses.replace(
                 sequence.planned, layout=layout, plan=plan, uses=(), choice=choice, owner=owner, reservation=None
@@ -145,7 +145,7 @@ class _Rehearsal:
     def __init__(self, shapes: Shapes):
         self._shapes, buckets = shapes, shapes.buckets
         pages = Pages(shapes.num_slots // PAGE - 1)
-        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, shapes.kv.layers)
+        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, *shapes.depth)
         self._steps: list[Step] = []
         self._linked: set[tuple[int, int]] = set()
         self._recalled: set[int] = set()
@@ -161,7 +161,7 @@ class _Rehearsal:
             while group := scheduler.next_group(scheduler.prefilling):
                 self._copied.update(cover(len(copied_pages(group)), shapes.buckets.sequences))
                 self._note_links(group)
-                self._steps += prefill_steps(group, shapes.buckets, shapes.num_slots, shapes.kv.layers)
+                self._steps += prefill_steps(group, shapes.buckets, shapes.num_slots, *shapes.depth)
                 scheduler.launched(group)
             for sequence in admitted:
                 if sequence.progress.block_table is not None:
@@ -192,6 +192,6 @@ class _Rehearsal:
             rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
             sequences=tuple(sorted({round_up(len(step.wanted), buckets.sequences) for step in steps if step.wanted})),
         )
-        layers = range(self._shapes.kv.layers - 1)
+        layers = range(self._shapes.config.text.num_layers - 1)
         shrinking = {layer for step in steps for layer in layers if step.bounds[layer + 1] < step.bounds[layer]}
         return Repeat(Demand(sizes, linking=True, shrinking=shrinking), self._linked, self._recalled, self._copied)

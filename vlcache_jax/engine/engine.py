@@ -126,13 +126,13 @@ class Engine:
     def __init__(self, runner: Runner, writer: Writer, pages: Pages, threads: Executor, tier: DeviceTier):
         self.runner, self.writer, self.pages = runner, writer, pages
         self.trace: list[tuple[int, int, int]] | None = None
-        layers, buckets, slots = runner.config.text.num_layers, runner.buckets, runner.shapes.compressed_slots
-        self.scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, layers, slots)
+        shapes, sizes = runner.shapes, (runner.buckets.max_sequences, runner.buckets.max_rows)
+        self.scheduler = Scheduler(pages, *sizes, *shapes.depth, compressed_slots=shapes.compressed_slots)
         self._clock = Clock()
         self._decode_slots = DecodeSlots(runner)
         self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
         self._compactor = Compactor(runner, self.scheduler, self._prefiller, self._clock)
-        self._readiness = Readiness(layers, runner.shapes.link_groups[0].stop, threads)
+        self._readiness = Readiness(shapes.depth[0], shapes.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
         self._group: PrefillGroup | None = None  # the group whose chunks are being launched
         self._in_flight = InFlightResults()

@@ -153,6 +153,7 @@ class BlockTable:
       cached: number of leading tokens that need not be computed.
       copy: pages (from, to) to copy before anything is computed; None if there are none.
       sources: unproven block tables whose pages it uses.
+      is_begun: whether its prefill has begun.
       is_computed: whether its prefill was launched, so that later programs find the KV.
       is_proven: whether its results were read and are finite.
       is_ended: whether it was released.
@@ -167,6 +168,7 @@ class BlockTable:
     cached: int = 0
     copy: tuple[int, int] | None = None
     sources: list[BlockTable] = field(default_factory=list)
+    is_begun: bool = False
     is_computed: bool = False
     is_proven: bool = False
     is_ended: bool = False

@@ -21,7 +21,7 @@ from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.buckets import BucketSizes, cover, round_up
-from vlcache_jax.device.programs.base import Program, pack
+from vlcache_jax.device.programs.base import Program, pack, pack_runs
 from vlcache_jax.device.programs.layers import (
     BLOCK,
     BLOCK_ROWS,
@@ -39,6 +39,7 @@ from vlcache_jax.device.programs.memory import (
     EmptyDecodeState,
     EmptyEncoderRows,
     EmptyPool,
+    EmptyStates,
     HoldDecodeSlots,
     Link,
     OpenDecodeSlot,
@@ -54,7 +55,7 @@ from vlcache_jax.engine.batching import (
     prefill_steps,
 )
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
-from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.engine.scheduler import Scheduler, note_begun
 from vlcache_jax.engine.uploads import DeviceCopies, Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import Work
@@ -87,7 +88,8 @@ class ForwardPass:
         max_rows, shift = runner.buckets.max_rows, step.shift
         self._works: dict[tuple[int, bool], Work] = {}
         shifted = None if shift is None else shift.pack(max_rows, runner.shapes.moved)
-        self._rows, self._shifted = runner.devices.put((pack(step.rows, max_rows), shifted))
+        runs = None if step.runs is None else pack_runs(step.runs, max_rows, runner.buckets.max_sequences)
+        self._rows, self._shifted, self._runs = runner.devices.put((pack(step.rows, max_rows), shifted, runs))
         embeddings = runner.text["embed_tokens"]
         self.x, self._deepstack = runner.run(Embed(first), embeddings, runner.encoder_rows(), self._rows)
 
@@ -119,10 +121,10 @@ class ForwardPass:
         block = Block(size, moves is not None, self.runner.shapes.like[layers])
         work = self._work(size, False)
         self.x, pool[layers], new_kv = self.runner.run(
-            block, weights, self.x, pool[layers], self._rows, active, work, moves
+            block, weights, self.x, pool[layers], self._rows, active, work, moves, self._runs
         )
         if self.step.saved:
-            self.new_kv += new_kv
+            self.new_kv += [kv for kv in new_kv if kv is not None]
 
     def _moves(self, layers: slice) -> Moves | None:
         """Return what these layers add to shifted tokens; None if the chunk shifts no image."""
@@ -152,13 +154,13 @@ class ForwardPass:
             added = run(Slice(len(added), size), added)
         leaving, _, is_chosen = self._leaving[layer]
         moves = self._moves(slice(layer, layer + 1))
-        self.x, *pool[:], values = run(
+        self.x, pool[:], values = run(
             Layer(size, leaving, added is not None, moves is not None, like),
-            weights, self.x, *pool, self._rows, np.array(self._active(layer), np.int32),
-            self._work(leaving, is_chosen), added, moves,
+            weights, self.x, pool, self._rows, np.array(self._active(layer), np.int32),
+            self._work(leaving, is_chosen), added, moves, self._runs,
         )  # fmt: skip
         if self.step.saved:
-            self.new_kv.append(values)
+            self.new_kv += [values] if values is not None else []
 
     def _work(self, bound: int, is_chosen: bool) -> Work:
         """Return the work list of layers with this bound. The first call builds it while the device computes."""
@@ -213,7 +215,7 @@ def usable_buckets(
     if not runner.programs.is_warming:
         return buckets
     other = [*_other_programs(runner, prefills)]
-    steps = prefill_steps(prefills, buckets, runner.num_slots, runner.shapes.kv.layers)
+    steps = prefill_steps(prefills, buckets, runner.num_slots, *runner.shapes.depth)
     encoding = [*_encoding(runner, prefills, steps, calls, encoded)]
     best = [*other, *encoding, *_layers(runner, steps)]
     if not fitting.is_coming(best):
@@ -222,7 +224,7 @@ def usable_buckets(
         there = tuple(rows for rows in buckets.rows if fitting.is_there(_plain(runner, rows)))
         if there and fitting.is_there([*other, *encoding]):
             fewer = dataclasses.replace(buckets, rows=there)
-            steps = prefill_steps(prefills, fewer, runner.num_slots, runner.shapes.kv.layers)
+            steps = prefill_steps(prefills, fewer, runner.num_slots, *runner.shapes.depth)
             if fitting.is_there(_layers(runner, steps)):
                 return fewer
     return None
@@ -230,7 +232,7 @@ def usable_buckets(
 
 def _plain(runner: Runner, rows: int) -> abc.Iterator[Program[Any]]:
     """Yield the programs of a chunk that computes `rows` tokens in all layers."""
-    return _through(runner, (*[rows] * runner.shapes.kv.layers, runner.buckets.outputs(rows)), False, False)
+    return _through(runner, (*[rows] * runner.config.text.num_layers, runner.buckets.outputs(rows)), False, False)
 
 
 def _through(runner: Runner, bounds: abc.Sequence[int], shifts: bool, selects: bool) -> abc.Iterator[Program[Any]]:
@@ -283,7 +285,9 @@ def _encoding(
 def _other_programs(runner: Runner, prefills: abc.Sequence[Prefill]) -> abc.Iterator[Program[Any]]:
     """Yield the programs that allocate arrays, open decode slots, copy pages and link images."""
     shapes = runner.shapes
+    text = shapes.config.text
     yield from (EmptyPool(), EmptyEncoderRows(), EmptyDecodeState(), OpenDecodeSlot())
+    yield from (EmptyStates(i) for i in sorted(set(shapes.like)) if text.kind_of(i).states)
     held = sum(isinstance(one.sequence, Generation) and one.sequence.matcher is not None for one in prefills)
     if held:
         yield HoldDecodeSlots(runner.fitting.held(held))
@@ -424,6 +428,7 @@ class Prefiller:
           prefills: prefills of the group.
           buckets: sizes of the chunks.
         """
+        note_begun(prefills)
         if pairs := copied_pages(prefills):
             self.runner.pool.copy_pages(pairs)
         group = PrefillGroup(prefills, buckets, Upload(self.copies, self._transfers, prefills))
@@ -446,10 +451,10 @@ class Prefiller:
         Raises:
           TierError: a cache entry did not arrive.
         """
-        layers = self.runner.config.text.num_layers
         self._link(group)  # first, because it needs no chunks
         if group.steps is None:
-            group.steps = deque(prefill_steps(group.prefills, group.buckets, self.runner.num_slots, layers))
+            steps = prefill_steps(group.prefills, group.buckets, self.runner.num_slots, *self.runner.shapes.depth)
+            group.steps = deque(steps)
         step = group.steps[0]
         if group.forward_pass is None:
             self.stage(step, group)

@@ -398,10 +398,9 @@ def run_on(
     tokens = [prefill.layout.token_ids[len(prefill.sequence.layout) :].tolist() for prefill in prefills]
     forced = [prefill.layout.token_ids[prefill.cached + 1 :].tolist() for prefill in prefills]
     choosing, counts = decode_slots.go_on(answers, tokens), np.array(list(map(len, tokens)), np.int32)
-    layers = runner.config.text.num_layers
-    for step in prefill_steps(prefills, runner.buckets, runner.num_slots, layers):
+    for step in prefill_steps(prefills, runner.buckets, runner.num_slots, *runner.shapes.depth):
         forward_pass = ForwardPass(runner, step)
-        forward_pass.advance(layers)
+        forward_pass.advance(runner.config.text.num_layers)
         ends = [answers.index(one) for one, _ in step.wanted if isinstance(one, Generation)]
         if not ends:
             yield step, None

@@ -135,6 +135,8 @@ class Scheduler:
     Args:
       max_sequences: number of decode slots, numbered from 0.
       max_rows: maximum tokens in one prefill chunk.
+      num_layers, has_states: number of decoder layers, and whether some have states. A sequence receives these from
+        another one only before that begins.
       compressed_slots: KV slots of the pool for compressed prompts, as the runner has it; 0: there is no such pool.
 
     Attributes:
@@ -144,7 +146,10 @@ class Scheduler:
       decoding: sequences whose prompts are launched.
     """
 
-    def __init__(self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, compressed_slots: int = 0):
+    def __init__(
+        self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, has_states: bool = False, *,
+        compressed_slots: int = 0,
+    ):  # fmt: skip
         self.pages, self.compressed = pages, CompressedPages(max(0, compressed_slots // PAGE - 1))
         self.tenant_order = TenantOrder()
         self.waiting: list[Sequence] = []
@@ -153,7 +158,7 @@ class Scheduler:
         self._arrived = 0
         self._decode_slots = list(range(max_sequences))
         self._max_rows = max_rows
-        self._num_layers = num_layers
+        self._num_layers, self._has_states = num_layers, has_states
         self._fillers = Fillers()
 
     @property
@@ -195,7 +200,7 @@ class Scheduler:
           RuntimeError: nothing runs, and there are not enough pages for the first sequence.
         """
         admitted: list[Sequence] = []
-        spare = sum(self._may_grow(sequence) for sequence in self.running)
+        spare = sum(_may_grow(sequence, self.pages.size) for sequence in self.running)
         block_tables = [(id(sequence.layout), sequence.progress.block_table) for sequence in reversed(self.running)]
         firsts = {
             layout: block_table
@@ -218,20 +223,16 @@ class Scheduler:
                 block_table,
                 heapq.heappop(self._decode_slots),
             )
-            spare += self._may_grow(sequence)
+            spare += _may_grow(sequence, self.pages.size)
             self.tenant_order.give(sequence)
             self.waiting.remove(sequence)
             self.prefilling.append(sequence)
             admitted.append(sequence)
         return admitted
 
-    def _may_grow(self, sequence: Sequence) -> bool:
-        block_table = sequence.progress.block_table
-        return block_table is not None and sequence.max_length > self.pages.size * len(block_table.table)
-
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
-        if first is not None and not sequence.generated:
+        if first is not None and not sequence.generated and not (self._has_states and first.is_begun):
             return self.pages.fork(first, len(sequence.layout), length, spare=spare)
         chain = sequence.chain
         if chain is None:
@@ -280,7 +281,8 @@ class Scheduler:
             return [make(layout, plan.after(block_table.cached), links=False)]
         choice, plan, tokens = sequence.planned.choice, sequence.progress.plan, sequence.generated
         if not tokens:
-            return [make(layout, plan.after(block_table.cached), choice=choice)]
+            forks = forks_of(block_table, self.prefilling) if self._has_states else ()
+            return [make(layout, plan.after(block_table.cached), choice=choice, forks=forks)]
         if choice is None:
             return [self._continuation(sequence, tokens, block_table.cached, links=True)]
         first = make(layout, plan.wanting((), layers).after(block_table.cached), choice=choice)
@@ -426,6 +428,24 @@ class Scheduler:
         """Release an ended sequence, see `release`, and forget what it was to fill."""
         self.release(sequence, failed=failed)
         self._fillers.remove(sequence)
+
+
+def _may_grow(sequence: Sequence, page: int) -> bool:
+    block_table = sequence.progress.block_table
+    return block_table is not None and sequence.max_length > page * len(block_table.table)
+
+
+def forks_of(origin: BlockTable, sequences: Iterable[Sequence]) -> tuple[int, ...]:
+    """Return the decode slots of the sequences that begin with the prompt of a block table."""
+    tables = ((one.progress.decode_slot, one.progress.block_table) for one in sequences)
+    return tuple(slot for slot, table in tables if table is not None and table.is_fork and origin in table.sources)
+
+
+def note_begun(group: Iterable[Prefill]) -> None:
+    """Note that these prefills are being launched."""
+    for prefill in group:
+        if prefill.sequence.progress.block_table is not None:
+            prefill.sequence.progress.block_table.is_begun = True
 
 
 def is_needed(sequence: Sequence, running: Iterable[Sequence]) -> bool:

@@ -128,12 +128,14 @@ class Layout:
       positions: M-RoPE triples, int32 [3, n].
       delta: offset of generated tokens: token i has position n + i + delta on all axes.
       spans: spans that cover the prompt, in order.
+      turns: offsets of the tokens that begin a message, if the model needs them.
     """
 
     token_ids: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
     delta: int
     spans: tuple[Span, ...]
+    turns: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -156,6 +158,7 @@ class Layout:
             np.concatenate([self.positions, np.tile(position, (3, 1))], axis=1),
             self.delta,
             (*self.spans, Span(len(self), len(added), None, "text")),
+            self.turns,
         )
 
 
@@ -166,6 +169,7 @@ def make_layout(
     merge_size: int,
     states: Sequence[State] | None = None,
     moments: Sequence[Moment | None] = (),
+    turn_token: int | None = None,
 ) -> Layout:
     """Return the layout of a prompt.
 
@@ -176,6 +180,7 @@ def make_layout(
       merge_size: side of the block of patches that becomes one token.
       states: state of each image; None: all are misses.
       moments: position of each image in a video, or None; empty: all are still images.
+      turn_token: ID of the token that begins a message; None: `Layout.turns` is not needed.
     """
     grids = [(image.grid[1] // merge_size, image.grid[2] // merge_size) for image in images]
     moments = moments or [None] * len(images)
@@ -191,4 +196,5 @@ def make_layout(
         done = start + image.num_tokens
     if done < len(token_ids):
         spans.append(Span(done, len(token_ids) - done, None, "text"))
-    return Layout(token_ids, positions, delta, tuple(spans))
+    turns = () if turn_token is None else tuple(np.flatnonzero(token_ids == turn_token).tolist())
+    return Layout(token_ids, positions, delta, tuple(spans), turns)

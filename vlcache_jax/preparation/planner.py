@@ -291,6 +291,7 @@ class Planner:
       token_buckets: bucket sizes that entries are padded to.
       rates: rates for `CacheConfig.load` = "auto"; None: costs are not compared.
       keeps_pages: use the prefix cache for prompts.
+      turn_token: ID of the token that begins a message; None: it is unknown.
     """
 
     def __init__(
@@ -303,9 +304,13 @@ class Planner:
         token_buckets: tuple[int, ...],
         rates: Rates | None = None,
         keeps_pages: bool = True,
+        turn_token: int | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
-        self._keeps_pages = keeps_pages
+        # Pages of a prompt, and K,V of an image, continue a prompt only if each layer keeps K,V.
+        self._links_kv = not config.text.has_states
+        self._keeps_pages = keeps_pages and self._links_kv
+        self._turn_token = None if self._links_kv else turn_token
         self._config = config
         self._forms, self._token_buckets = forms, token_buckets
 
@@ -385,6 +390,7 @@ class Planner:
             self._config.vision.merge_size,
             states or None,
             request.moments,
+            self._turn_token,
         )
         return layout, *decide(policy, layout, self._config.text.num_layers)
 
@@ -437,7 +443,7 @@ class Planner:
             if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
                 meta = self._forms.encoder(image.key, owner, image.grid, self._padded(image))
                 wanted.setdefault(meta.name, (meta, i))  # a request may have an image twice
-            is_there = handle.is_coded or _has(handle, context, canonical)
+            is_there = not self._links_kv or handle.is_coded or _has(handle, context, canonical)
             if use.linked is None and not is_there and (max_contexts is None or variants[image.key] < max_contexts):
                 variants[image.key] += 1
                 room = self._padded(image)

@@ -53,7 +53,7 @@ class ProfileCase:
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class CaseRuns:
     """Runs of a case from which every measurement starts.
 
     Attributes:
@@ -69,7 +69,7 @@ class Runs:
     overridden: Trace
 
 
-def prepare(probe: Probe, case: ProfileCase) -> Runs:
+def prepare(probe: Probe, case: ProfileCase) -> CaseRuns:
     """Run the donor prompts, the formal prompt, and the formal prompt with the donor's KV of images in every layer.
 
     Raises:
@@ -80,10 +80,10 @@ def prepare(probe: Probe, case: ProfileCase) -> Runs:
         raise ValueError("formal prompt of a case must have at least one image, got none")
     others = [probe.place(donor) for donor in case.donors]
     donor = probe.transplant([(other, probe.run(other)) for other in others], placed)
-    return Runs(placed, donor, probe.run(placed), probe.run(placed, probe.text_only(placed), donor))
+    return CaseRuns(placed, donor, probe.run(placed), probe.run(placed, probe.text_only(placed), donor))
 
 
-def direct(probe: Probe, runs: Runs, layer: int, level: int) -> float:
+def direct(probe: Probe, runs: CaseRuns, layer: int, level: int) -> float:
     """Return S_i(r) of a case at r = `level` / 500 by a full run, as a reference for tests."""
     write = probe.text_only(runs.placed)
     write[layer] |= probe.first_tokens(runs.placed, lambda tokens: level * tokens // UNITS)
@@ -134,7 +134,7 @@ class Profiler:
         """Return S_i(n / 500) of a case, [L, max_level + 1]."""
         return self.scores(prepare(self.probe, case))
 
-    def scores(self, runs: Runs) -> npt.NDArray[np.float64]:
+    def scores(self, runs: CaseRuns) -> npt.NDArray[np.float64]:
         """Return S_i(n / 500), [L, max_level + 1], from the runs of a case."""
         probe, placed = self.probe, runs.placed
         lengths = [span.length for span in placed.images]
@@ -156,7 +156,7 @@ class Profiler:
         where = {count: k for k, count in enumerate(distinct)}
         return values[:, [where[count] for count in counts]]
 
-    def _candidates(self, runs: Runs, layer: int, masks: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+    def _candidates(self, runs: CaseRuns, layer: int, masks: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
         """Return the logits [R, c, V] if only layer `layer` recomputes the tokens of each mask [R, N]."""
         probe, placed = self.probe, runs.placed
         n, size = len(placed.layout), len(placed.x)
@@ -236,10 +236,9 @@ class Profiler:
         begin = jnp.where(real, start, 0).reshape(-1)
         places = jnp.tile(position[:, jnp.minimum(rows, size - 1)], (1, candidates))
         layer = probe.runner.shapes.bind_layer(params)
-        x, _, _, _ = layer(
+        x, _, _ = layer(
             x,
-            k,
-            v,
+            [k, v],
             Rows(slot, places, begin, end, slot),
             keep=len(x),
             implementation=probe.runner.implementation,

@@ -33,6 +33,7 @@ from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind
 from vlcache_jax.models.decoder import DecoderLayer
+from vlcache_jax.models.layer_kinds import Runs
 from vlcache_jax.models.model import bind_layer, layer_graphs
 from vlcache_jax.pallas_kernels import split
 from vlcache_jax.pallas_kernels.split import FIRST, SECOND, THIRD, WHOLE
@@ -62,8 +63,27 @@ def repack(rows: Rows, size: int) -> jax.Array:
     return jnp.pad(packed, ((0, 0), (0, size - packed.shape[1])))
 
 
+def pack_runs(runs: Runs, rows: int, blocks: int) -> tuple[npt.NDArray[np.int32], np.int32]:
+    """Pack the runs of a step as int32 [5, rows + blocks], and their number. Padding rows follow the others."""
+    packed = np.zeros((5, rows + blocks), np.int32)
+    packed[0, :rows] = np.arange(rows)
+    packed[0, : len(runs.place)] = runs.place
+    for row, field in zip(packed[1:], runs[1:-1], strict=True):
+        row[: len(field)] = field
+    return packed, np.int32(runs.count)
+
+
+def unpack_runs(packed: tuple[Any, Any] | None, size: int) -> Runs | None:
+    """Return the runs of a step whose first `size` rows enter a layer."""
+    if packed is None:
+        return None
+    place, start, length, source, target = packed[0]
+    return Runs(place[:size], start, length, source, target, packed[1])
+
+
 Params = dict[str, Any]
-Halves = list[list[jax.Array]]  # by layer, K and V, or the buffers of the device tier for both
+# By layer, what it keeps: K and V, or its states. Or the buffers of the device tier for K and V.
+Halves = list[list[jax.Array]]
 # Stored KV of a layer's rows, keys before rotation: [N, K, D] twice, or `KVShape.joined`.
 Stored = tuple[jax.Array, jax.Array] | jax.Array
 Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
@@ -96,6 +116,7 @@ class Shapes:
       link_groups: layers that are linked together, in their order.
       recall_buckets: bucket sizes of the tokens that one program links from the device tier.
       work_config: (rows, decode=False, pages=None) -> the configuration of their attention, the same object every time.
+      num_states: slots of states, one for each sequence and a zero one; 0 if no layer has states.
       pool: K or V of a layer.
       compressed: K or V of the compressed KV pool, of all layers.
       encoder_rows: encoder rows of a chunk, [1 + J, max_rows, M].
@@ -137,6 +158,7 @@ class Shapes:
         self.norm_graph = nnx.graphdef(model.language_model.norm)
         # Sizes.
         text, layers = config.text, config.text.num_layers
+        self.num_states = 1 + buckets.max_sequences if text.has_states else 0
         self.like = tuple(map(text.first_like, range(layers)))
         self.token_buckets = tuple(size // config.vision.merge_size**2 for size in buckets.patches)
         largest = self.token_buckets[-1]
@@ -159,7 +181,7 @@ class Shapes:
         self.decode_slots = jax.eval_shape(
             functools.partial(sampler.empty_decode_state, buckets.max_sequences, text.vocab_size)
         )
-        self.kept = [[devices.abstract(buffer, THIRD) for buffer in self.kv.stored(2, kept_tokens)]] * layers
+        self.kept = [[devices.abstract(buffer, THIRD) for buffer in self.kv.stored(2, kept_tokens)]] * self.kv.layers
 
     def bind_layer(self, params: Params) -> DecoderLayer:
         """Return the decoder layer with these parameters. Called while tracing."""
@@ -194,8 +216,28 @@ class Shapes:
         return [self.devices.abstract(buffer, spec) for buffer in kv.stored(layers, 2, tokens)]
 
     def pools(self, layers: int) -> list[list[jax.ShapeDtypeStruct]]:
-        """Return abstract K and V of the pool, by layer."""
+        """Return abstract K and V of some layers that have pages."""
         return [[self.pool] * 2] * layers
+
+    def memory(self, layer: int) -> list[jax.ShapeDtypeStruct]:
+        """Return what a layer keeps of tokens, abstract: K and V of the pool, or its states [slots, ...]."""
+        kind = self.config.text.kind_of(layer)
+        if kind.keeps_kv:
+            return [self.pool] * 2
+        arrays = (((self.num_states, *one.shape), one.dtype or self.dtype) for one in kind.states)
+        return [self.devices.abstract(jax.ShapeDtypeStruct(*array), SECOND) for array in arrays]
+
+    @property
+    def depth(self) -> tuple[int, bool]:
+        """Number of decoder layers, and whether some have states."""
+        return self.config.text.num_layers, bool(self.num_states)
+
+    @property
+    def runs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct] | None:
+        """Abstract runs of a step, see `pack_runs`; None if no layer has states."""
+        if not self.num_states:
+            return None
+        return ints(5, self.buckets.max_rows + self.buckets.max_sequences), ints()
 
     def moves(self, layers: int) -> Moves:
         """Return the abstract moves of some layers."""
@@ -208,7 +250,7 @@ class Shapes:
           text: weights of the decoder. None: abstract ones.
         """
         weights = self.text if text is None else text
-        return [self._constants(weights["layers"][i]["self_attn"]) for i in range(self.config.text.num_layers)]
+        return [self._constants(weights["layers"][i]["self_attn"]) for i in self.config.text.paged_layers]
 
     def _constants(self, attention: Params) -> Constants:
         if self.kv.codec is None:

@@ -13,8 +13,19 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.device.programs.base import Demand, Halves, Params, Program, Shapes, ints, repack, unpack
+from vlcache_jax.device.programs.base import (
+    Demand,
+    Halves,
+    Params,
+    Program,
+    Shapes,
+    ints,
+    repack,
+    unpack,
+    unpack_runs,
+)
 from vlcache_jax.models import Rows, bind, decoder
+from vlcache_jax.models.layer_kinds import Runs, TokenStates
 from vlcache_jax.pallas_kernels import PAGE, Work
 from vlcache_jax.pallas_kernels.split import SECOND, WHOLE
 from vlcache_jax.reuse.selection import SelectingPolicy, choose, narrow, project
@@ -50,12 +61,12 @@ class Embed(Program[tuple[jax.Array, list[jax.Array]]]):
 
 
 @dataclass(frozen=True)
-class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, NewKV]]):
-    """A program of a layer that `size` rows enter and `keep` rows leave. It returns (x, k, v, saved KV)."""
+class Layer(Program[tuple[jax.Array, list[jax.Array], NewKV | None]]):
+    """A program of a layer that `size` rows enter and `keep` rows leave. It returns (x, memory, saved KV)."""
 
     name = "layer"
     follows_rows = True
-    gives = WHOLE, SECOND, SECOND, SECOND
+    gives = WHOLE, SECOND, SECOND
     size: int
     keep: int
     has_deepstack: bool
@@ -65,7 +76,7 @@ class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, NewKV]]):
     @property
     def donates(self) -> tuple[int, ...]:
         # x can only be updated in place if the output has its shape.
-        return (1, 2, 3) if self.keep == self.size else (2, 3)
+        return (1, 2) if self.keep == self.size else (2,)
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
@@ -86,8 +97,8 @@ class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, NewKV]]):
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         x, work = shapes.hidden(self.size), shapes.work_config(self.keep).abstract()
         return (
-            shapes.text["layers"][self.like[0]], x, shapes.pool, shapes.pool, shapes.packed, ints(2), work,
-            x if self.has_deepstack else None, shapes.moves(1) if self.shifts else None,
+            shapes.text["layers"][self.like[0]], x, shapes.memory(self.like[0]), shapes.packed, ints(2), work,
+            x if self.has_deepstack else None, shapes.moves(1) if self.shifts else None, shapes.runs,
         )  # fmt: skip
 
     def compute(
@@ -95,20 +106,20 @@ class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, NewKV]]):
         shapes: Shapes,
         params: Params,
         x: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        memory: list[jax.Array],
         rows: jax.Array,
         active: jax.Array,
         work: Work,
         added: jax.Array | None,
         moves: Moves | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, NewKV]:
-        moves, own = _of_layer(moves, 0), unpack(rows, self.size)
-        return layer_step(shapes, params, x, k, v, own, active, work, added, moves, keep=self.keep)
+        runs: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, list[jax.Array], NewKV | None]:
+        moves, own, order = _of_layer(moves, 0), unpack(rows, self.size), unpack_runs(runs, self.size)
+        return layer_step(shapes, params, x, memory, own, active, work, added, moves, order, keep=self.keep)
 
 
 @dataclass(frozen=True)
-class Block(Program[tuple[jax.Array, Halves, list[NewKV]]]):
+class Block(Program[tuple[jax.Array, Halves, list[NewKV | None]]]):
     """A program of `BLOCK` consecutive layers that all rows leave, without DeepStack features."""
 
     name = "layers"
@@ -130,8 +141,8 @@ class Block(Program[tuple[jax.Array, Halves, list[NewKV]]]):
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         weights, work = [shapes.text["layers"][i] for i in self.like], shapes.work_config(self.size).abstract()
-        moves = shapes.moves(BLOCK) if self.shifts else None
-        return weights, shapes.hidden(self.size), shapes.pools(BLOCK), shapes.packed, ints(BLOCK, 2), work, moves
+        moves, memory = shapes.moves(BLOCK) if self.shifts else None, [shapes.memory(i) for i in self.like]
+        return weights, shapes.hidden(self.size), memory, shapes.packed, ints(BLOCK, 2), work, moves, shapes.runs
 
     def compute(
         self,
@@ -143,13 +154,14 @@ class Block(Program[tuple[jax.Array, Halves, list[NewKV]]]):
         active: jax.Array,
         work: Work,
         moves: Moves | None,
-    ) -> tuple[jax.Array, Halves, list[NewKV]]:
+        runs: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, Halves, list[NewKV | None]]:
         # An inner jit, so that code shared by layers is compiled once.
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.size))
-        rest, new_kv, own = [], [], unpack(rows, self.size)
+        rest, new_kv, own, order = [], [], unpack(rows, self.size), unpack_runs(runs, self.size)
         for i, weights in enumerate(params):
-            x, k, v, values = layer(weights, x, *pool[i], own, active[i], work, None, _of_layer(moves, i))
-            rest.append([k, v])
+            x, memory, values = layer(weights, x, pool[i], own, active[i], work, None, _of_layer(moves, i), order)
+            rest.append(memory)
             new_kv.append(values)
         return x, rest, new_kv
 
@@ -181,17 +193,17 @@ def layer_step(
     shapes: Shapes,
     params: Params,
     x: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    memory: list[jax.Array],
     rows: Rows,
     active: jax.Array,
     work: Work,
     added: jax.Array | None = None,
     moves: Moves | None = None,
+    runs: Runs | TokenStates | None = None,
     *,
     keep: int,
     return_kv: bool = True,
-) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+) -> tuple[jax.Array, list[jax.Array], Any]:
     """Compute a layer of which only the first rows write KV.
 
     A bucket may include rows after them that have dropped out, whose KV slots contain linked KV. Before the layer runs,
@@ -199,26 +211,28 @@ def layer_step(
 
     Args:
       x: hidden states [N, M].
-      k, v: the layer's KV pool.
+      memory: K and V of the layer's pool, or its states.
       active: [2], number of rows that write KV, and number of rows that the next layer needs.
       work: work list of the attention.
       added: DeepStack features [N, M], or None.
       moves: linked KV to shift, or None.
+      runs: order in which rows change states, for a model that has some.
       keep: number of rows that leave the layer.
       return_kv: also return the rows' KV, keys before rotation.
 
     Returns:
-      (hidden states, k, v, the rows' KV).
+      (hidden states, memory, the rows' KV or None).
     """
     index = jnp.arange(len(x), dtype=jnp.int32)
     writing, needed = active
     layer = shapes.bind_layer(params)
     if moves is not None:
         row_image = jnp.where(index < writing, moves.row_image[: len(x)], -1)
-        k, v = move(layer.self_attn, k, v, differences(layer, x, k, v, rows, row_image), moves)
+        k, v = memory
+        memory = [*move(layer.self_attn, k, v, differences(layer, x, k, v, rows, row_image), moves)]
     rows = rows._replace(slot=jnp.where(index < writing, rows.slot, shapes.num_slots + index))
     return layer(
-        x, k, v, rows, added, work,
+        x, memory, rows, added, work, runs,
         keep=keep, needed=needed, return_kv=return_kv, implementation=shapes.implementation,
     )  # fmt: skip
 

@@ -35,6 +35,27 @@ class EmptyPool(Program[jax.Array]):
 
 
 @dataclass(frozen=True)
+class EmptyStates(Program[list[jax.Array]]):
+    """A program that creates the states of a layer, all zero.
+
+    Attributes:
+      like: first layer with states of these shapes.
+    """
+
+    name = "states"
+    gives = SECOND
+    like: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        kinds = map(shapes.config.text.kind_of, shapes.like)
+        return [cls(like) for like in sorted({i for i, kind in zip(shapes.like, kinds, strict=True) if kind.states})]
+
+    def compute(self, shapes: Shapes) -> list[jax.Array]:
+        return [jnp.zeros(one.shape, one.dtype) for one in shapes.memory(self.like)]
+
+
+@dataclass(frozen=True)
 class EmptyEncoderRows(Program[jax.Array]):
     """A program that creates the encoder rows of a chunk."""
 
@@ -137,7 +158,7 @@ class CopyPages(Program[Halves]):
         return [cls(count) for count in sorted(repeat.copied)]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        return shapes.pools(shapes.config.text.num_layers), ints(self.count), ints(self.count)
+        return shapes.pools(shapes.kv.layers), ints(self.count), ints(self.count)
 
     def compute(self, shapes: Shapes, pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
         copied: Halves = jax.lax.platform_dependent(pool, source, target, cpu=_one_by_one, default=_together)

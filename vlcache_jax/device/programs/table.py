@@ -91,7 +91,8 @@ def _set_level(level: int) -> None:
 
 
 PROGRAMS: tuple[type[Program[Any]], ...] = (
-    memory.EmptyPool, memory.EmptyEncoderRows, memory.EmptyDecodeState, memory.OpenDecodeSlot, memory.HoldDecodeSlots,
+    memory.EmptyPool, memory.EmptyStates, memory.EmptyEncoderRows, memory.EmptyDecodeState, memory.OpenDecodeSlot,
+    memory.HoldDecodeSlots,
     memory.CopyPages,
     layers.Embed, layers.Layer, layers.Block, layers.Slice,
     answer.OutputHead, answer.LastHidden, answer.HeadRows, answer.SampleFirst, answer.ScoreTokens, window.Window,

@@ -28,6 +28,7 @@ from vlcache_jax.device.programs.base import Demand, Halves, Params, Program, Sh
 from vlcache_jax.device.programs.layers import layer_step
 from vlcache_jax.device.sampler import Choice, Choosing, DecodeState, SampledTokens
 from vlcache_jax.models import Rows, bind
+from vlcache_jax.models.layer_kinds import TokenStates
 from vlcache_jax.pallas_kernels import PAGE, Work
 from vlcache_jax.pallas_kernels.split import SECOND, WHOLE
 
@@ -75,7 +76,8 @@ class Window(Program[tuple[SampledTokens, DecodeState, Halves]]):
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return (
-            shapes.text, shapes.head, shapes.pools(shapes.config.text.num_layers), shapes.decode_slots,
+            shapes.text, shapes.head, [shapes.memory(i) for i in range(shapes.config.text.num_layers)],
+            shapes.decode_slots,
             ints(self.count, ANSWER + sampler.COLUMNS), shapes.work_config(self.count, decode=True).abstract(), ints(),
         )  # fmt: skip
 
@@ -93,7 +95,7 @@ class Window(Program[tuple[SampledTokens, DecodeState, Halves]]):
         """Decode tokens of each row.
 
         Args:
-          pool: K and V of each layer.
+          pool: K and V, or states, of each layer.
           rows: int32 [B, ANSWER + C].
           work: work list of the last token.
           tokens: largest number of tokens, if `steps` is None.
@@ -112,10 +114,14 @@ class Window(Program[tuple[SampledTokens, DecodeState, Halves]]):
             return jnp.where(live, slot, shapes.num_slots + index)
 
         def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
-            updated = []
-            for i, (k, v) in enumerate(pool):
-                x, k, v, _ = layer(text["layers"][i], x, k, v, row, np.full(2, self.count, np.int32), work, None)
-                updated.append([k, v])
+            updated, states = [], None
+            if shapes.num_states:
+                own = 1 + unpacked.choosing.decode_slot  # slot 0 is zero
+                states = TokenStates(jnp.where(live, own, 0), jnp.where(live, own, shapes.num_states + index))
+            for i, memory in enumerate(pool):
+                active = np.full(2, self.count, np.int32)
+                x, memory, _ = layer(text["layers"][i], x, memory, row, active, work, None, None, states)
+                updated.append(memory)
             return x, updated
 
         return _decode(self, shapes, text, head, pool, decode_slots, unpacked, tokens, place, layers)
@@ -195,7 +201,7 @@ class CompressedWindow(Program[tuple[SampledTokens, DecodeState, Halves]]):
                     slot=jnp.where(live, slot, shapes.compressed_slots + index), k_end=jnp.where(live, place + 1, 0)
                 )
                 work = Work(lists[list_of[i]], config).through(table)
-                x, k, v, _ = layer(text["layers"][i], x, k, v, own, np.full(2, self.count, np.int32), work, None)
+                x, (k, v), _ = layer(text["layers"][i], x, [k, v], own, np.full(2, self.count, np.int32), work, None)
             return x, [[k, v]]
 
         # KV slots differ between layers, so `layers` computes them from the token's index.

@@ -1,0 +1,209 @@
+"""Models with states (Qwen3.5): alone and together, in steps of any size, after a preemption, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helper import SIZES, Oracle, give_decode_slots, give_pages, user
+from vlcache_jax import LLM, AsyncLLM, BucketSizes, CacheConfig, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+BUCKETS = BucketSizes(rows=(64, 256), patches=(256,), sequences=(4,), window=4)
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoints):
+    return checkpoints("qwen3_5")
+
+
+def open_llm(directory, **changes):
+    return LLM(directory, **SIZES | {"buckets": BUCKETS} | changes)
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with open_llm(directory) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def conversations(textured_image):
+    """Prompts of one and of several blocks, with images before, between and after text, and several turns."""
+    a, b, c = textured_image(90, 130, 1), textured_image(150, 70, 2), textured_image(64, 260, 3)
+    return [
+        user("What is in ", a, " and in ", b, "? Say it. " + "And say it again, but not in the same words. " * 4),
+        user("Only text: tell me about it, and be brief."),
+        user(c, "?"),
+        [
+            {"role": "system", "content": "Be terse."},
+            *user(b, c, a),
+            {"role": "assistant", "content": "Yes."},
+            *user("!"),
+        ],
+    ]
+
+
+def answers(outputs):
+    """The tokens of each answer and their log-probabilities, which are equal to the last bit or not at all."""
+    return [[(one.token_ids, [x.chosen for x in one.logprobs]) for one in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(llm, conversations):
+    return [answers(llm.chat([one], GREEDY, use_tqdm=False))[0] for one in conversations]
+
+
+def test_greedy_answers_are_the_librarys(llm, directory, load_oracle, conversations):
+    outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+    oracle = Oracle(load_oracle(directory), llm)
+    expected = [oracle.answer(conversation, GREEDY.max_tokens) for conversation in conversations]
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, _ in expected]
+    scores = llm.score(conversations, [tokens for tokens, _ in expected], keep_logits=True, use_tqdm=False)
+    for (_, logits), score in zip(expected, scores, strict=True):
+        np.testing.assert_allclose(score.logits, logits, atol=2e-5 * np.abs(logits).max(), rtol=0)
+        assert score.greedy.all()
+
+
+def test_together_as_alone_to_the_last_bit(llm, conversations, alone):
+    assert answers(llm.chat(conversations, GREEDY, use_tqdm=False)) == alone
+    assert answers(llm.chat(conversations[::-1], GREEDY, use_tqdm=False)) == alone[::-1]
+
+
+@pytest.mark.parametrize("rows", [(64,), pytest.param((128, 192), marks=pytest.mark.slow)])
+def test_in_steps_of_any_size_to_the_last_bit(directory, conversations, alone, rows):
+    with open_llm(directory, buckets=dataclasses.replace(BUCKETS, rows=rows)) as engine:
+        assert answers(engine.chat(conversations, GREEDY, use_tqdm=False)) == alone
+
+
+def test_several_outputs_of_a_prompt_have_its_states(llm, conversations, alone):
+    """Greedy outputs are equal; drawn ones are those of single outputs with the same seeds."""
+    four = dataclasses.replace(GREEDY, n=4)
+    assert answers(llm.chat(conversations, four, use_tqdm=False)) == [4 * one for one in alone]
+    drawn = SamplingParams(temperature=1, seed=5, max_tokens=8, ignore_eos=True, n=3, logprobs=0)
+    together = answers(llm.chat(conversations, drawn, use_tqdm=False))
+    assert len({tuple(tokens) for tokens, _ in together[0]}) == 3
+    assert answers(llm.chat([conversations[0]], drawn, use_tqdm=False)) == together[:1]
+
+
+def test_outputs_that_begin_later_compute_the_prompt_again(directory, conversations, alone):
+    with open_llm(directory) as engine:
+        give_decode_slots(engine, 2)
+        four = dataclasses.replace(GREEDY, n=4)
+        assert answers(engine.chat(conversations, four, use_tqdm=False)) == [4 * one for one in alone]
+
+
+def test_preempted_answers_go_on_as_they_were(directory, conversations, alone):
+    with open_llm(directory) as engine:
+        give_pages(engine, 5)
+        long = dataclasses.replace(GREEDY, max_tokens=150)
+        outputs = answers(engine.chat(conversations, long, use_tqdm=False))
+        assert engine.stats().preemptions
+        give_pages(engine, 64)
+        expected = [answers(engine.chat([one], long, use_tqdm=False))[0] for one in conversations]
+    for [(tokens, chosen)], [(expected_tokens, expected_chosen)] in zip(outputs, expected, strict=True):
+        assert tokens == expected_tokens
+        np.testing.assert_allclose(chosen, expected_chosen, atol=2e-5, rtol=0)
+
+
+def test_states_of_others_do_not_matter(llm, conversations, alone):
+    """NaN in every slot but the zero one, which an earlier sequence may have left."""
+    runner = llm.service.device.runner
+    with runner.pool.taken() as pool:
+        for i in range(3):
+            pool[i] = [jnp.asarray(one).at[1:].set(jnp.nan) for one in pool[i]]
+    assert answers(llm.chat(conversations, GREEDY, use_tqdm=False)) == alone
+
+
+def test_encoder_output_of_known_images_is_used_in_any_context(llm, conversations, textured_image):
+    image = textured_image(90, 130, 9)
+    first = llm.chat(user("One: ", image), GREEDY, use_tqdm=False)[0]
+    [before] = first.cache.images
+    again = llm.chat(user("Quite another beginning. ", image), GREEDY, use_tqdm=False)[0]
+    [found] = again.cache.images
+    assert (before.encoder, found.encoder) == ("computed", "host")
+    assert found.kv == "none"
+    assert found.recomputed == (found.tokens,) * 4
+    off = llm.chat(user("Quite another beginning. ", image), GREEDY, reuse="off", use_tqdm=False)
+    assert answers([again]) == answers(off)
+
+
+@pytest.mark.parametrize("reuse", ["approximate", "full", 0.1])
+def test_reuse_that_links_is_refused(llm, conversations, reuse):
+    with pytest.raises(ValueError, match=r"reuse must be 'exact' or 'off' for qwen3_5, got .*state"):
+        llm.chat(conversations[0], GREEDY, reuse=reuse, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"compressed_kv_bytes": 2**20}, "compressed_kv_bytes"),
+        ({"cache": CacheConfig(device_bytes=2**20)}, "cache.device_bytes"),
+    ],
+)
+def test_options_that_need_keys_in_all_layers_are_refused(directory, options, name):
+    with pytest.raises(ValueError, match=rf"{name} must be 0 for qwen3_5, got 1048576"):
+        open_llm(directory, **options)
+
+
+def test_forced_tokens_change_the_states_as_decoded_ones_do(llm):
+    """Many forced tokens are a prefill of blocks of one token each; with log-probabilities they are decoded."""
+    held = SamplingParams(
+        temperature=1, seed=3, max_tokens=60, structured_outputs={"regex": "b" + "a" * 40 + "[a-z]{8}"}
+    )
+    question = user("What is to be seen?")
+    before = llm.stats().prefill_steps
+    [together] = llm.chat([question], held, use_tqdm=False)
+    steps = llm.stats().prefill_steps - before
+    [apart] = llm.chat([question], dataclasses.replace(held, logprobs=0), use_tqdm=False)
+    assert llm.stats().prefill_steps - before - steps < steps
+    assert together.outputs[0].token_ids == apart.outputs[0].token_ids
+
+
+def test_vectors_are_the_librarys(llm, directory, load_oracle, textured_image):
+    image = {"type": "image", "image": textured_image(64, 96, 3)}
+    outputs = llm.embed(["a cat", [image, "what is it?"]], use_tqdm=False)
+    oracle = Oracle(load_oracle(directory), llm)
+    for output, content in zip(outputs, (["a cat"], [image, "what is it?"]), strict=True):
+        own = [{"role": "system", "content": "Represent the user's input."}, {"role": "user", "content": content}]
+        expected = oracle.last_hidden(llm.service.renderer.from_conversation(own))
+        np.testing.assert_allclose(output.outputs.embedding, expected / np.linalg.norm(expected), atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_random_loads_with_aborts_and_preemptions(directory, textured_image):
+    """Requests of any length begin and end at any time; each answer is that of its request alone."""
+    rng = np.random.default_rng(11)
+    images = [textured_image(64, 96, seed) for seed in range(3)]
+    requests = []
+    for i in range(30):
+        parts = [images[i % 3]] * int(rng.integers(0, 2)) + ["word " * int(rng.integers(1, 60))]
+        requests.append((user(*parts), int(rng.integers(1, 90)), int(rng.integers(1, 4))))
+
+    async def run():
+        async def one(number):
+            conversation, tokens, count = requests[number]
+            params = SamplingParams(temperature=1, seed=number, max_tokens=tokens, n=count, ignore_eos=True)
+            found = None
+            async for found in llm.generate(conversation, params):
+                if number % 5 == 4 and sum(len(output.token_ids) for output in found.outputs) > 3:
+                    return None  # the request is aborted
+            return [output.token_ids for output in found.outputs]
+
+        async with AsyncLLM(directory, use_tqdm=False, **SIZES | {"buckets": BUCKETS}) as llm:
+            give_pages(LLM(llm.service), 6)
+            together = await asyncio.gather(*map(one, range(len(requests))))
+            assert llm.stats().preemptions
+            return together
+
+    together = asyncio.run(run())
+    with open_llm(directory) as engine:
+        for number, (conversation, tokens, count) in enumerate(requests):
+            params = SamplingParams(temperature=1, seed=number, max_tokens=tokens, n=count, ignore_eos=True)
+            if number % 5 != 4:
+                [alone] = engine.chat([conversation], params, use_tqdm=False)
+                assert [output.token_ids for output in alone.outputs] == together[number], number
