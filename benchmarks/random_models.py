@@ -105,7 +105,8 @@ class _RandomCheckpoint(Checkpoint):
             # Layers preserve the magnitude of their inputs.
             axis = {"kernel": 0, "gate_up_proj": 1, "down_proj": 1, "embedding": 0}.get(str(leaf))
             scale = 1.0 if axis is None else parameter.shape[axis] ** -0.5
-            branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
+            dtype = parameter.dtype_in(self.dtype)
+            branch[leaf] = draw(jax.random.key(i), parameter.shape, dtype) * np.asarray(scale, dtype)
             loaded()
         return tree
 

@@ -100,8 +100,8 @@ def matches(output):
 # Parity.
 
 
-@pytest.mark.slow_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe")
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe-every"])
+@pytest.mark.slow_for("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe-every", "qwen3_5"])
 def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture):
     """Videos with times that reach beyond their size and with an odd number of frames, and a picture and text behind:
     tower, logits, and what is said, at the positions of the release."""

@@ -58,6 +58,7 @@ from vlcache_jax.engine.request import Generation, ImageUse, Sequence
 from vlcache_jax.engine.scheduler import Scheduler, note_begun
 from vlcache_jax.engine.uploads import DeviceCopies, Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.models.layer_kinds import BLOCK as BLOCK_TOKENS
 from vlcache_jax.pallas_kernels import Work
 from vlcache_jax.reuse.selection import Selection
 from vlcache_jax.reuse.shift import Moves
@@ -222,6 +223,9 @@ def usable_buckets(
         return buckets
     if all(step.selection is None and step.shift is None for step in steps):
         there = tuple(rows for rows in buckets.rows if fitting.is_there(_plain(runner, rows)))
+        # Smaller chunks than a block of tokens would cut these, and change results.
+        if runner.shapes.num_states and there and there[-1] < min(BLOCK_TOKENS, buckets.max_rows):
+            return None
         if there and fitting.is_there([*other, *encoding]):
             fewer = dataclasses.replace(buckets, rows=there)
             steps = prefill_steps(prefills, fewer, runner.num_slots, *runner.shapes.depth)

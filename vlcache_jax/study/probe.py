@@ -78,12 +78,13 @@ class Probe:
       llm: an open engine. The probe uses its weights, tokenizer and image processor, but not its cache.
 
     Raises:
-      ValueError: the engine uses several devices.
+      ValueError: the engine uses several devices, or some layers of its model keep no K,V.
     """
 
     def __init__(self, llm: LLM):
         if (count := llm.service.device.runner.devices.count) > 1:
             raise ValueError(f"llm must be on one device, got an engine on {count}; use tensor_parallel_size=1")
+        llm.service.policy_of("approximate")  # raises for a model whose images cannot be linked
         self._llm = llm
         self.runner = llm.service.device.runner
         self.config = llm.service.device.runner.config
