@@ -135,7 +135,7 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
         if program.name == "layer":
             layers = llm.service.device.runner.text["layers"]
             number = next(i for i in layers if layers[i] is args[0])
-            slots = np.asarray(args[4][0])[: args[5][0]]
+            slots = np.asarray(args[3][0])[: args[4][0]]
             assert (slots < llm.service.device.runner.num_slots).all()
             written.update((number, int(slot)) for slot in slots)
         return run(program, *args)

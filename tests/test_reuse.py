@@ -560,7 +560,7 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
             assert program.name != "narrow"  # A plan's rows are sorted, and a warm-up compiles no program for fewer.
             if program.name == "layer":
                 layer = next(i for i in layers if layers[i] is args[0])
-                slots, (writing, needed) = np.asarray(args[4][0])[: program.size], args[5]
+                slots, (writing, needed) = np.asarray(args[3][0])[: program.size], args[4]
                 assert (slots[:writing] < llm.service.device.runner.num_slots).all()
                 assert 0 < needed <= writing
                 rows[layer] += int(writing)

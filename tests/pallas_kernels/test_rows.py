@@ -48,7 +48,7 @@ def test_rotation_and_writing(case: RotateCase, dtype: str) -> None:
         ({"parts": [np.zeros((5, 2, 4, 8), np.float16)]}, "parts must be float32 .* got float16"),
         (
             {"cos": np.zeros((5, 1, 8), np.float32)},
-            r"cos must be float32 of shape \[5, 1, 4\], got float32 \[5, 1, 8\]",
+            r"cos must have 1 to 4 angles, half the width of a head, got 8",
         ),
         ({"slot": np.zeros(4, np.int32)}, r"slot must be int32 of shape \[5\], got int32 \[4\]"),
         ({"v_pool": np.zeros((9, 2, 8), np.float16)}, "v_pool must be float32"),
