@@ -280,6 +280,19 @@ def test_a_layer_step_with_experts(size: int) -> None:
     assert compiled.operations < 40
 
 
+def test_linear_attention_updates_its_states_in_place() -> None:
+    """Of Qwen3.5-9B, by XLA: a loop over blocks of tokens, whose length the device knows, and a choice in it."""
+    runner, size = abstract_runner(published_config("Qwen3.5-9B"), implementation="xla"), 64
+    text = runner.config.text
+    compiled = compile_for(runner, Layer(size, size, False))
+    states = runner.shapes.num_states * text.kind_of(0).sequence_bytes(jnp.bfloat16)
+    assert compiled.alias == states + 2 * size * text.hidden_size
+    assert compiled.temp < 32 * 2**20
+    assert compiled.operations <= 30
+    assert compiled.looped <= 16
+    assert compiled.predicates == 2
+
+
 @pytest.mark.thorough_for("Qwen2.5-VL-3B")
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen3-VL-8B"])
 def test_one_row_passes_matrix_products(name: str) -> None:
