@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import random
 import threading
@@ -787,6 +788,35 @@ def test_a_task_cancelled_while_its_image_is_identified(engine, pictures, slow_d
         assert arriving.wait(WITHIN)
     assert_clean(engine)
     assert engine.stats().generated_tokens - before < 300
+
+
+def test_an_error_after_the_caller_has_left_is_not_logged(engine, monkeypatch):
+    begun, go_on, logged = threading.Event(), threading.Event(), []
+
+    def failing(*_):
+        begun.set()
+        assert go_on.wait(WITHIN)
+        raise RequestError({0: "prompt is wrong"})
+
+    async def ask():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        task = asyncio.create_task(last(engine, user("a")))
+        assert await asyncio.to_thread(begun.wait, WITHIN)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        go_on.set()
+        await asyncio.to_thread(engine._requests.threads.submit(lambda: None).result)
+        await asyncio.sleep(0)
+        gc.collect()
+
+    monkeypatch.setattr(engine._requests, "threads", ThreadPoolExecutor(1))
+    monkeypatch.setattr(engine.service.caller, "arrive", failing)
+    run(ask())
+    engine._requests.threads.shutdown()
+    gc.collect()
+    assert not logged
 
 
 def test_a_task_cancelled_before_a_thread_takes_it(engine, pictures, slow_decoder, monkeypatch):

@@ -208,8 +208,11 @@ class RequestsInFlight:
         except RuntimeError as error:
             raise RuntimeError(CLOSED) from error
         arriving.add_done_callback(arrived)
+        heard_of = asyncio.wrap_future(arriving)
+        # The event loop logs the exception of a future that nobody asks for it, as when the caller has left.
+        heard_of.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            return await asyncio.shield(asyncio.wrap_future(arriving))
+            return await asyncio.shield(heard_of)
         except BaseException:
             # A callback in the worker thread: the event loop may be closed by the time the job arrives.
             if not arriving.cancel():
