@@ -253,13 +253,17 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
 
 def _divide(config: ModelConfig, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> None:
     """Replace each tensor that is several here by its parts, which are consecutive rows, see `pieces`."""
+    suffix = "" if config.text.quantization is None else config.text.quantization.suffix
     for module, outputs in pieces(config).items():
-        for name in [name for name in tensors if f".{module}." in name]:
+        endings = f".{module}.weight", f".{module}.weight{suffix}"
+        for name in [name for name in tensors if name.endswith(endings)]:
             tensor, before, leaf = tensors[name], name.rpartition(".")[0], name.rpartition(".")[2]
             block = 1 if leaf == "weight" or config.text.quantization is None else config.text.quantization.outputs
             if any(rows % block for rows in outputs.values()):
                 reason = f"must have a scale for {block} outputs that are all queries, all keys or all values"
-                problems.append(("wrong shape", f"{tensor.name} {reason}, got {list(outputs.values())} outputs"))
+                problems.append(
+                    ("wrong shape", f"{tensor.name} {reason}, got {list(outputs.values())} outputs: {ADVICE}")
+                )
             rows = {own: -(-count // block) for own, count in outputs.items()}
             total = sum(rows.values())
             if tensor.shape[:1] != (total,):

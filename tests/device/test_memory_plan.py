@@ -99,7 +99,13 @@ def on_gpu(monkeypatch, gigabytes, name, **options):
 @pytest.mark.slow_for("Qwen3-VL-30B", "Qwen3-VL-32B")
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
-    [("Qwen3-VL-8B", 24), ("Qwen3-VL-8B-FP8", 24), ("Qwen3-VL-30B-A3B-FP8", 48), ("Qwen3-VL-32B-FP8", 48)],
+    [
+        ("Qwen3-VL-8B", 24),
+        ("Qwen3-VL-8B-FP8", 24),
+        ("Qwen3.5-9B", 24),
+        ("Qwen3-VL-30B-A3B-FP8", 48),
+        ("Qwen3-VL-32B-FP8", 48),
+    ],
 )
 def test_a_model_opens_with_the_sizes_that_info_tells(monkeypatch, caplog, name, gigabytes):
     found = on_gpu(monkeypatch, gigabytes, name)
@@ -107,6 +113,7 @@ def test_a_model_opens_with_the_sizes_that_info_tells(monkeypatch, caplog, name,
     _, rows, _ = describe(name, "auto", 1024, 1024)
     [told] = (row for row in rows if (row["GPU"], row["weights in"]) == (f"{gigabytes} GB", bits))
     assert (found.num_slots, found.buckets.max_rows) == (told["tokens"], told["prefill chunk"])
+    assert found.buckets.max_sequences == told.get("sequences", 64)
     pixels = found.buckets.patches[-1] * 16**2
     assert told["largest image"] == f"{pixels / 1e6:.1f} million pixels"
     refused = [record.message for record in caplog.records]
@@ -124,6 +131,22 @@ def test_what_is_asked_for_is_not_made_smaller(monkeypatch):
     assert (small.num_slots, small.buckets.max_rows) == (7168, 2048)
     with pytest.raises(MemoryError, match=r"weights 62\.13 GiB"):
         on_gpu(monkeypatch, 40, "Qwen3-VL-32B")
+
+
+def test_states_of_sequences_have_room_beside_the_weights(monkeypatch):
+    """Those of Qwen3.6-27B take 154 MB each, and its weights 55 GB."""
+    assert on_gpu(monkeypatch, 80, "Qwen3.6-27B").buckets.max_sequences == 16
+    assert on_gpu(monkeypatch, 80, "Qwen3.6-27B", max_sequences=40).buckets.max_sequences == 40
+    message = r"max_num_seqs must be at most \d+, got 200: each running sequence keeps states of 146.8 MiB, and .* free"
+    with pytest.raises(ValueError, match=message):
+        on_gpu(monkeypatch, 80, "Qwen3.6-27B", max_sequences=200)
+    with pytest.raises(ValueError, match=r"the last of buckets.sequences must be at most \d+, got 300: "):
+        on_gpu(monkeypatch, 80, "Qwen3.6-27B", buckets=BucketSizes(sequences=(300,)))
+    # Fewer run together where the pool or a share of the memory is given; a model that does not fit is told as such.
+    fewer = [on_gpu(monkeypatch, 80, "Qwen3.6-27B", **given) for given in ({"share": 0.8}, {"kv_cache_bytes": 10**10})]
+    assert [one.buckets.max_sequences < 16 for one in fewer] == [True, True]
+    with pytest.raises(MemoryError, match=r"must fit .* weights 50\.\d+ GiB.*reduce max_num_seqs, or use a smaller"):
+        on_gpu(monkeypatch, 40, "Qwen3.6-27B", max_sequences=4)
 
 
 def test_what_stands_for_8_bits_is_counted():

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from tests.helper import planned
 from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.device.buckets import BucketSizes
+from vlcache_jax.engine.batching import prefill_steps
 from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Generation, ImageUse, ScoredSequence, Sequence
-from vlcache_jax.engine.scheduler import _LEAST_RUN, Scheduler, order
+from vlcache_jax.engine.scheduler import _LEAST_RUN, Scheduler, note_begun, order
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.pallas_kernels import PAGE
@@ -594,6 +596,35 @@ def test_the_last_token_of_an_answer_is_not_found():
     assert b.progress.block_table.cached == 23  # its K, V were never computed
     finish(scheduler, b)
     nothing_is_left(scheduler)
+
+
+def test_a_fork_of_a_resumed_answer_receives_its_states():
+    """The first answer was preempted after two tokens; the second one of its request begins with it."""
+    scheduler = Scheduler(Pages(40), 2, 1000, LAYERS, has_states=True)
+    a = answer("a", 10, new_slots=8)
+    b = again(a, "b")
+    a.tokens = (5, 6)
+    add(scheduler, a, b)
+    assert scheduler.admit() == [a, b]
+    assert b.progress.block_table.is_fork
+    buckets = BucketSizes(rows=(64,), patches=(64,), sequences=(2,))
+    [step] = prefill_steps(scheduler.next_group([a]), buckets, 50 * PAGE, LAYERS, has_states=True)
+    own, fork = (1 + one.progress.decode_slot for one in (a, b))
+    runs = step.runs
+    blocks = list(zip(*(field.tolist() for field in runs[1:-1]), strict=True))
+    assert blocks == [(0, 9, 0, own), (9, 0, own, fork), (9, 1, own, own), (10, 1, own, own), (11, 1, own, own)]
+
+
+def test_an_answer_that_comes_after_its_request_has_begun_computes_the_prompt():
+    scheduler = Scheduler(Pages(40), 2, 1000, LAYERS, has_states=True)
+    a = answer("a", 10, new_slots=8)
+    b = again(a, "b")
+    add(scheduler, a)
+    assert scheduler.admit() == [a]
+    note_begun(scheduler.next_group([a]))
+    add(scheduler, b)
+    assert scheduler.admit() == [b]
+    assert (b.progress.block_table.is_fork, b.progress.block_table.cached) == (False, 0)
 
 
 @pytest.mark.parametrize("is_proven", [False, True])

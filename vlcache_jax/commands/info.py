@@ -234,7 +234,7 @@ class _Engine:
         candidates = list(smaller_buckets(requested, max_patches, merge_size, self.rows is None))
         if state := self.computed.text.sequence_bytes(self.dtype):
             left = USABLE * total - self.weights - self.activations(candidates[-1])
-            candidates = limit_states(candidates, state, int(max(left, 0)), given=False)
+            candidates = limit_states(candidates, state, int(left))
         return choose(candidates, lambda buckets: self.slots(total, buckets), USEFUL)
 
 

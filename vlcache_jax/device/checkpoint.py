@@ -104,7 +104,7 @@ class Checkpoint(abc.ABC):
         if policy.approximates and self.config.text.has_states:
             raise ValueError(
                 f"reuse must be 'exact' or 'off' for {self.config.model_type}, got {policy.name!r}: its layers with "
-                "linear attention keep a state of all earlier tokens, which K,V of an image do not change"
+                "linear attention keep a state of all earlier tokens, and loading an image's KV does not update it"
             )
         if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             fingerprint = "" if schedule.allow_other_model else self.source_digest

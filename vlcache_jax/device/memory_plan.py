@@ -113,8 +113,9 @@ def plan_memory(
         candidates = candidates[:1]
     if state := config.text.sequence_bytes(kv.dtype):
         least = activation_bytes(config, kv, candidates[-1], 1 + len(others))
-        left = _free_bytes(device, others)[1] - weights - least
-        candidates = limit_states(candidates, state, left, given=max_sequences is not None or buckets is not None)
+        left = int((share or 1) * _free_bytes(device, others)[1]) - weights - least - (kv_cache_bytes or 0)
+        name = "max_num_seqs" if max_sequences is not None else "the last of buckets.sequences" if buckets else None
+        candidates = limit_states(candidates, state, left, given=name)
         _log.info(
             "max_num_seqs is %d: each running sequence keeps states of %.1f MiB",
             candidates[0].max_sequences, state / 2**20,
@@ -151,23 +152,30 @@ def plan_memory(
     return MemoryPlan(chosen, num_slots, fitting, kept_pages, compressed_pages)
 
 
-def limit_states(candidates: list[BucketSizes], state: int, left: int, *, given: bool) -> list[BucketSizes]:
+def limit_states(
+    candidates: list[BucketSizes], state: int, left: int, *, given: str | None = None
+) -> list[BucketSizes]:
     """Return the bucket sizes with as many sequences as have room for their states.
+
+    If not even one has room, nothing changes, since the model does not fit.
 
     Args:
       state: bytes of a sequence's states.
-      left: bytes of memory that weights and activations leave.
-      given: True if the user has chosen the number of sequences.
+      left: bytes of memory that weights, activations and a KV pool of a given size leave.
+      given: the option by which the user has chosen the number of sequences, or None.
 
     Raises:
       ValueError: a number that the user has chosen does not fit.
     """
     wished, fitting = candidates[0].max_sequences, left // state - 1  # one slot is zero, and no sequence's
-    if given:
+    if fitting < 1:
+        return candidates
+    if given is not None:
         if wished > fitting:
             raise ValueError(
-                f"max_num_seqs must be at most {max(fitting, 0)}, got {wished}: each running sequence keeps states of "
-                f"{state / 2**20:.1f} MiB, and {_gib(max(left, 0))} are free beside the weights"
+                f"{given} must be at most {fitting}, got {wished}: each running sequence keeps states of "
+                f"{state / 2**20:.1f} MiB, and {_gib(left)} are free beside the weights; reduce it, or increase "
+                "tensor_parallel_size"
             )
         return candidates
     count = max(int(STATE_SHARE * left) // state - 1, 1)
@@ -278,7 +286,8 @@ def plan_pool(
             f"{f'states of {buckets.max_sequences} sequences {_gib(states)}, ' if states else ''}KV pool {wanted} "
             f"({slot} bytes per slot, {PAGE} slots per page, and one unused page). This needs "
             f"{_devices_needed(needed, each)} such devices, but {count} {'is' if count == 1 else 'are'} used; "
-            "increase tensor_parallel_size, or use a smaller or quantized model"
+            f"increase tensor_parallel_size, {'reduce max_num_seqs, ' if states else ''}"
+            "or use a smaller or quantized model"
         )
     return pages * PAGE
 

@@ -16,6 +16,7 @@ import heapq
 from collections import Counter, abc, defaultdict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listed
+from typing import Any
 
 import numpy as np
 
@@ -280,15 +281,15 @@ class Scheduler:
             plan = dataclasses.replace(sequence.progress.plan, shift=False)
             return [make(layout, plan.after(block_table.cached), links=False)]
         choice, plan, tokens = sequence.planned.choice, sequence.progress.plan, sequence.generated
+        forks = forks_of(block_table, self.prefilling) if self._has_states else ()
         if not tokens:
-            forks = forks_of(block_table, self.prefilling) if self._has_states else ()
             return [make(layout, plan.after(block_table.cached), choice=choice, forks=forks)]
         if choice is None:
-            return [self._continuation(sequence, tokens, block_table.cached, links=True)]
+            return [self._continuation(sequence, tokens, block_table.cached, links=True, forks=forks)]
         first = make(layout, plan.wanting((), layers).after(block_table.cached), choice=choice)
         return [first, self._continuation(sequence, tokens, len(layout))]
 
-    def _continuation(self, sequence: Sequence, tokens: Listed[int], cached: int, *, links: bool = False) -> Prefill:
+    def _continuation(self, sequence: Sequence, tokens: Listed[int], cached: int, **options: Any) -> Prefill:
         """Return the prefill of generated `tokens` after a prompt, beyond the first `cached` tokens."""
         block_table, layout, plan, layers = (
             sequence.progress.block_table,
@@ -298,9 +299,9 @@ class Scheduler:
         )
         assert block_table is not None
         plan = plan.extended(len(tokens), layers).wanting([len(layout) + len(tokens) - 1], layers).after(cached)
-        return Prefill(
-            sequence, layout.extended(tokens), plan, block_table.table, block_table.shared, cached, links=links
-        )
+        options = {"links": False, **options}
+        table, shared = block_table.table, block_table.shared
+        return Prefill(sequence, layout.extended(tokens), plan, table, shared, cached, **options)
 
     def runs(self, answers: Iterable[Generation]) -> list[Prefill]:
         """Return prefills for outputs with long runs of forced tokens, and note these tokens as launched.
