@@ -1,0 +1,35 @@
+"""Models with states on four devices, which divide the heads of the states."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.helper import user
+from tests.test_hybrids import BUCKETS, GREEDY, answers, open_llm
+from vlcache_jax.testing import make_checkpoint
+
+pytestmark = pytest.mark.devices
+
+HEADS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+
+
+def test_answers_are_those_of_one_device(tmp_path, textured_image):
+    directory = make_checkpoint(tmp_path / "model", "qwen3_5", seed=6, text=HEADS)
+    conversations = [user("What is in ", textured_image(90, 130, 1), "? " + "Say it. " * 20), user("And this?")]
+    found = []
+    for count in (1, 4):
+        buckets = dataclasses.replace(BUCKETS, rows=(256,))
+        with open_llm(directory, tensor_parallel_size=count, buckets=buckets) as llm:
+            found.append(answers(llm.chat(conversations, GREEDY, use_tqdm=False)))
+            for state in llm.service.device.runner.pool.arrays[0]:
+                [*shards] = state.addressable_shards
+                assert {shard.data.shape[1] for shard in shards} == {4 // count}
+    for [(tokens, chosen)], [(expected_tokens, expected)] in zip(*found, strict=True):
+        assert tokens == expected_tokens
+        np.testing.assert_allclose(chosen, expected, atol=2e-5, rtol=0)
