@@ -119,12 +119,12 @@ class TextConfig:
 
     Attributes:
       intermediate_size: width of plain MLPs.
-      mrope_section: number of rotary frequencies of the T, H and W axes.
+      mrope_section: number of rotary frequencies of the T, H and W axes. Twice their sum is how many leading values of
+        a head rotate.
       experts: the mixture of experts, or None.
       quantization: storage of FP8 matrices, which stay in FP8, and the excluded ones. None: no matrix is in FP8.
       layer_kinds: kind of each layer. Empty: all layers have full attention.
       linear_attention: sizes of the layers with linear attention, or None.
-      rotary_width: number of leading values of a head that rotate. None: all.
       output_gate: True if the output of full attention is multiplied by the sigmoid of a gate.
       norm_offset: True if norms multiply by 1 + w in float32, and False if by w in the model's dtype.
     """
@@ -147,7 +147,6 @@ class TextConfig:
     quantization: Quantization | None = None
     layer_kinds: tuple[LayerKind, ...] = ()
     linear_attention: LinearAttentionConfig | None = None
-    rotary_width: int | None = None
     output_gate: bool = False
     norm_offset: bool = False
 
@@ -291,6 +290,7 @@ def read_text(
     head_dim: int,
     mrope_section: tuple[int, int, int],
     intermediate_size: int | None = None,
+    rotary_width: int | None = None,
     **own: Any,
 ) -> TextConfig:
     """Return the configuration of the decoder for the library's `config`.
@@ -298,6 +298,7 @@ def read_text(
     Args:
       mrope_section: default of the file's value.
       intermediate_size: width of plain MLPs. None: the file's value.
+      rotary_width: number of leading values of a head that rotate. None: all.
       own: the fields in which families differ.
 
     Raises:
@@ -311,7 +312,7 @@ def read_text(
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim of the text model must be even, got {head_dim}")
     section = tuple(rope.get("mrope_section") or mrope_section)
-    half = (own.get("rotary_width") or head_dim) // 2
+    half = (rotary_width or head_dim) // 2
     if len(section) != 3 or sum(section) != half:
         # With a wrong section for Qwen3, the library silently rotates with the wrong axes.
         raise ValueError(f"mrope_section must be three counts that sum to {half}, got {list(section)}")

@@ -142,7 +142,7 @@ def test_states_of_sequences_have_room_beside_the_weights(monkeypatch):
         on_gpu(monkeypatch, 80, "Qwen3.6-27B", max_sequences=200)
     with pytest.raises(ValueError, match=r"the last of buckets.sequences must be at most \d+, got 300: "):
         on_gpu(monkeypatch, 80, "Qwen3.6-27B", buckets=BucketSizes(sequences=(300,)))
-    # Fewer run together where the pool or a share of the memory is given; a model that does not fit is told as such.
+    # Fewer run together if the pool or a share of the memory is given. A model that does not fit is a MemoryError.
     fewer = [on_gpu(monkeypatch, 80, "Qwen3.6-27B", **given) for given in ({"share": 0.8}, {"kv_cache_bytes": 10**10})]
     assert [one.buckets.max_sequences < 16 for one in fewer] == [True, True]
     with pytest.raises(MemoryError, match=r"must fit .* weights 50\.\d+ GiB.*reduce max_num_seqs, or use a smaller"):

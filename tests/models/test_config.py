@@ -393,7 +393,7 @@ def test_what_the_library_writes_of_hybrids_is_read(kind, tmp_path):
         assert load_config(tmp_path) == found
     linear = found.text.linear_attention
     assert (linear.key_heads, linear.value_heads, linear.group, linear.taps) == (3, 9, 3, 5)
-    assert (linear.key_width, linear.value_width, found.text.rotary_width) == (24, 40, 24)
+    assert (linear.key_width, linear.value_width, 2 * sum(found.text.mrope_section)) == (24, 40, 24)
     assert (found.text.paged_layers, state_layers(found.text)) == ((0,), (1, 2))
     assert found.text.output_gate
     assert found.text.norm_offset

@@ -16,7 +16,6 @@ import heapq
 from collections import Counter, abc, defaultdict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listed
-from typing import Any
 
 import numpy as np
 
@@ -285,11 +284,12 @@ class Scheduler:
         if not tokens:
             return [make(layout, plan.after(block_table.cached), choice=choice, forks=forks)]
         if choice is None:
-            return [self._continuation(sequence, tokens, block_table.cached, links=True, forks=forks)]
+            resumed = self._continuation(sequence, tokens, block_table.cached)
+            return [dataclasses.replace(resumed, links=True, forks=forks)]
         first = make(layout, plan.wanting((), layers).after(block_table.cached), choice=choice)
         return [first, self._continuation(sequence, tokens, len(layout))]
 
-    def _continuation(self, sequence: Sequence, tokens: Listed[int], cached: int, **options: Any) -> Prefill:
+    def _continuation(self, sequence: Sequence, tokens: Listed[int], cached: int) -> Prefill:
         """Return the prefill of generated `tokens` after a prompt, beyond the first `cached` tokens."""
         block_table, layout, plan, layers = (
             sequence.progress.block_table,
@@ -299,9 +299,8 @@ class Scheduler:
         )
         assert block_table is not None
         plan = plan.extended(len(tokens), layers).wanting([len(layout) + len(tokens) - 1], layers).after(cached)
-        options = {"links": False, **options}
         table, shared = block_table.table, block_table.shared
-        return Prefill(sequence, layout.extended(tokens), plan, table, shared, cached, **options)
+        return Prefill(sequence, layout.extended(tokens), plan, table, shared, cached, links=False)
 
     def runs(self, answers: Iterable[Generation]) -> list[Prefill]:
         """Return prefills for outputs with long runs of forced tokens, and note these tokens as launched.
