@@ -74,6 +74,7 @@ def convert_command(
 
 
 def _convert(source: str, destination: pathlib.Path, dtype: Dtype | None, verify: bool, revision: str | None) -> None:
+    from vlcache_jax.convert.kept import KEPT_FILE
     from vlcache_jax.convert.stream import convert
 
     _say_leftovers(destination)
@@ -88,6 +89,8 @@ def _convert(source: str, destination: pathlib.Path, dtype: Dtype | None, verify
     )
     if report.key_bias_norms:  # codecs remove the bias of keys because of large norms
         typer.echo("norm of the key bias per layer: " + " ".join(f"{norm:.4g}" for norm in report.key_bias_norms))
+    if report.kept_nbytes:
+        typer.echo(f"copied the tensors that are not loaded to {KEPT_FILE}, {gigabytes(report.kept_nbytes)}")
     typer.echo(report.directory)
 
 

@@ -4,6 +4,7 @@ A converted checkpoint is a directory:
 
     vlcache.json    this manifest, written last
     weights/        the parameters, in Orbax's format
+    mtp.safetensors tensors that are not loaded, as they were in the source, if it has any (`kept.py`)
     config.json, tokenizer, chat template, processor and generation settings, as they were in the source
 
 A *fingerprint* identifies weights in cache keys, so different weights must never have the same one. It is a digest of
@@ -50,11 +51,13 @@ _FIELDS = {
     "files": OBJECT,
     "versions": OBJECT,
     "fingerprint": _DIGEST,
+    "kept": optional(OBJECT),
 }
 _ENTRY = {
     "shape": listed(whole(1, 1 << 40), 8),
     "dtype": one_of(*(dtype.name for dtype in DTYPES.values()), FLOAT8.name),
 }
+_KEPT = {"size": _SIZE, "sha256": _DIGEST}
 _SOURCES = {FORMAT: {"sources": OBJECT}, APART: {"source_sha256": _DIGEST}}  # field of a parameter's entry
 
 
@@ -72,6 +75,7 @@ class Manifest:
         and SHA-256 of the stored parameter, which the first conversions did not record.
       files: size in bytes of every file under `weights`, by its path there.
       versions: versions of the packages that wrote the checkpoint.
+      kept: size in bytes and SHA-256 of `kept.KEPT_FILE`. None: the conversion wrote no file, as older versions do.
       format: `FORMAT` or `APART`.
     """
 
@@ -83,6 +87,7 @@ class Manifest:
     parameters: dict[str, dict[str, Any]]
     files: dict[str, int]
     versions: dict[str, str]
+    kept: dict[str, Any] | None = None
     format: str = FORMAT
 
     def write(self, directory: pathlib.Path) -> None:
@@ -117,6 +122,8 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
         check_fields(entry, {"sha256": _DIGEST}, path, section=f"parameters {name} ")
         sources = entry["sources"] if got == FORMAT else {}
         check_fields(sources, dict.fromkeys(sources, _DIGEST), path, section=f"parameters {name} sources ")
+    if (kept := content.setdefault("kept", None)) is not None:
+        check_fields(kept, _KEPT, path, section="kept ", required=True)
     members = {field.name: content[field.name] for field in dataclasses.fields(Manifest)}
     manifest = Manifest(**members | {"casts": tuple(members["casts"])})
     if content["fingerprint"] != manifest.fingerprint(manifest.dtype):

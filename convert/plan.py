@@ -35,7 +35,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 _NAMES = ", ".join(one.name for one in DTYPES.values())
-_STORED = {**DTYPES, "F8_E4M3": FLOAT8}
+STORED_DTYPES = {**DTYPES, "F8_E4M3": FLOAT8}
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.language_model.embed_tokens.weight"
@@ -216,14 +216,14 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     """
     directory = pathlib.Path(directory)
     stored, problems = _stored_tensors(directory)
-    stored = [tensor for tensor in stored if not is_ignored(config, tensor.name)]
-    _check_bits(directory, config, stored)
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored:
         name = library_name(tensor.name)
         if name in tensors:
             problems.append(("duplicate", f"{tensor.name} in {tensor.file.name} and as {tensors[name].name}"))
         tensors[name] = tensor
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_ignored(config, tensor.name)}
+    _check_bits(directory, config, tensors.values())
     _divide(config, tensors, problems)
 
     embedding = tensors.get(_EMBEDDING)
@@ -249,6 +249,15 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     if problems:
         raise PlanError(_report(directory, problems))
     return plan
+
+
+def ignored_tensors(directory: str | pathlib.Path, config: ModelConfig) -> list[StoredTensor]:
+    """Return the stored tensors that are no part of the plan, see `is_ignored`.
+
+    Raises:
+      FileNotFoundError, PlanError: see `make_plan`.
+    """
+    return [tensor for tensor in _stored_tensors(pathlib.Path(directory))[0] if is_ignored(config, tensor.name)]
 
 
 def _divide(config: ModelConfig, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> None:
@@ -528,12 +537,12 @@ def _read_header(path: pathlib.Path) -> list[StoredTensor]:
 
 
 def _entry(path: pathlib.Path, mapping: mmap.mmap, data: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in _STORED:
+    if entry["dtype"] not in STORED_DTYPES:
         raise PlanError(
-            f"tensors must be stored as one of {', '.join(_STORED)}, got {entry['dtype']} for {name} in {path}: "
+            f"tensors must be stored as one of {', '.join(STORED_DTYPES)}, got {entry['dtype']} for {name} in {path}: "
             f"{ADVICE}"
         )
-    dtype = _STORED[entry["dtype"]]
+    dtype = STORED_DTYPES[entry["dtype"]]
     shape = tuple(int(n) for n in entry["shape"])
     begin, end = (int(n) for n in entry["data_offsets"])
     if min(begin, *shape, 0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:

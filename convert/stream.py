@@ -19,6 +19,7 @@ import numpy as np
 from vlcache_jax.common.checks import is_finite
 from vlcache_jax.common.files import check_free
 from vlcache_jax.common.json_files import read_object
+from vlcache_jax.convert.kept import KEPT_FILE, describe_damage, kept_entry, write_kept
 from vlcache_jax.convert.manifest import (
     FORMAT,
     MANIFEST_FILE,
@@ -30,7 +31,16 @@ from vlcache_jax.convert.manifest import (
     weight_files,
 )
 from vlcache_jax.convert.partial import appearing
-from vlcache_jax.convert.plan import Source, as_dtype, make_plan, sha256, source_config, source_digest, stored_dtype
+from vlcache_jax.convert.plan import (
+    Source,
+    as_dtype,
+    ignored_tensors,
+    make_plan,
+    sha256,
+    source_config,
+    source_digest,
+    stored_dtype,
+)
 from vlcache_jax.convert.progress import ConvertMeter, ConvertProgress, PeakMemory
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import SIDE_FILES, locate
@@ -69,7 +79,7 @@ def check_sizes(directory: pathlib.Path, manifest: Manifest, config: ModelConfig
 def check_contents(
     directory: str | pathlib.Path, *, progress: Callable[[ConvertProgress], None] | None = None
 ) -> Manifest:
-    """Read a converted checkpoint and compare every weight with its hash in the manifest.
+    """Read a converted checkpoint and compare every weight with its hash in the manifest, also those never loaded.
 
     At most four parameters are in memory at a time.
 
@@ -106,7 +116,7 @@ def check_contents(
         except ValueError:
             return False
 
-    damaged = _wrong_files(directory, manifest)
+    damaged = [*_wrong_files(directory, manifest), *describe_damage(directory, manifest.kept)]
     threads = min(4, os.cpu_count() or 1)
     with PeakMemory() as memory, ThreadPoolExecutor(threads, "vlcache-sha256") as pool:
         meter = ConvertMeter("check", len(nbytes), sum(nbytes.values()), memory, progress)
@@ -154,6 +164,7 @@ class ConversionReport:
       seconds: total time in seconds, including flushing to disk and verification.
       peak_memory: maximum anonymous memory of the process in bytes. None: the system has no figure.
       verified: True if the weights were compared with the source.
+      kept_nbytes: bytes of the file of tensors that are never loaded (`convert.kept`), or 0 if there is none.
       key_bias_norms: Euclidean norm of the keys' bias by decoder layer. Empty if the model has no bias.
     """
 
@@ -165,6 +176,7 @@ class ConversionReport:
     seconds: float
     peak_memory: int | None
     verified: bool
+    kept_nbytes: int = 0
     key_bias_norms: tuple[float, ...] = ()
 
 
@@ -193,8 +205,8 @@ def convert(
     Raises:
       FileExistsError: the destination is not empty, or another process is converting into it.
       FileNotFoundError: the source does not exist, or files are missing.
-      ValueError: the source is damaged or not supported, its tensors are not those of its model, or they are not finite
-        in `dtype`. The message lists all such tensors.
+      ValueError: the source is damaged, converted or not supported, its tensors are not those of its model, or they are
+        not finite in `dtype`. The message lists all such tensors.
       OSError: the disk has too little space at the start or while files are written.
     """
     begin = time.perf_counter()
@@ -202,15 +214,21 @@ def convert(
     destination = pathlib.Path(destination).expanduser().absolute()
     check_free("destination", destination)
     located = locate(source, revision)
+    if (located.directory / MANIFEST_FILE).exists():
+        raise ValueError(
+            f"source must be a Hugging Face checkpoint, but {located.directory} is converted: open it as is"
+        )
     config = source_config(located.directory)
     plan = make_plan(located.directory, config)
     target = wanted or stored_dtype(plan, config)
     leaves = _leaves(plan, target)
+    ignored = ignored_tensors(located.directory, config)
 
     from vlcache_jax.convert.store import save_weights  # Orbax takes seconds to import
 
     nbytes = sum(leaf.nbytes for leaf in leaves)
-    with PeakMemory() as memory, appearing(destination, nbytes) as directory:
+    written = nbytes + sum(tensor.nbytes for tensor in ignored)
+    with PeakMemory() as memory, appearing(destination, written) as directory:
         # Hashing needs one core and no memory, so it runs in parallel to copying and writing.
         with ThreadPoolExecutor(1, "vlcache-sha256") as pool:
             hashed = {part.tensor: pool.submit(tensor.sha256) for item in plan for part, tensor in item.parts}
@@ -222,11 +240,14 @@ def convert(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        kept = write_kept(directory, ignored)
         if verify:
             _compare(directory, leaves, FORMAT, _meter("verify", leaves, memory, progress))
+            _compare_kept(directory, kept)
         _copy_side_files(located.directory, directory)
         _write_tie(directory, config)
         manifest = _describe(directory, source, located.revision, target, leaves, digests)
+        manifest = dataclasses.replace(manifest, kept=kept)
         manifest.write(directory)
     return ConversionReport(
         directory=destination,
@@ -237,6 +258,7 @@ def convert(
         seconds=time.perf_counter() - begin,
         peak_memory=memory.peak,
         verified=verify,
+        kept_nbytes=0 if kept is None else kept["size"],
         key_bias_norms=tuple(leaf.norm for leaf in leaves if leaf.is_key_bias),
     )
 
@@ -280,6 +302,8 @@ def verify_weights(
 ) -> None:
     """Compare a converted checkpoint with its source byte by byte, with two tensors in memory at a time.
 
+    Tensors that are never loaded are compared by their hash, if the conversion kept them.
+
     Args:
       source: local directory with safetensors files, or Hub ID.
       directory: the converted checkpoint.
@@ -291,10 +315,12 @@ def verify_weights(
     """
     located = locate(source, revision)
     manifest = read_manifest(pathlib.Path(directory))
-    plan = make_plan(located.directory, source_config(located.directory))
-    leaves = _leaves(plan, as_dtype(manifest.dtype))
+    config = source_config(located.directory)
+    leaves = _leaves(make_plan(located.directory, config), as_dtype(manifest.dtype))
     with PeakMemory() as memory:
         _compare(pathlib.Path(directory), leaves, manifest.format, _meter("verify", leaves, memory, progress))
+    if manifest.kept is not None:  # conversions of older versions have no such file
+        _compare_kept(pathlib.Path(directory), kept_entry(ignored_tensors(located.directory, config)))
 
 
 def _leaves(plan: list[Source], dtype: np.dtype) -> list[_Leaf]:
@@ -381,6 +407,15 @@ def _compare(directory: pathlib.Path, leaves: list[_Leaf], layout: str, meter: C
     if different:
         some = ", ".join(different[:20]) + (f" and {len(different) - 20} more" if len(different) > 20 else "")
         raise ValueError(f"converted weights must equal those of the source, but {len(different)} differ: {some}")
+
+
+def _compare_kept(directory: pathlib.Path, kept: dict[str, Any] | None) -> None:
+    """Compare the file of tensors that are never loaded with the entry of the source's tensors."""
+    damage = describe_damage(directory, kept)
+    if kept is None and (directory / KEPT_FILE).exists():
+        damage = ["the source has no such tensors"]
+    if damage:
+        raise ValueError(f"{KEPT_FILE} of {directory} must equal the tensors of its source, but {damage[0]}")
 
 
 def _equal_bytes(a: np.ndarray, b: np.ndarray) -> bool:

@@ -9,11 +9,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 
 from tests.convert.test_float8 import dequantized, parameter_of
 from tests.models import float8
 from tests.models.helper import state_layers
-from vlcache_jax.convert import convert, verify_weights
+from vlcache_jax.convert import check_contents, convert, verify_weights
 from vlcache_jax.convert.plan import PlanError, make_plan
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.params import parameters
@@ -112,16 +113,87 @@ def test_a_norm_in_float32_does_not_choose_the_dtype(changed):
     assert open_checkpoint(directory).dtype == BFLOAT16
 
 
+def mtp_tensors(quantization=None):
+    """What predicts several tokens: its layer and, in 8 bits, its experts one by one with their scales."""
+    rng = np.random.default_rng(5)
+    found = {f"mtp.{name}.weight": rng.standard_normal((3, 7)).astype(BFLOAT16)
+             for name in ("fc", "norm", "layers.0.mlp.gate")}  # fmt: skip
+    if quantization is not None:
+        name = "mtp.layers.0.mlp.experts.0.up_proj.weight"
+        found[name] = rng.standard_normal((5, 9)).astype(float8.FLOAT8)
+        found[f"{name}_scale_inv"] = np.ones((1, 1), BFLOAT16)
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_predicts_several_tokens_is_ignored(made, changed, kind):
-    """Its layer, its experts one by one, and its matrices and scales in 8 bits."""
+def test_what_predicts_several_tokens_is_not_loaded(made, changed, kind):
+    directory = changed(lambda tensors: tensors.update(mtp_tensors("fp8")), kind)
+    assert open_checkpoint(directory).fingerprint == open_checkpoint(made(kind)).fingerprint
 
-    def add(tensors):
-        tensors |= {f"mtp.{name}.weight": np.ones((4, 8), BFLOAT16) for name in ("fc", "norm", "layers.0.mlp.gate")}
-        tensors["mtp.layers.0.mlp.experts.0.up_proj.weight"] = np.ones((4, 8), float8.FLOAT8)
-        tensors["mtp.layers.0.mlp.experts.0.up_proj.weight_scale_inv"] = np.ones((1, 1), BFLOAT16)
 
-    assert open_checkpoint(changed(add, kind)).fingerprint == open_checkpoint(made(kind)).fingerprint
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_conversion_keeps_what_predicts_several_tokens(made, changed, tmp_path, quantization):
+    """Names, dtypes and values stay, also in a model of another dtype. Opening needs no such file."""
+    wanted = mtp_tensors(quantization)
+    source = changed(lambda tensors: tensors.update(wanted), quantization=quantization)
+    out = tmp_path / "out"
+    report = convert(source, out, dtype="float32", verify=True)
+    file = out / "mtp.safetensors"
+    assert report.kept_nbytes == file.stat().st_size
+    assert report.fingerprint == open_checkpoint(made(quantization=quantization), dtype="float32").fingerprint
+    kept = float8.read(file)
+    assert kept.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert kept[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(kept[name].view(np.uint8), tensor.view(np.uint8))
+    with safetensors.safe_open(file, "np") as opened:  # its own reader accepts the file
+        assert set(opened.keys()) == wanted.keys()
+    check_contents(out)
+    verify_weights(source, out)
+
+    whole = file.read_bytes()
+    for damaged, problem in ((whole[:-1] + b"x", "mtp.safetensors differs"), (whole[:-1], "has another size of mtp.s")):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"but is damaged:\n  {problem}"):
+            check_contents(out)
+        with pytest.raises(ValueError, match=f"must equal the tensors of its source, but {problem}"):
+            verify_weights(source, out)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"but is damaged:\n  misses mtp.safetensors"):
+        check_contents(out)
+    assert open_checkpoint(out).fingerprint == report.fingerprint
+    with pytest.raises(ValueError, match=f"source must be a Hugging Face checkpoint, but {out} is converted"):
+        convert(out, tmp_path / "again")
+
+
+def test_a_conversion_of_an_older_version_has_no_such_file(changed, tmp_path):
+    """It is complete without it, and only a new conversion adds it."""
+    source, out = changed(lambda tensors: tensors.update(mtp_tensors())), tmp_path / "out"
+    convert(source, out)
+    (out / "mtp.safetensors").unlink()
+    manifest = json.loads((out / "vlcache.json").read_text())
+    del manifest["kept"]
+    (out / "vlcache.json").write_text(json.dumps(manifest))
+    check_contents(out)
+    verify_weights(source, out)
+    assert open_checkpoint(out, verify_weights=True).fingerprint == open_checkpoint(source).fingerprint
+
+
+def test_a_conversion_without_such_tensors_writes_no_such_file(made, tmp_path):
+    assert convert(made(), tmp_path / "out").kept_nbytes == 0
+    assert not (tmp_path / "out" / "mtp.safetensors").exists()
+
+
+def test_two_tensors_of_one_name_are_refused_though_they_are_not_loaded(made, tmp_path):
+    source = shutil.copytree(made(), tmp_path / "source")
+    for name in ("a", "b"):
+        float8.write(source / f"{name}.safetensors", mtp_tensors())
+    weights = float8.read(source / "model.safetensors")
+    index = {"mtp.fc.weight": "a.safetensors", "mtp.norm.weight": "b.safetensors"}
+    text = json.dumps({"weight_map": index | dict.fromkeys(weights, "model.safetensors")})
+    (source / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(PlanError, match=r"duplicate \(3\):\n  mtp.fc.weight in b.safetensors"):
+        convert(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -413,6 +413,7 @@ HOSTILE_MANIFESTS = {
     "files": (None, [], "x", 5),
     "versions": (None, []),
     "fingerprint": (None, 5, "x"),
+    "kept": (5, [], "x"),
     "files d": (None, -1, 1.5, True, "7", 10**30, {}),
     "parameters visual/pos_embed/embedding": (None, 5, [], "x"),
     "parameters visual/pos_embed/embedding shape": (None, 64, ["64"], [-1], [0], [1.5], [True], [1] * 100, [10**30]),
