@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from vlcache_jax.models.config import SCALE
 from vlcache_jax.models.params import Factors
+from vlcache_jax.models.quantization import SCALE
 
 
 class FileTensor(Protocol):

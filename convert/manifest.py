@@ -28,8 +28,8 @@ import numpy as np
 
 from vlcache_jax.common.json_files import OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, read_object, whole
 from vlcache_jax.convert.plan import DTYPES
-from vlcache_jax.models.config import FLOAT8
 from vlcache_jax.models.params import Parameter, Part
+from vlcache_jax.models.quantization import FLOAT8
 
 FORMAT = "vlcache-checkpoint/2"
 APART = "vlcache-checkpoint/1"  # older format that stores the layers of a product separately; reading joins them

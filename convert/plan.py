@@ -24,8 +24,10 @@ import ml_dtypes
 import numpy as np
 
 from vlcache_jax.convert.factors import Dequantized, StoredFactors
-from vlcache_jax.models.config import ADVICE, FLOAT8, ModelConfig
+from vlcache_jax.convert.progress import gigabytes
+from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Part, is_ignored, library_name, parameters, piece_name, pieces
+from vlcache_jax.models.quantization import ADVICE, FLOAT8
 from vlcache_jax.models.registry import load_config
 
 _log = logging.getLogger(__name__)
@@ -248,6 +250,7 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     problems = problems or list(_flawed_factors(plan))
     if problems:
         raise PlanError(_report(directory, problems))
+    _log_dequantized(directory, plan)
     return plan
 
 
@@ -329,7 +332,7 @@ def _taken(
 def _dequantized(
     part: Part, name: str, shape: tuple[int, ...], tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]
 ) -> StoredTensor | Dequantized:
-    """Return an FP8 matrix dequantized, because other matrices of its product are not in FP8."""
+    """Return an FP8 matrix dequantized, because its product is not in FP8."""
     assert part.mixed is not None
     tensor, own = tensors.pop(name), name + part.mixed.quantization.suffix
     factors, wanted = tensors.pop(own, None), part.mixed.stored_shape(shape)
@@ -347,25 +350,43 @@ def _dequantized(
 def _flawed_factors(plan: Iterable[Source]) -> Iterator[tuple[str, str]]:
     """Yield a problem for each tensor of scales that are not finite and above 0, which give wrong weights."""
     for source in plan:
-        for tensor in source.tensors:
-            singles = [one for parts in tensor.experts for one in parts] if isinstance(tensor, Stack) else [tensor]
-            for single in singles:
-                if isinstance(single, StoredFactors | Dequantized) and (flaw := single.flaw) is not None:
-                    yield "with scales that are not finite and above 0", flaw
+        for single in _singles(source):
+            if isinstance(single, StoredFactors | Dequantized) and (flaw := single.flaw) is not None:
+                yield "with scales that are not finite and above 0", flaw
+
+
+def _log_dequantized(directory: pathlib.Path, plan: Iterable[Source]) -> None:
+    """Log what FP8 matrices cost that are dequantized. Decays and rates always are, and are small."""
+    sources = [source for source in plan if source.parameter.path[-2] != "in_proj_ba"]
+    found = [one.tensor for source in sources for one in _singles(source) if isinstance(one, Dequantized)]
+    if found:
+        _log.warning(
+            "%d FP8 matrices of %s are dequantized, because config.json excludes them or other experts of their layer "
+            "from FP8; they take %s more in bfloat16: %s",
+            len(found), directory, gigabytes(sum(one.nbytes for one in found)), _some([one.name for one in found]),
+        )  # fmt: skip
+
+
+def _singles(source: Source) -> Iterator[StoredTensor | StoredFactors | Dequantized]:
+    """Yield the tensors of a parameter, those of experts one by one."""
+    for tensor in source.tensors:
+        yield from (one for parts in tensor.experts for one in parts) if isinstance(tensor, Stack) else (tensor,)
 
 
 def _problems(parts: Iterable[Part], found: Iterable[StoredTensor | Dequantized | None]) -> Iterator[tuple[str, str]]:
     """Yield the problems of the tensors of a parameter's parts. None: the tensor is missing."""
     for part, tensor in zip(parts, found, strict=True):
         expected = list(part.tensor_shape)
-        if part.mixed is not None and tensor is not None and tensor.dtype == FLOAT8:
+        if isinstance(tensor, Dequantized) or (
+            part.mixed is not None and tensor is not None and tensor.dtype == FLOAT8
+        ):
             continue  # `_dequantized` has reported its problems
         if tensor is None:
             yield "missing", f"{piece_name(part.tensor)} {expected}"
         elif tensor.shape != part.tensor_shape:
             yield "wrong shape", f"{tensor.name} must be {expected}, got {list(tensor.shape)}"
-        elif part.is_float8 != (tensor.dtype == FLOAT8):
-            wanted = FLOAT8.name if part.is_float8 else f"one of {_NAMES}"
+        elif part.is_stored_float8 != (tensor.dtype == FLOAT8):
+            wanted = FLOAT8.name if part.is_stored_float8 else f"one of {_NAMES}"
             yield "wrong dtype", f"{tensor.name} must be {wanted}, got {tensor.dtype}"
 
 

@@ -357,13 +357,13 @@ class _Leaf:
 
     @property
     def is_key_bias(self) -> bool:
-        return self.path[-2:] == ("qkv_proj", "bias")
+        return self.path[-2:] in (("qkv_proj", "bias"), ("k_proj", "bias"))
 
     def read(self) -> np.ndarray:
         array = self.source.read(self.dtype)
         self.sha256 = sha256(array)
         if self.is_key_bias:
-            self.norm = float(np.linalg.norm(array[:, -2].astype(np.float64)))
+            self.norm = float(np.linalg.norm(array[:, -2 if self.path[-2] == "qkv_proj" else 0].astype(np.float64)))
         if not is_finite(array):
             self.flaws = tuple(self._flaws(array))
         return array

@@ -4,32 +4,22 @@
 defaults of transformers, here called the library. The library's configuration classes could read it, but they import
 torch if it is installed, which takes ten seconds. So this module repeats their rules for these families, and tests
 compare the two.
-
-Two layouts of FP8 weights are published. Qwen's own has a scale `weight_scale_inv` for each block of 128 x 128 values.
-compressed-tensors has a `weight_scale` for each block or for each output. In both, a weight is its 8-bit value (e4m3)
-times its scale, whatever the name says. Embeddings, norms, the output head, routers and the vision tower are not in
-FP8, nor are matrices of the decoder that the file excludes by name or pattern. Queries, keys and values are one product
-here, as are gate and up, and the experts of a layer. A product with an excluded matrix is not in FP8.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 
-from vlcache_jax.common.checks import short
 from vlcache_jax.common.json_files import FLAG, OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, real, whole
 from vlcache_jax.models.layer_kinds import FULL_ATTENTION, LayerKind, LinearAttentionConfig
+from vlcache_jax.models.quantization import PRODUCTS, Quantization
 
 _BLOCKS = whole(1, 1024)
 INDICES = listed(whole(0, 1023), 1024)  # indices of blocks
@@ -173,17 +163,23 @@ class TextConfig:
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     def quantization_of(self, layer: int, product: str) -> Quantization | None:
-        """Return the FP8 storage of a layer's product, one of `PRODUCTS`, or None if it is not in FP8."""
+        """Return the FP8 storage of a layer's product, one of `PRODUCTS`, or None if some of its matrices have none."""
+        kept = self.quantizations_of(layer, product)
+        return None if None in kept else kept[0]
+
+    def quantizations_of(self, layer: int, product: str) -> tuple[Quantization | None, ...]:
+        """Return the FP8 storage of each matrix of a layer's product, or None for those that are not in FP8."""
         kept = self.quantization
-        return None if kept is None or (layer, product) in kept.left_out else kept
+        plain = frozenset() if kept is None else kept.plain
+        return tuple(None if (layer, matrix) in plain else kept for matrix in PRODUCTS[product])
 
     def first_like(self, layer: int) -> int:
         """Return the first layer with weights of the same shapes and types."""
         return next(i for i in range(self.num_layers) if self._weights_of(i) == self._weights_of(layer))
 
     def _weights_of(self, layer: int) -> tuple[Any, ...]:
-        in_8_bits = (self.quantization_of(layer, product) is not None for product in PRODUCTS)
-        return self.kind_of(layer), self.experts_of(layer), *in_8_bits
+        kept = (self.quantizations_of(layer, product) for product in PRODUCTS)
+        return self.kind_of(layer), self.experts_of(layer), *kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,203 +392,3 @@ def expect(name: str, got: object, expected: object) -> None:
     """
     if got != expected:
         raise ValueError(f"{name} must be {expected!r}, got {got!r}")
-
-
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-SCALE = np.dtype(np.float32)
-GROUP = 128  # inputs of an output that share a scale in memory
-
-_EXPERTS = "experts"
-PRODUCTS: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o_proj": ("self_attn.o_proj",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_proj": ("mlp.down_proj",),
-    "in_proj_qk": ("linear_attn.in_proj_qkv",),
-    "in_proj_vz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-    "out_proj": ("linear_attn.out_proj",),
-    "shared_gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-    "shared_down_proj": ("mlp.shared_expert.down_proj",),
-    _EXPERTS: ("mlp.experts",),
-}
-"""The products of a layer, and the matrices of each one by their names in the library."""
-
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-# Prefixes of layers in the library's modules and in older releases.
-_FOLDERS = ("model.language_model", "language_model.model", "model", "language_model")
-_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
-_CLASSES = ("Linear", "Module")  # classes of the matrices
-
-_KEY = "quantization_config"
-_NAMES = optional(listed(TEXT, 1 << 16))
-_SIZE = whole(1, 1 << 16)
-_BLOCK = Kind(
-    "a list of two integers from 1 to 65536", lambda value: listed(_SIZE, 2).accepts(value) and len(value) == 2
-)
-ADVICE = "use the published bfloat16 or FP8 checkpoint of this model"
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantization:
-    """The storage of a checkpoint's FP8 matrices.
-
-    Attributes:
-      suffix: suffix of a scale's name after the name of its matrix.
-      outputs, inputs: size of a block that shares a scale. inputs None: all inputs.
-      left_out: products that are not in FP8, each as its layer and one of `PRODUCTS`.
-    """
-
-    suffix: str
-    outputs: int
-    inputs: int | None
-    left_out: frozenset[tuple[int, str]] = frozenset()
-
-    def group(self, inputs: int) -> int:
-        """Return how many inputs share a scale in memory: the greatest common divisor of the block's and `inputs`."""
-        return math.gcd(self.inputs or GROUP, inputs)
-
-    def stored_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """Return the stored shape of a matrix's scales. Blocks at the ends may be smaller."""
-        return -(-outputs // self.outputs), -(-inputs // (self.inputs or inputs))
-
-    def spread(self, factors: np.ndarray, outputs: int, inputs: int) -> np.ndarray:
-        """Expand stored scales to one for each output and group of inputs.
-
-        Args:
-          factors: stored scales, [..., blocks of outputs, blocks of inputs].
-
-        Returns:
-          Scales in memory, float32 [..., outputs, inputs / group].
-        """
-        group = self.group(inputs)
-        by_output = np.repeat(factors.astype(SCALE), self.outputs, axis=-2)[..., :outputs, :]
-        by_input = np.repeat(by_output, (self.inputs or inputs) // group, axis=-1)[..., : inputs // group]
-        return np.ascontiguousarray(by_input)  # a block may be wider than the matrix
-
-
-def read_quantization(
-    raw: Mapping[str, Any], path: str | os.PathLike[str], layers: int = 0, experts: int = 0
-) -> Quantization | None:
-    """Read the storage of quantized weights from the content of a `config.json`, or None if it has no quantization.
-
-    Args:
-      layers: number of decoder layers.
-      experts: number of experts of a layer.
-
-    Raises:
-      ValueError: the format is not supported. The message names it and the file.
-    """
-    found = [part[_KEY] for part in (raw, raw.get("text_config") or {}) if part.get(_KEY) is not None]
-    if not found:
-        return None
-    config = found[0]
-    check_fields({_KEY: config}, {_KEY: OBJECT}, path)
-    method = config.get("quant_method")
-    if method == "fp8":
-        kept, takes = _fine_grained(config, path), _fine_grained_names(config, path)
-        modules = PRODUCTS[_EXPERTS]  # the library treats all experts of a layer as one
-    elif method == "compressed-tensors":
-        kept, takes = _compressed(config, path), _compressed_names(config, path)
-        modules = tuple(f"mlp.experts.{i}.{name}" for i in range(experts) for name in _OF_EXPERTS)
-    else:
-        raise _unsupported(path, f"quant_method {short(method)}")
-    left_out = {
-        (layer, product)
-        for layer in range(layers)
-        for product, own in {**PRODUCTS, _EXPERTS: modules}.items()
-        for module in own
-        if not takes(tuple(f"{folder}.layers.{layer}.{module}" for folder in _FOLDERS))
-    }
-    return dataclasses.replace(kept, left_out=frozenset(left_out))
-
-
-def _fine_grained_names(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[tuple[str, ...]], bool]:
-    """Return a function: names of a matrix -> True if it is in FP8, by `should_convert_module` of transformers."""
-    key = "modules_to_not_convert" if config.get("modules_to_not_convert") is not None else "ignored_layers"
-    check_fields(config, {key: _NAMES}, path, section=f"{_KEY}.")
-    ends = tuple(config.get(key) or ())
-    begins = [_pattern(f"(?:{one}){_BOUNDARY}", one, f"{key} of {os.fspath(path)}") for one in ends]
-    return lambda names: not any(name.endswith(ends) or any(one.match(name) for one in begins) for name in names)
-
-
-def _compressed_names(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[tuple[str, ...]], bool]:
-    """Return a function: names of a matrix -> True if it is in FP8, by the rules of compressed-tensors.
-
-    `targets` and `ignore` contain names, patterns that begin with `re:`, or classes.
-    """
-    check_fields(config, {"ignore": _NAMES}, path, section=f"{_KEY}.")
-    groups = config["config_groups"].values()
-    for group in groups:
-        check_fields(group, {"targets": _NAMES}, path, section=f"{_KEY}.config_groups.")
-    targets = [one for group in groups for one in group.get("targets") or _CLASSES]
-    is_target, is_ignored = (
-        _matches(given, f"{key} of {os.fspath(path)}")
-        for key, given in (("targets", targets), ("ignore", config.get("ignore") or []))
-    )
-    return lambda names: any(map(is_target, names)) and not any(map(is_ignored, names))
-
-
-def _matches(entries: list[str], where: str) -> Callable[[str], bool]:
-    names = frozenset(entries)
-    patterns = [_pattern(one[3:], one, where) for one in entries if one.startswith("re:")]
-    if not names.isdisjoint(_CLASSES):
-        return lambda name: True
-    return lambda name: name in names or any(one.match(name) for one in patterns)
-
-
-def _pattern(text: str, written: str, where: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ValueError(f"{_KEY}.{where} must be names or patterns, got {short(written)}: {error}") from error
-
-
-def _fine_grained(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Quantization:
-    """Read the storage of Qwen's own FP8."""
-    check_fields(config, {"weight_block_size": _BLOCK}, path, section=f"{_KEY}.", required=True)
-    for key, wanted in {"fmt": "e4m3", "expert_dtype": "fp8"}.items():
-        if config.get(key, wanted) != wanted:
-            raise _unsupported(path, f"{key} {short(config[key])}")
-    outputs, inputs = config["weight_block_size"]
-    return Quantization("_scale_inv", outputs, inputs)
-
-
-def _compressed(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Quantization:
-    """Read the storage of compressed-tensors."""
-    check_fields(config, {"config_groups": OBJECT, "format": optional(TEXT)}, path, section=f"{_KEY}.", required=True)
-    groups = config["config_groups"]
-    check_fields(groups, dict.fromkeys(groups, OBJECT), path, section=f"{_KEY}.config_groups.")
-    if config.get("kv_cache_scheme") is not None:
-        raise _unsupported(path, "a kv_cache_scheme")
-    found = {_scheme(group, config.get("format"), path) for group in groups.values()}
-    if len(found) != 1:
-        raise _unsupported(path, f"{len(found)} config_groups that differ")
-    return found.pop()
-
-
-def _scheme(group: Mapping[str, Any], default: str | None, path: str | os.PathLike[str]) -> Quantization:
-    check_fields(group, {"weights": OBJECT}, path, section=f"{_KEY}.config_groups.", required=True)
-    weights: dict[str, Any] = group["weights"]
-    form = group.get("format") or default
-    kind, bits = weights.get("type"), weights.get("num_bits")
-    if (kind, bits) != ("float", 8) or form not in (None, "float-quantized", "naive-quantized"):
-        raise _unsupported(path, f"weights of {short(bits)} bits, type {short(kind)}, format {short(form)}")
-    if weights.get("symmetric", True) is not True or weights.get("dynamic") not in (None, False):
-        raise _unsupported(path, "weights that are not symmetric and static")
-    match weights.get("strategy"):
-        case "channel":
-            return Quantization("_scale", 1, None)
-        case "block":
-            section = f"{_KEY}.config_groups.weights."
-            check_fields(weights, {"block_structure": _BLOCK}, path, section=section, required=True)
-            outputs, inputs = weights["block_structure"]
-            return Quantization("_scale", outputs, inputs)
-        case strategy:
-            raise _unsupported(path, f"strategy {short(strategy)}")
-
-
-def _unsupported(path: str | os.PathLike[str], what: str) -> ValueError:
-    return ValueError(
-        f"{_KEY} of {os.fspath(path)} must be FP8 in Qwen's format, or in compressed-tensors by channel or block, "
-        f"got {what}: {ADVICE}"
-    )

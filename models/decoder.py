@@ -9,7 +9,7 @@ of many MLPs for each row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vlcache_jax.models import rope
-from vlcache_jax.models.config import FLOAT8, SCALE, ExpertsConfig, Quantization, TextConfig
+from vlcache_jax.models.config import ExpertsConfig, TextConfig
 from vlcache_jax.models.layer_kinds import FULL_ATTENTION, Runs, TokenStates
 from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, joined, leading_back, linear, split_product, times
 from vlcache_jax.models.linear_attention import NAME as LINEAR_ATTENTION
 from vlcache_jax.models.linear_attention import GatedDeltaNet
+from vlcache_jax.models.quantization import FLOAT8, SCALE, Quantization
 from vlcache_jax.pallas_kernels import Work, attention, mix_experts, paged_attention, rotate_write, rotated, split
 
 
@@ -37,7 +38,7 @@ class SparseMLP(nnx.Module):
         width: int,
         config: ExpertsConfig,
         quantization: Quantization | None = None,
-        shared: tuple[Quantization | None, Quantization | None] = (None, None),
+        shared: tuple[Sequence[Quantization | None], Quantization | None] = ((None, None), None),
         *,
         dtype: Any,
         rngs: nnx.Rngs,
@@ -152,8 +153,8 @@ class SelfAttention(nnx.Module):
         # The queries of each KV head, its key, its value: a cut over KV heads is one of the matrix's columns. If the
         # output has a gate, each query is followed by its gate.
         shape = kv_heads, heads // kv_heads * (1 + config.output_gate) + 2, width
-        kept, back = (config.quantization_of(layer, product) for product in ("qkv_proj", "o_proj"))
-        self.qkv_proj = joined(config.hidden_size, shape, kept, spread=0, bias=config.qkv_bias, dtype=dtype)
+        kept, back = config.quantizations_of(layer, "qkv_proj"), config.quantization_of(layer, "o_proj")
+        self.qkv_proj = joined("qkv_proj", config.hidden_size, shape, kept, spread=0, bias=config.qkv_bias, dtype=dtype)
         self.o_proj = leading_back(heads * width, config.hidden_size, back, bias=False, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm, self.k_norm = (
@@ -277,10 +278,10 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = norm()
         width, kept = config.hidden_size, functools.partial(config.quantization_of, layer)
         if (experts := config.experts_of(layer)) is None:
-            both = kept("gate_up_proj"), kept("down_proj")
+            both = config.quantizations_of(layer, "gate_up_proj"), kept("down_proj")
             self.mlp = GatedMLP(width, config.intermediate_size, *both, bias=False, dtype=dtype, rngs=rngs)
         else:
-            shared = kept("shared_gate_up_proj"), kept("shared_down_proj")
+            shared = config.quantizations_of(layer, "shared_gate_up_proj"), kept("shared_down_proj")
             self.mlp = SparseMLP(width, experts, kept("experts"), shared, dtype=dtype, rngs=rngs)
 
     def __call__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from vlcache_jax.models.config import FLOAT8, SCALE, Quantization, matmul_precision
+from vlcache_jax.models.config import matmul_precision
+from vlcache_jax.models.quantization import FLOAT8, SCALE, Quantization
 from vlcache_jax.pallas_kernels import adds_partials, float8_matmul, norm_residual, rms_norm, split
 
 CHUNK = 512  # rows of an MLP that a CPU computes at once
@@ -141,11 +142,67 @@ class Float8Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...][..., first:, :]
 
 
+class ApartLinear(nnx.Module):
+    """Dense layers with the same input of which some are in FP8, as products of their own with one result.
+
+    Args:
+      name: name of the product, one of `JOINED`.
+      kept: storage of each matrix in FP8, or None.
+      options: arguments of `Float8Linear`.
+    """
+
+    def __init__(
+        self, name: str, width: int, shape: tuple[int, ...], kept: Sequence[Quantization | None], **options: Any
+    ):
+        *lead, count, out = shape
+        self.places = tuple(layers_of(name, count).items())
+        for (own, (first, last)), one in zip(self.places, kept, strict=True):
+            setattr(self, own, joined(own, width, (*lead, last - first, out), (one,), **options))
+
+    @property
+    def bias(self) -> jax.Array | None:
+        """Biases of all layers, [..., layers, out], or None."""
+        found = [getattr(self, name).bias for name, _ in self.places]
+        return None if found[0] is None else jnp.concatenate([one[...] for one in found], -2)
+
+    def __call__(self, x: jax.Array, first: int = 0, implementation: str | None = None) -> jax.Array:
+        """Apply the layers from `first` on, [N, in] -> [N, ..., layers, out]."""
+        begin = first % self.places[-1][1][1]
+        made = [
+            times(getattr(self, name), x, implementation, first=max(begin - own, 0))
+            for name, (own, last) in self.places
+            if last > begin
+        ]
+        return jnp.concatenate(made, -2)
+
+
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qk": ("in_proj_q", "in_proj_k"),
+    "in_proj_vz": ("in_proj_v", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""The library's layers of each joined product, along the axis before the last."""
+
+
+def layers_of(product: str, count: int) -> dict[str, tuple[int, int]]:
+    """Return the first and last + 1 entry of each layer of a joined product with `count` entries."""
+    names = JOINED[product]
+    # Queries have the rest of their axis. The layers of other products have equal parts.
+    each = 1 if product == "qkv_proj" else count // len(names)
+    ends = range(count - each * (len(names) - 1), count + 1, each)
+    return dict(zip(names, zip((0, *ends), ends, strict=False), strict=True))
+
+
 def times(
-    layer: nnx.Linear | JoinedLinear | Float8Linear, x: jax.Array, implementation: str | None = None, **options: int
+    layer: nnx.Linear | JoinedLinear | Float8Linear | ApartLinear,
+    x: jax.Array,
+    implementation: str | None = None,
+    **options: int,
 ) -> jax.Array:
     """Apply a dense layer to rows. FP8 matrices use a kernel, of the given implementation."""
-    if isinstance(layer, Float8Linear):
+    if isinstance(layer, Float8Linear | ApartLinear):
         return layer(x, implementation=implementation, **options)
     return layer(x, **options)
 
@@ -176,16 +233,23 @@ def split_product(
 
 
 def joined(
+    name: str,
     width: int,
     shape: tuple[int, ...],
-    quantization: Quantization | None,
+    kept: Sequence[Quantization | None],
     *,
     spread: int,
     bias: bool,
     dtype: Any,
-) -> JoinedLinear | Float8Linear:
-    """Create dense layers as one product, in FP8 with `quantization`. See `JoinedLinear` and `Float8Linear`."""
-    if quantization is None:
+) -> JoinedLinear | Float8Linear | ApartLinear:
+    """Create dense layers with the same input as one product, or as several if only some of them are in FP8.
+
+    Args:
+      kept: storage of each matrix in FP8, or None. For other arguments see `Float8Linear` and `ApartLinear`.
+    """
+    if len(set(kept)) > 1:
+        return ApartLinear(name, width, shape, kept, spread=spread, bias=bias, dtype=dtype)
+    if (quantization := kept[0]) is None:
         return JoinedLinear(width, shape, bias=bias, dtype=dtype)
     return Float8Linear(width, shape, quantization, spread=spread, bias=bias, dtype=dtype)
 
@@ -220,20 +284,20 @@ def by_chunks(rowwise: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Ar
 
 
 class GatedMLP(nnx.Module):
-    """The MLP down(silu(gate(x)) * up(x)). `quantization` is that of gate and up, `back` that of down."""
+    """The MLP down(silu(gate(x)) * up(x)). `kept` is the storage of gate and of up in FP8, `back` that of down."""
 
     def __init__(
         self,
         width: int,
         hidden: int,
-        quantization: Quantization | None = None,
+        kept: Sequence[Quantization | None] = (None, None),
         back: Quantization | None = None,
         *,
         bias: bool,
         dtype: Any,
         rngs: nnx.Rngs,
     ):
-        self.gate_up_proj = joined(width, (2, hidden), quantization, spread=1, bias=bias, dtype=dtype)
+        self.gate_up_proj = joined("gate_up_proj", width, (2, hidden), kept, spread=1, bias=bias, dtype=dtype)
         self.down_proj = leading_back(hidden, width, back, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array, implementation: str | None = None) -> jax.Array:

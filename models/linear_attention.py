@@ -55,19 +55,19 @@ class GatedDeltaNet(nnx.Module):
         assert sizes is not None
         heads, group, width = sizes.key_heads, sizes.group, config.hidden_size
         self.config, self.eps = sizes, config.rms_norm_eps
-        kept = functools.partial(config.quantization_of, layer)
+        kept = functools.partial(config.quantizations_of, layer)
         # The outputs of each key head are together: a cut over key heads is one of the matrices' columns.
-        project = functools.partial(joined, width, spread=0, bias=False, dtype=dtype)
-        self.in_proj_qk = project((heads, 2, sizes.key_width), kept("in_proj_qk"))
-        self.in_proj_vz = project((heads, 2 * group, sizes.value_width), kept("in_proj_vz"))
-        self.in_proj_ba = project((heads, 2, group), None)
+        project = functools.partial(joined, width=width, spread=0, bias=False, dtype=dtype)
+        self.in_proj_qk = project("in_proj_qk", shape=(heads, 2, sizes.key_width), kept=kept("in_proj_qk"))
+        self.in_proj_vz = project("in_proj_vz", shape=(heads, 2 * group, sizes.value_width), kept=kept("in_proj_vz"))
+        self.in_proj_ba = project("in_proj_ba", shape=(heads, 2, group), kept=(None, None))
         channels = 2 * sizes.key_width + group * sizes.value_width
         self.conv1d = Convolution((heads, channels, sizes.taps), dtype=dtype)
         self.A_log = nnx.Param(jnp.zeros((heads, group), jnp.float32))
         self.dt_bias = nnx.Param(jnp.zeros((heads, group), jnp.float32))
         self.norm = HeadNorm(sizes.value_width, dtype=dtype)
         inputs = sizes.value_heads * sizes.value_width
-        self.out_proj = leading_back(inputs, width, kept("out_proj"), bias=False, dtype=dtype, rngs=rngs)
+        self.out_proj = leading_back(inputs, width, *kept("out_proj"), bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,

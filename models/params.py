@@ -5,7 +5,8 @@ for the last part, the family's `TensorNames`, and layers that are one product h
 [M, K, G + 2, D]: queries, key and value of each KV head. That of `gate_up_proj` is [M, 2, F].
 
 FP8 matrices keep the stored layout [out, in]: [K, G + 2, D, M] for `qkv_proj`, and [2, F, M] for `gate_up_proj`. Each
-has a parameter of scales, one for each output and group of inputs.
+has a parameter of scales, one for each output and group of inputs. If a product has fallen apart, because only some of
+its matrices are in FP8, each matrix is a parameter such as `gate_up_proj/up_proj/kernel`.
 
 Linear attention has the inputs of its rule by key head: `in_proj_qk` [M, HK, 2, dk], `in_proj_vz` [M, HK, 2 G, dv] and
 `in_proj_ba` [M, HK, 2, G]. The library stores queries, keys and values of all heads in one tensor, and the taps of the
@@ -24,9 +25,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from vlcache_jax.models.config import FLOAT8, SCALE, ModelConfig, Quantization
+from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.family import TensorNames
+from vlcache_jax.models.layers import JOINED, layers_of
 from vlcache_jax.models.model import abstract_model
+from vlcache_jax.models.quantization import FLOAT8, PRODUCTS, SCALE, Quantization
 from vlcache_jax.models.registry import FAMILIES
 
 Path = tuple[str | int, ...]
@@ -69,6 +72,7 @@ class Part:
       kept: dtype in a model of any dtype. None: the model's dtype.
       factors: storage of scales, if this part is scales of FP8 matrices, else None.
       mixed: storage of scales, if this part is a matrix that is not in FP8 here but may be stored in FP8, else None.
+      is_listed: True if the checkpoint's configuration excludes a `mixed` matrix from FP8. If not, its file has FP8.
     """
 
     path: Path
@@ -80,6 +84,7 @@ class Part:
     kept: np.dtype | None = None
     factors: Factors | None = None
     mixed: Factors | None = None
+    is_listed: bool = False
 
     @property
     def is_stack(self) -> bool:
@@ -93,6 +98,11 @@ class Part:
     @property
     def is_float8(self) -> bool:
         return self.kept == FLOAT8
+
+    @property
+    def is_stored_float8(self) -> bool:
+        """True if the tensor must be in FP8."""
+        return self.is_float8 or (self.mixed is not None and not self.is_listed)
 
     def dtype_in(self, dtype: np.dtype) -> np.dtype:
         """Return its dtype in a model of `dtype`."""
@@ -119,7 +129,7 @@ class Part:
         """
         folder, _, name = self.tensor.rpartition(".")
         suffix = self.factors.quantization.suffix if self.factors else ""
-        names = _JOINED.get(name := name.removesuffix(suffix), (name,))
+        names = JOINED.get(name := name.removesuffix(suffix), (name,))
         count, rows, columns = self.shape if self.kept else (self.shape[0], *self.shape[:0:-1])
         shape: tuple[int, ...] = (rows // len(names), columns)
         if self.factors:
@@ -206,14 +216,6 @@ _STACKS = ("gate_up_proj", "down_proj")  # leaves with a matrix for each expert
 _FACTORS = {"weight": "weight_scale", **{name: f"{name}_scale" for name in _STACKS}}
 _ALL_STACKS = *_STACKS, *(_FACTORS[name] for name in _STACKS)
 FP8_LEAVES = "weight", _FACTORS["weight"]  # leaves of FP8 layers, [out, in]
-# The library's layers of each joined product, along the axis before the last.
-_JOINED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "in_proj_qk": ("in_proj_q", "in_proj_k"),
-    "in_proj_vz": ("in_proj_v", "in_proj_z"),
-    "in_proj_ba": ("in_proj_b", "in_proj_a"),
-}
 # The library's modules whose tensors are several here, in the order of their rows.
 _PIECES = {
     "linear_attn.in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
@@ -224,6 +226,7 @@ _LEAVES = {
     **dict.fromkeys(("kernel", "scale", "embedding", "weight", "taps"), "weight"),
     **{name: name for name in ("bias", "A_log", "dt_bias")},
 }
+_MATRICES = {matrix for own in PRODUCTS.values() for matrix in own}  # matrices that files may have in FP8
 _IN_FLOAT32 = ("A_log", "dt_bias")
 
 
@@ -249,25 +252,31 @@ def piece_name(name: str) -> str:
 
 def _parts(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[Part]:
     *folders, module, leaf = path
+    begin, end = int(leaf == "kernel"), len(shape) - (leaf in FP8_LEAVES)  # without the axis of inputs
     if leaf == "taps":
         yield from _taps(config, path, shape)
         return
     if leaf in _IN_FLOAT32:
         yield Part(path, shape, _tensor_name(config, path), (math.prod(shape),), kept=SCALE)
         return
-    if module not in _JOINED:
+    if is_apart(path):
+        own = *folders[:-1], module, leaf
+        flat = *shape[:begin], math.prod(shape[begin:end]), *shape[end:]
+        yield Part(own, flat, _tensor_name(config, own), _tensor_shape(config, own, flat))
+        return
+    if module not in JOINED:
         yield Part(path, shape, _tensor_name(config, path), _tensor_shape(config, path, shape))
         return
-    names = _JOINED[str(module)]
-    begin, end = int(leaf == "kernel"), len(shape) - (leaf in FP8_LEAVES)  # without the axis of inputs
     before, (*heads, count, width), after = shape[:begin], shape[begin:end], shape[end:]
-    # Queries have the rest of their axis. The layers of other products have equal parts.
-    first, each = 0, 1 if module == "qkv_proj" else count // len(names)
-    for last, name in zip(range(count - each * (len(names) - 1), count + 1, each), names, strict=True):
+    for name, (first, last) in layers_of(str(module), count).items():
         own = *folders, name, leaf
         flat = *before, math.prod(heads) * (last - first) * width, *after
         yield Part(own, flat, _tensor_name(config, own), _tensor_shape(config, own, flat), (first, last))
-        first = last
+
+
+def is_apart(path: Path) -> bool:
+    """Return whether a parameter is of one layer of a product that has fallen apart, see `ApartLinear`."""
+    return len(path) > 2 and path[-3] in JOINED
 
 
 def _taps(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[Part]:
@@ -281,19 +290,22 @@ def _taps(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[P
 
 
 def _with_kind(config: ModelConfig, path: Path, part: Part, dtype: Any) -> Part:
-    """Return the part marked as FP8 matrix, as scales, or as a matrix excluded from FP8. Others are unchanged."""
+    """Return the part marked as FP8 matrix, as scales, or as a matrix that is not in FP8. Others are unchanged."""
     if (quantization := config.text.quantization) is None:
         return part
-    product = f"shared_{path[-2]}" if "shared_expert" in path else path[-2]
-    if path[:2] == ("language_model", "layers") and (path[2], product) in quantization.left_out:
-        is_matrix = part.is_kernel or part.is_stack
-        return dataclasses.replace(part, mixed=Factors(quantization, _inputs(config, part))) if is_matrix else part
     if dtype == FLOAT8:
         return dataclasses.replace(part, kept=FLOAT8)
-    if part.path[-1] not in _FACTORS.values():
-        return part
     factors = Factors(quantization, _inputs(config, part))
-    return dataclasses.replace(part, tensor_shape=factors.stored_shape(part.tensor_shape), kept=SCALE, factors=factors)
+    if part.path[-1] in _FACTORS.values():
+        shape = factors.stored_shape(part.tensor_shape)
+        return dataclasses.replace(part, tensor_shape=shape, kept=SCALE, factors=factors)
+    if path[:2] != ("language_model", "layers") or not (part.is_kernel or part.is_stack):
+        return part
+    name = ".".join(map(str, part.path[3:-1]))
+    matrix = f"linear_attn.{_WHOLES[name].rpartition('.')[2]}" if name in _WHOLES else name
+    if matrix not in _MATRICES:
+        return part
+    return dataclasses.replace(part, mixed=factors, is_listed=(path[2], matrix) in quantization.plain)
 
 
 def _inputs(config: ModelConfig, part: Part) -> int:

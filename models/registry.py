@@ -10,8 +10,9 @@ from typing import Any
 
 from vlcache_jax.common.json_files import read_object
 from vlcache_jax.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe
-from vlcache_jax.models.config import ModelConfig, check_config, library_config, read_quantization
+from vlcache_jax.models.config import ModelConfig, check_config, library_config
 from vlcache_jax.models.family import Family, PublishedSize
+from vlcache_jax.models.quantization import read_quantization
 
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": qwen2_vl.FAMILY,

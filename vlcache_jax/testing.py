@@ -19,9 +19,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vlcache_jax.models.config import FLOAT8, ModelConfig
+from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.family import Published, PublishedSize
 from vlcache_jax.models.params import Part, parameters, pieces, published_name, whole_name
+from vlcache_jax.models.quantization import FLOAT8
 from vlcache_jax.models.registry import FAMILIES, config_file, load_config
 
 # IDs 0-255 are the bytes themselves; the special tokens follow.
@@ -385,7 +386,7 @@ def _quantization_config(name: str, block: int) -> dict[str, Any]:
         return {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
-            "modules_to_not_convert": ["lm_head", "model.visual"],
+            "modules_to_not_convert": ["lm_head", "model.visual", "in_proj_a", "in_proj_b"],
             "quant_method": "fp8",
             "weight_block_size": [block, block],
         }
@@ -397,7 +398,7 @@ def _quantization_config(name: str, block: int) -> dict[str, Any]:
     return {
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "format": "float-quantized",
-        "ignore": ["lm_head", "re:.*visual.*"],
+        "ignore": ["lm_head", "re:.*visual.*", "re:.*in_proj_[ab]$"],
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
     }

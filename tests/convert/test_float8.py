@@ -14,7 +14,8 @@ from tests.models import float8
 from vlcache_jax.convert import check_contents, convert, verify_weights
 from vlcache_jax.convert.plan import PlanError, make_plan
 from vlcache_jax.device.checkpoint import open_checkpoint
-from vlcache_jax.models.params import parameters
+from vlcache_jax.models.layers import layers_of
+from vlcache_jax.models.params import is_apart, parameters
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint
 
@@ -102,42 +103,70 @@ def parameter_of(tree, path):
     return np.asarray(tree)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "quantization", "modules", "listed", "products"),
+    ("kind", "quantization", "modules", "listed", "plain"),
     [
-        ("qwen3_vl", "fp8", ["mlp.down_proj"], None, ["down_proj"]),
-        ("qwen3_vl", "block", ["self_attn.o_proj"], [r"re:.*layers\.1\.self_attn\.o_"], ["o_proj"]),
-        ("qwen3_vl", "fp8", ["mlp.gate_proj", "mlp.up_proj"], None, ["gate_up_proj"]),
-        # A part of a product: the others are what their 8 bits stand for.
-        ("qwen3_vl", "channel", ["self_attn.k_proj", "mlp.up_proj"], None, ["gate_up_proj", "qkv_proj"]),
-        ("qwen3_vl_moe", "block", ["mlp.experts.3.up_proj"], None, ["experts"]),
-        ("qwen3_vl_moe", "fp8", [], [f"{LAYER}.self_attn"], ["o_proj", "qkv_proj"]),
+        pytest.param("qwen3_vl", "fp8", ["mlp.down_proj"], None, {"down_proj"}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_vl", "block", ["self_attn.o_proj"], [r"re:.*layers\.1\.self_attn\.o_"], {"o_proj"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen3_vl", "fp8", ["mlp.gate_proj", "mlp.up_proj"], None, {"gate_up_proj"}, marks=pytest.mark.slow
+        ),
+        # A part of a product: the others stay in 8 bits.
+        ("qwen3_vl", "channel", ["self_attn.k_proj", "mlp.up_proj"], None, {"k_proj", "up_proj"}),
+        # Experts stay together: the others are what their 8 bits stand for.
+        pytest.param(
+            "qwen3_vl_moe", "block", ["mlp.experts.3.up_proj"], None, {"gate_up_proj", "down_proj"},
+            marks=pytest.mark.slow,
+        ),
+        # A matrix may be in 8 bits although it is listed.
+        pytest.param(
+            "qwen3_vl_moe", "fp8", [], [f"{LAYER}.self_attn"], {"o_proj", "qkv_proj"}, marks=pytest.mark.slow
+        ),
     ],
-)
-def test_matrices_that_are_left_out_are_not_in_8_bits(made, tmp_path, kind, quantization, modules, listed, products):
+)  # fmt: skip
+def test_matrices_that_are_left_out_are_not_in_8_bits(
+    made, tmp_path, caplog, kind, quantization, modules, listed, plain
+):
     """They are what is stored, bit for bit; all others stay in 8 bits. A conversion has the same weights."""
-    layer = "model.language_model.layers.0" if products == ["experts"] else LAYER
+    is_of_experts = modules == ["mlp.experts.3.up_proj"]
+    layer = "model.language_model.layers.0" if is_of_experts else LAYER
     source, _ = made(kind, quantization)
     names = [f"{layer}.{module}" for module in modules]
     directory = float8.left_out(source, tmp_path / "source", names, listed)
-    checkpoint, plain = open_checkpoint(directory), open_checkpoint(float8.twin(directory, tmp_path / "twin"))
-    own = {(int(layer[-1]), product) for product in products}
-    assert checkpoint.config.text.quantization.left_out == own
-    exact, expected = open_checkpoint(directory, dtype="float32").load(), plain.load()
-    found = 0
+    checkpoint, twin = open_checkpoint(directory), open_checkpoint(float8.twin(directory, tmp_path / "twin"))
+    lines = [record.getMessage() for record in caplog.records if "are dequantized" in record.getMessage()]
+    if is_of_experts:
+        assert f"17 FP8 matrices of {directory} are dequantized" in lines[0]
+        assert "take 0.1 MB more in bfloat16: model.language_model.layers.0.mlp.experts.0." in lines[0]
+    else:
+        assert len(lines) == (not modules)
+    half, exact, expected = checkpoint.load(), open_checkpoint(directory, dtype="float32").load(), twin.load()
+    found = set()
     for parameter in parameters(checkpoint.config):
-        if parameter.path[0] != "language_model" or parameter.path[2:3] + parameter.path[-2:-1] not in own:
+        *folders, name, leaf = parameter.path
+        if folders[:3] != ["language_model", "layers", int(layer[-1])] or name == "gate":
             continue
-        wanted = parameter_of(expected, parameter.path)
-        np.testing.assert_array_equal(parameter_of(exact, parameter.path), wanted)
-        half = parameter_of(checkpoint.load(), parameter.path)
-        assert half.dtype == checkpoint.dtype
-        np.testing.assert_array_equal(half, wanted.astype(checkpoint.dtype))
-        found += parameter.path[-1] in ("kernel", "gate_up_proj", "down_proj")
-    assert found == len(products) + (products == ["experts"])
-    in_8_bits = [x for x in jax.tree.leaves(exact) if x.dtype == float8.FLOAT8]
-    assert len(in_8_bits) == 4 * checkpoint.config.text.num_layers - found
+        if leaf == "kernel" or leaf in ("gate_up_proj", "down_proj"):
+            own = parameter_of(exact, parameter.path)
+            if is_apart(parameter.path):
+                product = parameter_of(expected, [*folders, "kernel"])
+                first, last = layers_of(folders[-1], product.shape[-2])[name]
+                wanted = product[..., first:last, :]
+            else:
+                wanted = parameter_of(expected, parameter.path)
+            np.testing.assert_array_equal(own, wanted)
+            np.testing.assert_array_equal(parameter_of(half, parameter.path), wanted.astype(checkpoint.dtype))
+            assert parameter_of(half, parameter.path).dtype == checkpoint.dtype
+            found.add(leaf if is_of_experts else name)
+    assert found == plain
+    for i in range(checkpoint.config.text.num_layers):
+        for folder, product in (("self_attn", "qkv_proj"), ("self_attn", "o_proj"), ("mlp", "gate_up_proj")):
+            if product in (own := exact["language_model"]["layers"][i][folder]):
+                wanted = expected["language_model"]["layers"][i][folder][product]["kernel"]
+                np.testing.assert_array_equal(float8.stands_for(own[product], product), np.asarray(wanted, np.float64))
 
     report = convert(directory, tmp_path / "out", verify=True)
     converted = open_checkpoint(tmp_path / "out", verify_weights=True)

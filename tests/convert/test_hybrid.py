@@ -19,7 +19,7 @@ from vlcache_jax.convert.plan import PlanError, make_plan
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.registry import load_config
-from vlcache_jax.testing import make_checkpoint
+from vlcache_jax.testing import _rounded, make_checkpoint
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LAYER = "model.language_model.layers.0.linear_attn"
@@ -330,44 +330,80 @@ def test_the_published_list_leaves_no_matrix_out(made, tmp_path, kind):
     config["quantization_config"]["modules_to_not_convert"] = published_list(config["text_config"]["num_hidden_layers"])
     (directory / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(directory)
-    assert checkpoint.config.text.quantization.left_out == frozenset()
+    assert {product for _, product in checkpoint.config.text.quantization.left_out} == {"in_proj_ba"}
     assert checkpoint.fingerprint == open_checkpoint(made(kind, "fp8")).fingerprint
     factors = [one for name, one in float8.read(directory / "model.safetensors").items() if name.endswith("_scale_inv")]
     assert {one.dtype for one in factors} == {BFLOAT16}
 
 
 @pytest.mark.parametrize(
-    ("quantization", "modules", "listed", "products"),
+    ("quantization", "modules", "listed", "in_8_bits"),
     [
-        (
-            "block",
-            ["in_proj_qkv", "in_proj_z", "out_proj"],
-            ["re:.*linear_attn.*"],
-            {"in_proj_qk", "in_proj_vz", "out_proj"},
-        ),
-        ("fp8", ["in_proj_z"], None, {"in_proj_vz"}),
-        pytest.param("channel", ["in_proj_qkv"], None, {"in_proj_qk", "in_proj_vz"}, marks=pytest.mark.slow),
-        pytest.param("fp8", ["out_proj"], None, {"out_proj"}, marks=pytest.mark.slow),
+        ("block", ["in_proj_qkv", "in_proj_z", "out_proj"], ["re:.*linear_attn.*"], set()),
+        ("fp8", ["in_proj_z"], None, {"in_proj_qk", "in_proj_v", "out_proj"}),
+        pytest.param("channel", ["in_proj_qkv"], None, {"in_proj_z", "out_proj"}, marks=pytest.mark.slow),
+        pytest.param("fp8", ["out_proj"], None, {"in_proj_qk", "in_proj_vz"}, marks=pytest.mark.slow),
     ],
 )
-def test_matrices_of_linear_layers_are_left_out(made, tmp_path, quantization, modules, listed, products):
-    """The others of their products are what their 8 bits stand for."""
+def test_matrices_of_linear_layers_are_left_out(made, tmp_path, quantization, modules, listed, in_8_bits):
+    """The others of their products stay in 8 bits, as products of their own."""
     source = made("qwen3_5", quantization)
     linear = state_layers(load_config(source).text)
     names = [f"{LAYERS}.{i}.linear_attn.{module}" for i in linear for module in modules]
     directory = float8.left_out(source, tmp_path / "left-out", names, listed)
     checkpoint = open_checkpoint(directory, dtype="float32")
-    found = {(i, product) for i, product in checkpoint.config.text.quantization.left_out if i in linear}
-    assert found == {(i, product) for i in linear for product in products}
     tree, expected = checkpoint.load(), open_checkpoint(float8.twin(directory, tmp_path / "twin")).load()
     for i in linear:
+        own = tree["language_model"]["layers"][i]["linear_attn"]
         for product in ("in_proj_qk", "in_proj_vz", "out_proj"):
-            path = ("language_model", "layers", i, "linear_attn", product, "kernel")
-            wanted = parameter_of(expected, path)
-            if product in products:
-                np.testing.assert_array_equal(parameter_of(tree, path), wanted)
-            else:
-                np.testing.assert_array_equal(dequantized(tree, path), wanted.astype(np.float64))
+            wanted = expected["language_model"]["layers"][i]["linear_attn"][product]["kernel"]
+            np.testing.assert_array_equal(float8.stands_for(own[product], product), np.asarray(wanted, np.float64))
+        assert set(float8.names_in_8_bits(own)) == in_8_bits
+    assert checkpoint.nbytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    "quantization", ["fp8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("block", "channel"))]
+)
+def test_small_matrices_in_8_bits_are_dequantized(made, tmp_path, quantization):
+    """Decays and rates, which published files have in bfloat16. The model is that of what the 8 bits stand for."""
+    source = shutil.copytree(made("qwen3_5", quantization), tmp_path / "source")
+    config = load_config(source)
+    tensors = float8.read(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("in_proj_a.weight", "in_proj_b.weight"))]:
+        tensors |= _rounded(name, tensors[name].astype(np.float32), config)
+    float8.write(source / "model.safetensors", tensors)
+    listed = open_checkpoint(source)  # a listed matrix may be in 8 bits all the same, as all others
+    raw = json.loads((source / "config.json").read_text())
+    key = "modules_to_not_convert" if quantization == "fp8" else "ignore"
+    raw["quantization_config"][key] = [one for one in raw["quantization_config"][key] if "in_proj" not in one]
+    (source / "config.json").write_text(json.dumps(raw))
+    checkpoint = open_checkpoint(source)
+    assert checkpoint.fingerprint == listed.fingerprint != open_checkpoint(made("qwen3_5", quantization)).fingerprint
+    tree = open_checkpoint(source, dtype="float32").load()
+    expected = open_checkpoint(float8.twin(source, tmp_path / "twin")).load()
+    for i in state_layers(config.text):
+        path = ("language_model", "layers", i, "linear_attn", "in_proj_ba", "kernel")
+        np.testing.assert_array_equal(parameter_of(tree, path), parameter_of(expected, path))
+    convert(source, tmp_path / "out", verify=True)
+    assert open_checkpoint(tmp_path / "out").fingerprint == checkpoint.fingerprint
+
+
+@pytest.mark.parametrize("names", [["in_proj_a"], ["in_proj_a", "in_proj_b"], ["in_proj_ba"], []])
+def test_small_matrices_that_are_not_in_8_bits_are_listed(made, tmp_path, names):
+    """By their own names, or by the one of both, as for all other matrices."""
+    directory = shutil.copytree(made("qwen3_5", "fp8"), tmp_path / "copy")
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"]["modules_to_not_convert"] = [f"{LAYER}.{name}" for name in names] + [
+        f"{LAYERS}.{i}.linear_attn" for i in (1, 2)
+    ]
+    (directory / "config.json").write_text(json.dumps(raw))
+    missing = {"in_proj_a", "in_proj_b"} - set(names) if names != ["in_proj_ba"] else set()
+    wrong = {f"  {LAYER}.{name}.weight must be float8_e4m3fn, got bfloat16" for name in missing}
+    if wrong:
+        assert set(errors_of(directory)[2:]) == wrong
+    else:
+        plan_of(directory)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +423,7 @@ def test_matrices_of_linear_layers_are_left_out(made, tmp_path, quantization, mo
         ),
         (
             lambda tensors: tensors.update({f"{LAYER}.in_proj_a.weight": np.ones((4, 80), float8.FLOAT8)}),
-            f"  {LAYER}.in_proj_a.weight must be one of float32, bfloat16, float16, got float8_e4m3fn",
+            f"  {LAYER}.in_proj_a.weight_scale_inv [1, 3]",
         ),
         (
             lambda tensors: tensors.update({f"{LAYER}.in_proj_qkv.weight": np.ones((128, 80), BFLOAT16)}),

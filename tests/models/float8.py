@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from vlcache_jax.models.layers import JOINED
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.testing import make_checkpoint
 
@@ -101,6 +102,26 @@ def stacked(tensors: dict[str, np.ndarray], *, by_output: bool = False) -> None:
             # The library tells published stacks from its own by their shapes, and would not turn a square one.
             assert stack.shape[1] != stack.shape[2]
             tensors[f"{folder}.{name}"] = stack if by_output else stack.swapaxes(1, 2)
+
+
+def stands_for(product: dict[str, Any], name: str) -> np.ndarray:
+    """The matrix of a product as the model without 8 bits has it, in float64, whatever its layers are stored as."""
+    if "kernel" in product:
+        return np.asarray(product["kernel"]).astype(np.float64)
+    if "weight" not in product:
+        return np.concatenate([stands_for(product[own], own) for own in JOINED[name]], -2)
+    matrix, factors = (np.asarray(product[own]).astype(np.float64) for own in ("weight", "weight_scale"))
+    return np.moveaxis(matrix * np.repeat(factors, matrix.shape[-1] // factors.shape[-1], axis=-1), -1, 0)
+
+
+def names_in_8_bits(tree: dict[str, Any]) -> list[str]:
+    """The names of all products of a tree that stay in 8 bits, or of the layers of a product that differ."""
+    return [
+        own
+        for name, node in tree.items()
+        if isinstance(node, dict)
+        for own in ([name] if "weight_scale" in node else names_in_8_bits(node))
+    ]
 
 
 def left_out(source: pathlib.Path, destination: pathlib.Path, modules: list[str], listed: Any = None) -> pathlib.Path:

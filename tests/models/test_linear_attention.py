@@ -25,8 +25,8 @@ class Text:
     linear_attention, hidden_size, rms_norm_eps = SIZES, WIDTH, 1e-6
 
     @staticmethod
-    def quantization_of(layer, product):
-        return None
+    def quantizations_of(layer, product):
+        return (None, None) if product == "in_proj_vz" else (None,)
 
 
 class Layer:

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from vlcache_jax.models.config import PRODUCTS, Quantization, read_quantization
+from vlcache_jax.models.quantization import PRODUCTS, Quantization, read_quantization
 
 QWEN = {
     "quant_method": "fp8",
@@ -54,7 +54,7 @@ def left_out(config, layers=12, experts=2):
 
 
 LAYER = "model.language_model.layers"
-LINEAR = "in_proj_qk", "in_proj_vz", "out_proj"
+LINEAR = "in_proj_qk", "in_proj_vz", "in_proj_ba", "out_proj"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_names_of_older_releases_are_read(folder):
         (
             ["re:.*(proj)$", f"{LAYER}.0.mlp.gate"],
             [r"re:.*experts\.\d\.gate_proj", "re:.*1.mlp.gate_proj"],
-            {(0, "experts"), (1, "experts"), (1, "gate_up_proj"), *((i, name) for i in (0, 1) for name in LINEAR[:2])},
+            {(0, "experts"), (1, "experts"), (1, "gate_up_proj"), *((i, name) for i in (0, 1) for name in LINEAR[:3])},
         ),
     ],
 )

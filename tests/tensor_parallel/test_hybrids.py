@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helper import user
+from tests.models import float8
 from tests.test_hybrids import BUCKETS, GREEDY, answers, open_llm
 from vlcache_jax.testing import make_checkpoint
 
@@ -17,10 +18,17 @@ HEADS = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
 }
+PLAIN = "in_proj_z", "in_proj_qkv"  # of the first two layers
 
 
-def test_answers_are_those_of_one_device(tmp_path, textured_image):
-    directory = make_checkpoint(tmp_path / "model", "qwen3_5", seed=6, text=HEADS)
+@pytest.mark.parametrize("is_apart", [False, pytest.param(True, id="apart")])
+def test_answers_are_those_of_one_device(tmp_path, textured_image, is_apart):
+    """Also if some matrices of a product are in 8 bits and others are not."""
+    bits = {"quantization": "fp8", "block": 32} if is_apart else {}
+    directory = make_checkpoint(tmp_path / "model", "qwen3_5", seed=6, text=HEADS, **bits)
+    if is_apart:
+        names = [f"model.language_model.layers.{i}.linear_attn.{name}" for i, name in enumerate(PLAIN)]
+        directory = float8.left_out(directory, tmp_path / "apart", names)
     conversations = [user("What is in ", textured_image(90, 130, 1), "? " + "Say it. " * 20), user("And this?")]
     found = []
     for count in (1, 4):

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
-from vlcache_jax.models.params import FP8_LEAVES, Parameter, Path
+from vlcache_jax.models.params import FP8_LEAVES, Parameter, Path, is_apart
 from vlcache_jax.pallas_kernels import split
 from vlcache_jax.pallas_kernels.split import AXIS, FIRST, FOURTH, SECOND, THIRD, WHOLE, spread
 
@@ -192,7 +192,8 @@ class Devices:
     def place(self, parameter: Parameter, array: np.ndarray) -> jax.Array:
         """Put a parameter on the devices, sharded by `spec_of`. Returns before the transfer ends."""
         if self.copies > 1 and "qkv_proj" in parameter.path:
-            array = copied_rows(array, self.copies) if parameter.path[-1] in FP8_LEAVES else copied(array, self.copies)
+            copy = copied_rows if parameter.path[-1] in FP8_LEAVES else copied
+            array = copy(array, self.copies, {"q_proj": 0, "k_proj": 1, "v_proj": 1}.get(str(parameter.path[-2]), 2))
         if (times := repeats(parameter.path, parameter.shape, self.count)) > 1:
             array = np.repeat(array, times, axis=-1)
         return jax.device_put(array, self.sharding(spec_of(parameter.path)))
@@ -233,6 +234,8 @@ def spec_of(path: Path) -> PartitionSpec:
     *_, module, leaf = map(str, path)
     if path[0] == "visual":
         return WHOLE
+    if is_apart(path):
+        module = str(path[-3])  # its layers are divided as the product is
     if module == "experts":
         return FIRST  # by expert
     if leaf in FP8_LEAVES and module in ("gate_up_proj", *_BACK):
@@ -285,21 +288,25 @@ def part_of(config: ModelConfig, count: int) -> ModelConfig:
     return dataclasses.replace(computed, text=text)
 
 
-def copied(array: np.ndarray, copies: int) -> np.ndarray:
+def copied(array: np.ndarray, copies: int, shared: int = 2) -> np.ndarray:
     """Return stored q|k|v [..., K, G + 2, D] with copies of each KV head: [..., K * copies, G / copies + 2, D].
 
     Each copy has an equal part of the head's queries.
+
+    Args:
+      shared: number of last entries that all copies have: 2 for q|k|v, 0 for q alone, 1 for k or v alone.
     """
     *lead, heads, rows, width = array.shape
-    q = array[..., :-2, :].reshape(*lead, heads, copies, (rows - 2) // copies, width)
-    kv = np.broadcast_to(array[..., None, -2:, :], (*lead, heads, copies, 2, width))
+    own = rows - shared
+    q = array[..., :own, :].reshape(*lead, heads, copies, own // copies, width)
+    kv = np.broadcast_to(array[..., None, own:, :], (*lead, heads, copies, shared, width))
     return np.concatenate([q, kv], axis=-2).reshape(*lead, heads * copies, -1, width)
 
 
-def copied_rows(array: np.ndarray, copies: int) -> np.ndarray:
+def copied_rows(array: np.ndarray, copies: int, shared: int = 2) -> np.ndarray:
     """Return an FP8 matrix or its scales [K, G + 2, D, ...] with copies of each KV head, as `copied` does."""
     heads, rows, *rest = array.shape
-    made = copied(array.reshape(heads, rows, -1), copies)
+    made = copied(array.reshape(heads, rows, -1), copies, shared)
     return made.reshape(*made.shape[:2], *rest)
 
 

@@ -255,12 +255,14 @@ class Shapes:
     def _constants(self, attention: Params) -> Constants:
         if self.kv.codec is None:
             return None, None
-        bias = attention["qkv_proj"].get("bias")
+        weights = attention["qkv_proj"]
+        keys, place = (weights["k_proj"], 0) if "k_proj" in weights else (weights, -2)  # if the product is apart
+        bias = keys.get("bias")
         if isinstance(bias, jax.ShapeDtypeStruct):
             bias = jax.ShapeDtypeStruct((self.kv.heads, self.kv.width), bias.dtype)
             bias = self.devices.abstract(bias, FIRST)
         elif bias is not None:
-            bias = bias[:, -2]
+            bias = bias[:, place]
         return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
 
     def _work_config(self, rows: int, decode: bool = False, pages: int | None = None) -> kernels.WorkConfig:
