@@ -135,6 +135,16 @@ class Oracle:
                 )
         return tuple(tokens), np.stack(logits)
 
+    def logits(self, conversation, tokens):
+        """What predicts each token of a given answer, and the one behind it, float32 [1 + n, V]."""
+        torch = pytest.importorskip("torch")
+        inputs = self._inputs(self.llm.service.renderer.from_conversation(conversation))
+        given = torch.tensor(np.array(tokens, np.int64))[None]
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], given], 1)
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(given).int()], 1)
+        with torch.no_grad():
+            return self.model(**inputs).logits[0, -1 - len(tokens) :].float().numpy()
+
     def last_hidden(self, prompt):
         """Of its last token, behind the last norm, float32 [M]."""
         torch = pytest.importorskip("torch")

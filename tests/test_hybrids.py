@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helper import SIZES, Oracle, give_decode_slots, give_pages, user
-from vlcache_jax import LLM, AsyncLLM, BucketSizes, CacheConfig, SamplingParams
+from tests.helper import FEW, SIZES, Oracle, give_decode_slots, give_pages, user
+from vlcache_jax import LLM, AsyncLLM, BucketSizes, CacheConfig, SamplingParams, StructuredOutputs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 BUCKETS = BucketSizes(rows=(64, 256), patches=(256,), sequences=(4,), window=4)
@@ -162,6 +163,54 @@ def test_forced_tokens_change_the_states_as_decoded_ones_do(llm):
     [apart] = llm.chat([question], dataclasses.replace(held, logprobs=0), use_tqdm=False)
     assert llm.stats().prefill_steps - before - steps < steps
     assert together.outputs[0].token_ids == apart.outputs[0].token_ids
+
+
+def test_answers_to_a_schema_are_the_librarys(llm, directory, load_oracle, textured_image):
+    """At each place where the schema leaves a choice, the library's most probable token. A token is a byte here."""
+    schema = {
+        "type": "object",
+        "properties": {"where": {"enum": ["left", "lower right", "right"]}, "is_large": {"type": "boolean"}},
+        "required": ["where", "is_large"],
+        "additionalProperties": False,
+    }
+    texts = [
+        json.dumps({"where": where, "is_large": is_large}, separators=(",", ":")).encode()
+        for where in schema["properties"]["where"]["enum"]
+        for is_large in (False, True)
+    ]
+    asked = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=asked)
+    conversations = [user("Where is ", textured_image(90, 130, seed), "?") for seed in range(4)]
+    outputs = llm.chat(conversations, params, use_tqdm=False)
+    oracle = Oracle(load_oracle(directory), llm)
+    for conversation, output in zip(conversations, outputs, strict=True):
+        [own] = output.outputs
+        expected, choices = b"", 0
+        while expected not in texts:
+            allowed = sorted({text[len(expected)] for text in texts if text.startswith(expected)})
+            choices += len(allowed) > 1
+            logits = oracle.logits(conversation, list(expected))[-1] if len(allowed) > 1 else None
+            expected += bytes([allowed[0] if logits is None else allowed[int(logits[allowed].argmax())]])
+        assert (own.text, own.finish_reason) == (expected.decode(), "stop")
+        assert choices >= 2
+    assert len({output.outputs[0].text for output in outputs}) > 1  # the schema alone does not make the answer
+
+
+def test_scores_of_a_mixture_of_experts_are_the_librarys(checkpoints, load_oracle):
+    """Of answers that no model would give, of several blocks and of less than one."""
+    directory = checkpoints("qwen3_5_moe")
+    rng = np.random.default_rng(3)
+    conversations = [user("Say it! " + "And again. " * 4), user("Only this.")]
+    given = [rng.integers(0, 256, count).tolist() for count in (70, 5)]
+    with open_llm(directory, buckets=dataclasses.replace(FEW, rows=(256,))) as engine:  # one program of all layers
+        scores = engine.score(conversations, given, keep_logits=True, use_tqdm=False)
+        oracle = Oracle(load_oracle(directory), engine)
+        for conversation, tokens, score in zip(conversations, given, scores, strict=True):
+            logits = oracle.logits(conversation, tokens)[:-1]
+            np.testing.assert_allclose(score.logits, logits, atol=2e-5 * np.abs(logits).max(), rtol=0)
+            norm = np.logaddexp.reduce(logits.astype(np.float64), axis=-1)
+            chosen = logits[np.arange(len(tokens)), tokens] - norm
+            np.testing.assert_allclose(score.logprobs, chosen, atol=2e-5, rtol=0)
 
 
 def test_vectors_are_the_librarys(llm, directory, load_oracle, textured_image):
