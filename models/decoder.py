@@ -230,6 +230,12 @@ class SelfAttention(nnx.Module):
         gate = first[:keep, :, 1:-2:2].reshape(keep, -1)
         return [jnp.concatenate([first[:, :, :-2:2], first[:, :, -2:]], 2), *rest], gate
 
+    def all_products(self, y: jax.Array, implementation: str) -> tuple[list[jax.Array], jax.Array]:
+        """Return the products of normed rows [N, M], and that of an output of zeros [N, M], to check the kernels."""
+        heads = jnp.zeros((len(y), self.config.num_heads * self.config.head_dim), y.dtype)
+        taken = self.products(y, keep=len(y), implementation=implementation)
+        return taken, times(self.o_proj, heads, implementation)
+
     def products(self, y: jax.Array, *, keep: int, implementation: str | None = None) -> list[jax.Array]:
         """Multiply normed rows [N, M] to [N, K, G + 2, D]: each KV head's queries, key and value, without rotation.
 

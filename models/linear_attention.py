@@ -106,6 +106,12 @@ class GatedDeltaNet(nnx.Module):
         out = self.norm(out[:keep].astype(dtype), z, self.eps)
         return times(self.out_proj, out.reshape(keep, -1), implementation), list(after)
 
+    def all_products(self, y: jax.Array, implementation: str) -> tuple[list[jax.Array], jax.Array]:
+        """Return the products of normed rows [N, M], and that of an output of zeros [N, M], to check the kernels."""
+        heads = jnp.zeros((len(y), self.config.value_heads * self.config.value_width), y.dtype)
+        taken = [times(one, y, implementation) for one in (self.in_proj_qk, self.in_proj_vz, self.in_proj_ba)]
+        return taken, times(self.out_proj, heads, implementation)
+
 
 class Convolution(nnx.Module):
     """The weights of a causal convolution for each channel, [HK, channels, taps], the oldest tap first."""

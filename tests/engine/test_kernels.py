@@ -17,6 +17,7 @@ from vlcache_jax import LLM, BucketSizes, SamplingParams
 from vlcache_jax.device.runner import check_kernels
 from vlcache_jax.kernel_selftest import selftest
 from vlcache_jax.kernel_selftest.gpu import Gpu
+from vlcache_jax.models import layers
 from vlcache_jax.models.registry import published_config
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
@@ -213,6 +214,22 @@ def test_an_implementation_that_cannot_run_is_refused_before_weights_are_loaded(
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got NVIDIA A100"):
         open_llm(directory, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-4B-FP8", "Qwen3.6-35B-A3B-FP8"])
+def test_layers_with_states_in_8_bits_are_checked(monkeypatch, name):
+    """Their products, too, which have other names."""
+    config, found = published_config(name), []
+
+    def noted(x, weight, scale, *, implementation):
+        found.append(weight.shape)
+        return jnp.zeros((len(x), len(weight)), x.dtype)
+
+    monkeypatch.setattr(layers, "float8_matmul", noted)
+    check_kernels(config, jnp.bfloat16, "xla")
+    linear, width = config.text.linear_attention, config.text.hidden_size
+    keys, values = linear.key_heads * linear.key_width, linear.value_heads * linear.value_width
+    assert {(2 * keys, width), (2 * values, width), (width, values)} <= set(found)
 
 
 def test_experts_that_the_kernels_do_not_do_are_refused():

@@ -47,7 +47,6 @@ from vlcache_jax.device.programs.table import Fitting, Programs
 from vlcache_jax.device.programs.window import ANSWER, LISTS, CompressedWindow, Window
 from vlcache_jax.device.sampler import COLUMNS, NO_DECODE_SLOT, DecodeState, SampledTokens, choice_of
 from vlcache_jax.models import ModelConfig, abstract_model, bind
-from vlcache_jax.models.layers import times
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels import PAGE, WorkConfig, make_work
 from vlcache_jax.pallas_kernels.link import check_slots
@@ -532,16 +531,12 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     if text.quantization is not None:
         for layer in {text.first_like(i) for i in range(text.num_layers)}:
             graph, state = nnx.split(abstract_model(config, dtype).language_model.layers[layer])
-            heads = jax.ShapeDtypeStruct((8, text.num_heads * text.head_dim), dtype)
             products = functools.partial(_products, graph, implementation)
-            jax.eval_shape(products, nnx.to_pure_dict(state), jax.ShapeDtypeStruct((8, text.hidden_size), dtype), heads)
+            jax.eval_shape(products, nnx.to_pure_dict(state), jax.ShapeDtypeStruct((8, text.hidden_size), dtype))
 
 
-def _products(
-    graph: Any, implementation: str, params: Params, x: jax.Array, heads: jax.Array
-) -> tuple[list[jax.Array], jax.Array]:
+def _products(graph: Any, implementation: str, params: Params, x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """Compute all products of a layer that can have FP8 weights."""
     layer = bind(graph, params)
-    made = times(layer.self_attn.o_proj, heads, implementation)
-    queries = layer.self_attn.products(x, keep=len(x), implementation=implementation)
-    return queries, layer.transform(x, made, jnp.ones(len(x), bool), implementation=implementation)
+    taken, made = getattr(layer, layer.mixer_name).all_products(x, implementation)
+    return taken, layer.transform(x, made, jnp.ones(len(x), bool), implementation=implementation)
