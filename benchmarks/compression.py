@@ -32,13 +32,13 @@ from vlcache_jax.common.progress import Progress
 from vlcache_jax.compress.budgets import LEAST
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import Compressor, make_counts
-from vlcache_jax.convert.source import locate
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import round_pages
 from vlcache_jax.engine.compressed_pages import CompressedPages
-from vlcache_jax.models import ModelConfig, load_config
+from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.study.model_support import check_keeps_kv, read_config
 from vlcache_jax.study.report import environment, figures, save_figure, show, write
 
 if TYPE_CHECKING:
@@ -328,14 +328,15 @@ def measure(
       settings: Settings of the engine.
 
     Raises:
-      ValueError: An output is empty, or differs from an earlier run or from dense attention, or a prompt was not kept
-        as configured.
+      ValueError: Layers of the model keep no KV, an output is empty, or differs from an earlier run or from dense
+        attention, or a prompt was not kept as configured.
     """
     from vlcache_jax import LLM
 
     check_writable("out", out)
     with ttft.TtftSetup(setup.model, setup.random_weights, setup.layers).opened() as (model, name):
-        config = load_config(locate(model, weights=False).directory)
+        config = read_config(model)
+        check_keeps_kv(config, "vlcache bench compression")
         with LLM(model, **setup.sizes(config) | settings) as llm:
             llm.service.ahead.stop()  # the first runs compile the programs that they need
             head = _head(setup, llm, name)

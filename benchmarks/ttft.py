@@ -22,24 +22,29 @@ import numpy as np
 
 from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, best, floor, measure_rates, pairs, rates_as_json
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
-from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, publish
+from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, mode, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.common.checks import parse_bytes
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.reuse.policies import spread_ranks
 from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.study.model_support import left_out, read_config, supported_modes
 from vlcache_jax.study.report import environment
 
 if TYPE_CHECKING:
     from vlcache_jax import LLM
     from vlcache_jax.engine.completions import Logprob
+    from vlcache_jax.models import ModelConfig
 
 
 def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     """Check that a repeat has the logits of a cold run, before anything is timed.
+
+    In models whose layers keep states, a repeat reuses encoder output, and in others KV too.
 
     Raises:
       ValueError: It has not.
@@ -49,7 +54,10 @@ def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     llm.generate(prompt, one, use_tqdm=False)
     [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
-    if output.num_cached_tokens == 0 or not output.cache.exact:
+    is_found = output.num_cached_tokens > 0
+    if llm.service.checkpoint.config.text.has_states:
+        is_found = all(image.encoder != "computed" for image in output.cache.images)
+    if not is_found or not output.cache.exact:
         raise ValueError(f"repeated prompt must be an exact cache hit, got {output.cache}")
     most, found = 1e-3 if llm.service.device.runner.dtype == np.float32 else 0.5, output.verification
     if found is None or not found.max_logit_difference < most:
@@ -142,7 +150,8 @@ class TtftSetup:
       layers: Layers of a decoder with random weights; None: all.
       dtype: Data type of the model.
       sizes: Sizes of the prompts: (images, tokens of each).
-      ratios: Ratios of image tokens that are recomputed in every layer, each a configuration.
+      ratios: Ratios of image tokens that are recomputed in every layer, each a configuration; None: `RATIOS`, or none
+        if the model supports no ratios.
       max_model_len: Limit with which engines are opened; None is the length of the longest prompt.
       text_before: Tokens before the images, new in each prompt.
       repeats: Runs of each configuration, after one that warms up and is checked.
@@ -161,7 +170,7 @@ class TtftSetup:
     layers: int | None = None
     dtype: str = "auto"
     sizes: tuple[tuple[int, int], ...] = ((4, 1024),)
-    ratios: tuple[str, ...] = RATIOS
+    ratios: tuple[str, ...] | None = None
     max_model_len: int | None = None
     text_before: int = 20
     repeats: int = 5
@@ -189,6 +198,26 @@ class TtftSetup:
         for place, tier in (places | {"host": {}}).items():
             for codec in self.codecs:
                 yield place, make_cache(codec, self.host_bytes, **tier)
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Check that the model supports what is explicitly to be measured.
+
+        Raises:
+          ValueError: A setting is about the KV of images, and layers of the model keep states.
+        """
+        if not config.text.has_states:
+            return
+        defaults: dict[str, tuple[Any, str]] = {
+            "schedule": (self.schedule, "None"), "ratios": (self.ratios or None, "None"),
+            "codec": (None if self.codecs == ("auto",) else ",".join(self.codecs), "auto"),
+            "device_bytes": (parse_bytes(self.device_bytes, "device_bytes") or None, "0"),
+        }  # fmt: skip
+        for name, (given, default) in defaults.items():
+            if given is not None:
+                raise ValueError(
+                    f"{name} must be {default} for {config.model_type}, got {given}: its layers with linear attention "
+                    "keep a state of all earlier tokens, so stored KV of images is not loaded"
+                )
 
     @property
     def longest(self) -> int:
@@ -228,7 +257,8 @@ def measure(
       settings: Settings of the engine.
 
     Raises:
-      ValueError: An image was not found as expected, or an output is empty, constant or not finite.
+      ValueError: The model does not support a setting, an image was not found as expected, or an output is empty,
+        constant or not finite.
     """
     from vlcache_jax import LLM
 
@@ -237,7 +267,15 @@ def measure(
     cases: list[MeasuredCase] = []
     rates: list[DeviceRates] = []
     with setup.opened() as (model, name):
+        config = read_config(model)
+        setup.check_model(config)
+        modes = make_configurations(
+            config.model_type, config.text.num_layers, setup.schedule, RATIOS if setup.ratios is None else setup.ratios
+        )
+        modes, others = supported_modes(config, modes)
         for place, cache in setup.caches():
+            if cases and not any(map(_links, modes)):
+                break  # the baselines have been measured, and no other mode depends on tier and codec
             with LLM(
                 model, dtype=setup.dtype, max_model_len=setup.max_model_len or setup.longest, cache=cache,
                 enable_prefix_caching=False, **settings,
@@ -248,8 +286,11 @@ def measure(
                 # After an engine is open, because it must use jax first.
                 rates.append(measure_rates(llm.service.device.runner.dtype))
                 head = head or _head(setup, llm, name)
-                cases += _Measuring(llm, setup, place, cache.codec).cases(with_baselines=not cases)
+                wanted = {key: reuse for key, reuse in modes.items() if not cases or _links(key)}
+                cases += _Measuring(llm, setup, place, cache.codec).cases(wanted)
                 rates.append(measure_rates(llm.service.device.runner.dtype))
+    if others:
+        head["left out"] = left_out(config, map(mode, others))
     fastest = best(rates)
     publish(make_rows(cases, fastest), head | {"rates": rates_as_json(fastest)}, out, picture)
 
@@ -278,13 +319,12 @@ class _Measuring:
         self._llm, self._setup, self._place, self._codec = llm, setup, place, codec
         self._config = llm.service.checkpoint.config
 
-    def cases(self, *, with_baselines: bool) -> list[MeasuredCase]:
-        """Return all configurations at all sizes; those that use no stored KV only if `with_baselines`."""
-        reuses = make_configurations(
-            self._config.model_type, self._config.text.num_layers, self._setup.schedule, self._setup.ratios
-        )
-        if not with_baselines:
-            del reuses[COLD], reuses[ENCODER_CACHED]
+    def cases(self, reuses: Mapping[str, Any]) -> list[MeasuredCase]:
+        """Return each configuration at all sizes.
+
+        Args:
+          reuses: Values of `reuse` by the name of the configuration.
+        """
         cases: list[MeasuredCase] = []
         total = len(self._setup.sizes) * (self._setup.repeats + 1) * len(reuses)
         with Progress(f"measuring with K, V in {self._place}, codec {self._codec}", total) as bar:
@@ -331,7 +371,8 @@ class _Measuring:
                     answers[name] = output.outputs[0].logprobs
                 bar.update()
         check_logprobs(answers)
-        check_coded(llm, self._codec, [run for name in reuses if _links(name) for run in outputs[name]])
+        if linked := [run for name in reuses if _links(name) for run in outputs[name]]:
+            check_coded(llm, self._codec, linked)
         return outputs
 
     def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> MeasuredCase:
@@ -348,6 +389,8 @@ class _Measuring:
             itemsize=kv.dtype.itemsize,
             kept=kv.stored_bytes // kv.layers,
         )
+        paged = config.text.paged_layers  # layers with linear attention compare no pairs
+        seen = pairs(plan, config.text.num_layers)
         return MeasuredCase(
             images=known.images,
             tokens=known.tokens,
@@ -357,7 +400,7 @@ class _Measuring:
             metrics=tuple(output.metrics for output in outputs),
             reused=len(known) - report.rows[-1],
             rows=report.rows,
-            pairs=pairs(plan, config.text.num_layers),
+            pairs=tuple(count if layer in paged else 0 for layer, count in enumerate(seen)),
             floor=least,
         )
 

@@ -247,3 +247,40 @@ def test_the_longest_prompts_of_the_paper(tmp_path):
     for size, own in by_size.items():
         rows_a_layer = {row["configuration"]: row["rows a layer"] for row in own}
         assert rows_a_layer["r = 0"] < 64 < 0.11 * size > rows_a_layer["r = 0.1"]
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_measured_in_the_modes_that_it_supports(tmp_path, capsys, checkpoints):
+    """On disk, so that a second engine would have nothing to measure."""
+    out = tmp_path / "ttft.json"
+    setup = ttft.TtftSetup(
+        model=str(checkpoints("qwen3_5")), dtype="float32", sizes=((1, 16),), text_before=7, repeats=1,
+        disk=str(tmp_path / "entries"),
+    )  # fmt: skip
+    ttft.measure(setup, out=out, **ENGINE)
+    found = json.loads(out.read_text())
+    assert [row["configuration"] for row in found["rows"]] == CONFIGURATIONS[:2]
+    # One of the four layers has full attention and is the last one, which has a query for the last token only.
+    assert [row["pairs a layer"] for row in found["rows"]] == [31 / 4] * 2
+    reason = (
+        'not measured: 0.3, 0.2, 0.1, "full", schedule (mean 3.25 %), "approximate": qwen3_5 supports only exact and '
+        "off, because its layers with linear attention keep a state of all earlier tokens"
+    )
+    assert reason in capsys.readouterr().out
+    assert reason.endswith(found["left out"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"ratios": ("0.1",)}, "ratios must be None for qwen3_5, got"),
+        ({"schedule": "a.json"}, "schedule must be None for qwen3_5, got a.json"),
+        ({"codecs": ("auto", "int8")}, "codec must be auto for qwen3_5, got auto,int8"),
+        ({"device_bytes": "2MB"}, "device_bytes must be 0 for qwen3_5, got 2000000"),
+    ],
+)
+def test_what_a_hybrid_does_not_support_is_refused(checkpoints, asked, message):
+    config = load_config(checkpoints("qwen3_5"))
+    dataclasses.replace(SETUP, ratios=(), device_bytes="0").check_model(config)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SETUP, **asked).check_model(config)

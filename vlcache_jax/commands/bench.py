@@ -198,9 +198,13 @@ def throughput_command(
         check_writable("out", out)
         pool = parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         from vlcache_jax.benchmarks import throughput
+        from vlcache_jax.study.model_support import check_modes, read_config
 
+        chosen = opt.one_model(model, same_model)
+        if chosen is not None:
+            check_modes(read_config(chosen), reuse or ())
         throughput.measure(
-            opt.one_model(model, same_model),
+            chosen,
             throughput.ThroughputLoad(requests, images, mean_answer, max_answer, rate, seed),
             reuse=reuse or ["exact"],
             dtype=dtype,
@@ -324,7 +328,7 @@ def serve_command(
         options: dict[str, Any] = {"rates": parse_rates(rates, "rates"), "repeats": repeats, "warmup": warmup}
         goal = serving.Goal(slo_ttft, slo_per_token)
         options |= {"concurrency": concurrency, "goal": goal, "out": out, "picture": chart}
-        names = serving.policy_names(policies)
+        names = serving.policy_names(policies, model if base_url is None else None)
         if base_url is None and names:
             from vlcache_jax.benchmarks.random_models import LETTERS
             from vlcache_jax.benchmarks.serving_load import own_server
@@ -443,6 +447,7 @@ def accuracy_command(
         from vlcache_jax.assets import SCHEDULES, TINY_VQA
         from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
         from vlcache_jax.study import accuracy, pairs
+        from vlcache_jax.study.model_support import check_modes, read_config
         from vlcache_jax.study.report import WorkLog, environment, write
 
         chosen = opt.one_model(model, same_model)
@@ -457,6 +462,10 @@ def accuracy_command(
         say("importing JAX")
         from vlcache_jax import LLM
 
+        config = read_config(chosen or TINY_VQA)
+        if reuse is None and config.text.has_states:
+            raise ValueError(f"reuse is required for {config.model_type}, which supports only exact: use --reuse exact")
+        check_modes(config, settings)
         named = accuracy.name_settings(settings)
         with Progress("reading questions"):
             samples = load_samples(data or [], questions=questions)
