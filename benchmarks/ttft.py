@@ -10,11 +10,9 @@ are measured in the same run (`floor`, `rates`). Hits and outputs are checked.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, best, floor, measure_rates, pairs, rates_as_json
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
+from vlcache_jax.benchmarks.settings import TtftSetup
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, mode, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.device import PAGE_TOKENS
@@ -140,102 +139,41 @@ RATIOS = ("0.3", "0.2", "0.1")
 LOGPROBS = 20  # number of log-probabilities that are checked in each output
 
 
-@dataclasses.dataclass(frozen=True)
-class TtftSetup:
-    """Settings of the measurement.
+def make_caches(setup: TtftSetup) -> Iterator[tuple[str, CacheConfig]]:
+    """Yield each tier of stored KV and its cache, for each codec. Those that may not fit come first."""
+    device_bytes = parse_bytes(setup.device_bytes, "device_bytes")
+    places: dict[str, dict[str, Any]] = {"device": {"device_bytes": device_bytes}} if device_bytes else {}
+    places |= {"disk": {"disk": setup.disk}} if setup.disk is not None else {}
+    for place, tier in (places | {"host": {}}).items():
+        for codec in setup.codecs:
+            yield place, make_cache(codec, setup.host_bytes, **tier)
 
-    Attributes:
-      model: Checkpoint or hub id; None: random weights.
-      random_weights: Published shape of the random weights, such as "qwen3-vl-8b"; None: a decoder of 12 layers x 768.
-      layers: Layers of a decoder with random weights; None: all.
-      dtype: Data type of the model.
-      sizes: Sizes of the prompts: (images, tokens of each).
-      ratios: Ratios of image tokens that are recomputed in every layer, each a configuration; None: `RATIOS`, or none
-        if the model supports no ratios.
-      max_model_len: Limit with which engines are opened; None is the length of the longest prompt.
-      text_before: Tokens before the images, new in each prompt.
-      repeats: Runs of each configuration, after one that warms up and is checked.
-      schedule: Path of a schedule file; None: one that falls from 0.08 to 0, with mean 0.025.
-      codecs: Codecs of stored KV; each has its own engine.
-      host_bytes: Host memory for cache entries.
-      device_bytes: Device memory for copies of them, in its own engine; 0: none.
-      disk: Directory for cache entries, in its own engine that forgets all others before each run; None: none.
+
+def check_model(setup: TtftSetup, config: ModelConfig) -> None:
+    """Check that the model supports what is explicitly to be measured.
 
     Raises:
-      ValueError: A model and random weights are both given, or there is nothing to measure.
+      ValueError: A setting is about the KV of images, and layers of the model keep states.
     """
+    if not config.text.has_states:
+        return
+    defaults: dict[str, tuple[Any, str]] = {
+        "schedule": (setup.schedule, "None"), "ratios": (setup.ratios or None, "None"),
+        "codec": (None if setup.codecs == ("auto",) else ",".join(setup.codecs), "auto"),
+        "device_bytes": (parse_bytes(setup.device_bytes, "device_bytes") or None, "0"),
+    }  # fmt: skip
+    for name, (given, default) in defaults.items():
+        if given is not None:
+            raise ValueError(
+                f"{name} must be {default} for {config.model_type}, got {given}: its layers with linear attention "
+                "keep a state of all earlier tokens, so stored KV of images is not loaded"
+            )
 
-    model: str | None = None
-    random_weights: str | None = None
-    layers: int | None = None
-    dtype: str = "auto"
-    sizes: tuple[tuple[int, int], ...] = ((4, 1024),)
-    ratios: tuple[str, ...] | None = None
-    max_model_len: int | None = None
-    text_before: int = 20
-    repeats: int = 5
-    schedule: str | None = None
-    codecs: tuple[str, ...] = ("auto",)
-    host_bytes: int | str = "16GiB"
-    device_bytes: int | str = 0
-    disk: str | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("random_weights", "layers"):
-            if self.model is not None and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} must be None if model is set, got {getattr(self, name)!r} and model {self.model!r}"
-                )
-        for name in ("sizes", "codecs"):
-            given = getattr(self, name)
-            if not given or len(set(given)) != len(given):
-                raise ValueError(f"{name} must have at least one value and no duplicates, got {given!r}")
-
-    def caches(self) -> Iterator[tuple[str, CacheConfig]]:
-        """Yield each tier of stored KV and its cache, for each codec. Those that may not fit come first."""
-        places: dict[str, dict[str, Any]] = {"device": {"device_bytes": self.device_bytes}} if self.device_bytes else {}
-        places |= {"disk": {"disk": self.disk}} if self.disk is not None else {}
-        for place, tier in (places | {"host": {}}).items():
-            for codec in self.codecs:
-                yield place, make_cache(codec, self.host_bytes, **tier)
-
-    def check_model(self, config: ModelConfig) -> None:
-        """Check that the model supports what is explicitly to be measured.
-
-        Raises:
-          ValueError: A setting is about the KV of images, and layers of the model keep states.
-        """
-        if not config.text.has_states:
-            return
-        defaults: dict[str, tuple[Any, str]] = {
-            "schedule": (self.schedule, "None"), "ratios": (self.ratios or None, "None"),
-            "codec": (None if self.codecs == ("auto",) else ",".join(self.codecs), "auto"),
-            "device_bytes": (parse_bytes(self.device_bytes, "device_bytes") or None, "0"),
-        }  # fmt: skip
-        for name, (given, default) in defaults.items():
-            if given is not None:
-                raise ValueError(
-                    f"{name} must be {default} for {config.model_type}, got {given}: its layers with linear attention "
-                    "keep a state of all earlier tokens, so stored KV of images is not loaded"
-                )
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt and its output."""
-        longest = max(images * (tokens + MARKS) for images, tokens in self.sizes)
-        return longest + self.text_before + TEXT_AFTER + 8
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[tuple[str, str]]:
-        """Yield the model's directory, or its id, and its name; within, it can be opened."""
-        if self.model is not None:
-            yield self.model, pathlib.Path(self.model).name
-            return
-        from vlcache_jax.benchmarks.random_models import drawn_weights, make_random_model
-
-        with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as folder, drawn_weights():
-            directory, name = make_random_model(folder, self.random_weights, self.layers)
-            yield str(directory), name
+def longest_prompt(setup: TtftSetup) -> int:
+    """Return the tokens of the longest prompt and its output."""
+    longest = max(images * (tokens + MARKS) for images, tokens in setup.sizes)
+    return longest + setup.text_before + TEXT_AFTER + 8
 
 
 def make_cache(codec: str, host_bytes: int | str, **tier: Any) -> CacheConfig:
@@ -268,16 +206,16 @@ def measure(
     rates: list[DeviceRates] = []
     with setup.opened() as (model, name):
         config = read_config(model)
-        setup.check_model(config)
+        check_model(setup, config)
         modes = make_configurations(
             config.model_type, config.text.num_layers, setup.schedule, RATIOS if setup.ratios is None else setup.ratios
         )
         modes, others = supported_modes(config, modes)
-        for place, cache in setup.caches():
+        for place, cache in make_caches(setup):
             if cases and not any(map(_links, modes)):
                 break  # the baselines have been measured, and no other mode depends on tier and codec
             with LLM(
-                model, dtype=setup.dtype, max_model_len=setup.max_model_len or setup.longest, cache=cache,
+                model, dtype=setup.dtype, max_model_len=setup.max_model_len or longest_prompt(setup), cache=cache,
                 enable_prefix_caching=False, **settings,
             ) as llm:  # fmt: skip
                 # The first runs compile the programs that they need, far fewer than `warmup` compiles for any request.
@@ -406,7 +344,7 @@ class _Measuring:
 
 
 def make_configurations(
-    model_type: str, layers: int, schedule: str | None = None, ratios: Sequence[str] = RATIOS
+    model_type: str, layers: int, schedule: str | pathlib.Path | None = None, ratios: Sequence[str] = RATIOS
 ) -> dict[str, Any]:
     """Return the configurations by name, each as a value of `reuse=`."""
     falling = falling_schedule(model_type, layers) if schedule is None else Schedule.load(schedule)

@@ -16,8 +16,8 @@ from vlcache_jax import BucketSizes
 from vlcache_jax.benchmarks import floor as floor_module
 from vlcache_jax.benchmarks import random_models, ttft
 from vlcache_jax.benchmarks.floor import DeviceRates, floor, pairs
-from vlcache_jax.benchmarks.known_images import split_images
-from vlcache_jax.benchmarks.ttft import check_found, check_logprobs
+from vlcache_jax.benchmarks.settings import TtftSetup, split_images
+from vlcache_jax.benchmarks.ttft import check_found, check_logprobs, check_model
 from vlcache_jax.benchmarks.ttft_table import STEPS
 from vlcache_jax.cache.store import Store
 from vlcache_jax.commands.cli import app
@@ -30,7 +30,7 @@ CONFIGURATIONS = [
     "cold", "encoder cached", "r = 0.3", "r = 0.2", "r = 0.1", "r = 0", "schedule, mean 0.0333", "shift, r = 0.03",
 ]  # fmt: skip
 ENGINE = {"buckets": BucketSizes(rows=(64,), patches=(64,), sequences=(4,)), "max_rows": 64, "use_tqdm": False}
-SETUP = ttft.TtftSetup(random_weights="small", layers=3, dtype="float32", sizes=((1, 16),), text_before=7, repeats=1)
+SETUP = TtftSetup(random_weights="small", layers=3, dtype="float32", images=1, tokens=16, text_before=7, repeats=1)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def small(monkeypatch, checkpoints):
 @pytest.mark.slow
 def test_the_table(tmp_path, capsys):
     out, picture = tmp_path / "ttft.json", tmp_path / "ttft.png"
-    setup = dataclasses.replace(SETUP, sizes=((1, 16), (2, 12)), codecs=("auto", "int8"), repeats=2)
+    setup = dataclasses.replace(SETUP, images=None, image_tokens=(16, 24), codecs=("auto", "int8"), repeats=2)
     ttft.measure(setup, out=out, picture=picture, **ENGINE)
     found = json.loads(out.read_text())
     rows = {(row["image tokens"], row["codec"], row["configuration"]): row for row in found["rows"]}
@@ -126,7 +126,7 @@ def test_what_is_no_hit_is_not_measured(codec, message, monkeypatch):
     [
         ({"host_bytes": 0}, "host_bytes must hold the KV of the 1 images of a prompt, got 0"),
         (
-            {"device_bytes": "600KB", "sizes": ((1, 8), (3, 130))},
+            {"device_bytes": "600KB", "images": None, "tokens": 130, "image_tokens": (8, 390)},
             "device_bytes must hold .* 6 pages of .* bytes, got",
         ),
     ],
@@ -253,8 +253,8 @@ def test_the_longest_prompts_of_the_paper(tmp_path):
 def test_a_hybrid_is_measured_in_the_modes_that_it_supports(tmp_path, capsys, checkpoints):
     """On disk, so that a second engine would have nothing to measure."""
     out = tmp_path / "ttft.json"
-    setup = ttft.TtftSetup(
-        model=str(checkpoints("qwen3_5")), dtype="float32", sizes=((1, 16),), text_before=7, repeats=1,
+    setup = TtftSetup(
+        model=str(checkpoints("qwen3_5")), dtype="float32", images=1, tokens=16, text_before=7, repeats=1,
         disk=str(tmp_path / "entries"),
     )  # fmt: skip
     ttft.measure(setup, out=out, **ENGINE)
@@ -274,13 +274,12 @@ def test_a_hybrid_is_measured_in_the_modes_that_it_supports(tmp_path, capsys, ch
     ("asked", "message"),
     [
         ({"ratios": ("0.1",)}, "ratios must be None for qwen3_5, got"),
-        ({"schedule": "a.json"}, "schedule must be None for qwen3_5, got a.json"),
         ({"codecs": ("auto", "int8")}, "codec must be auto for qwen3_5, got auto,int8"),
         ({"device_bytes": "2MB"}, "device_bytes must be 0 for qwen3_5, got 2000000"),
     ],
 )
 def test_what_a_hybrid_does_not_support_is_refused(checkpoints, asked, message):
     config = load_config(checkpoints("qwen3_5"))
-    dataclasses.replace(SETUP, ratios=(), device_bytes="0").check_model(config)
+    check_model(dataclasses.replace(SETUP, ratios=(), device_bytes="0"), config)
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SETUP, **asked).check_model(config)
+        check_model(dataclasses.replace(SETUP, **asked), config)

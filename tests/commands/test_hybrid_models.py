@@ -35,7 +35,8 @@ def test_what_a_hybrid_does_not_support_is_one_line(checkpoints, tmp_path, words
 
 
 def test_compression_of_a_hybrid_is_one_line(checkpoints):
-    from vlcache_jax.benchmarks.compression import CompressionSetup, measure
+    from vlcache_jax.benchmarks.compression import measure
+    from vlcache_jax.benchmarks.settings import CompressionSetup
 
     with pytest.raises(ValueError, match=f"model of `vlcache bench compression` {KEEPS_KV}"):
         measure(CompressionSetup(model=str(checkpoints("qwen3_5"))))
