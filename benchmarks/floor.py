@@ -125,11 +125,15 @@ def floor(
     return Floor(parts | {"load": loaded / rates.host}, sum(operator.operations for operator in operators))
 
 
-def pairs(plan: Plan, num_layers: int) -> tuple[int, ...]:
-    """Return the pairs of a query and a key that it sees, for each layer. Rows that end in a layer have no query
-    there.
+def pairs(plan: Plan, text: TextConfig) -> tuple[int, ...]:
+    """Return the pairs of a query and a key that it sees, for each layer.
+
+    Rows that end in a layer have no query there. Layers with linear attention have no pairs.
     """
-    return tuple(int(_seen(plan, layer).sum(dtype=np.int64)) for layer in range(num_layers))
+    return tuple(
+        int(_seen(plan, layer).sum(dtype=np.int64)) if text.kind_of(layer).keeps_kv else 0
+        for layer in range(text.num_layers)
+    )
 
 
 def _seen(plan: Plan, layer: int) -> npt.NDArray[np.int64]:

@@ -19,6 +19,7 @@ from vlcache_jax.benchmarks.serving_client import Client, ReceivedAnswer
 from vlcache_jax.benchmarks.serving_load import Chat, RequestLoad
 from vlcache_jax.benchmarks.ttft import falling_schedule
 from vlcache_jax.common.progress import say
+from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.study.model_support import check_modes, left_out, read_config, supported_modes
 from vlcache_jax.study.report import environment, figures, save_figure, show, write
 
@@ -98,9 +99,10 @@ def policy_names(text: str | None, model: str | None = None) -> tuple[str, ...]:
     names = tuple(dict.fromkeys((COLD, *(POLICIES if text == "all" else map(str.strip, text.split(","))))))
     if model is None:
         return names
+    policies = {name: parse_policy(name) for name in names if name != SCHEDULE}  # errors need no model
     config = read_config(model)
     falling = falling_schedule(config.model_type, config.text.num_layers)
-    modes = {name: falling if name == SCHEDULE else name for name in names}
+    modes = {name: policies.get(name, falling) for name in names}
     if text != "all":
         check_modes(config, modes.values())
     supported, others = supported_modes(config, modes)

@@ -27,6 +27,7 @@ from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.common.checks import parse_bytes
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
+from vlcache_jax.device.checkpoint import links_images
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.reuse.policies import spread_ranks
@@ -54,7 +55,7 @@ def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     llm.generate(prompt, one, use_tqdm=False)
     [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
     is_found = output.num_cached_tokens > 0
-    if llm.service.checkpoint.config.text.has_states:
+    if not links_images(llm.service.checkpoint.config):
         is_found = all(image.encoder != "computed" for image in output.cache.images)
     if not is_found or not output.cache.exact:
         raise ValueError(f"repeated prompt must be an exact cache hit, got {output.cache}")
@@ -155,7 +156,7 @@ def check_model(setup: TtftSetup, config: ModelConfig) -> None:
     Raises:
       ValueError: A setting is about the KV of images, and layers of the model keep states.
     """
-    if not config.text.has_states:
+    if links_images(config):
         return
     defaults: dict[str, tuple[Any, str]] = {
         "schedule": (setup.schedule, "None"), "ratios": (setup.ratios or None, "None"),
@@ -327,8 +328,6 @@ class _Measuring:
             itemsize=kv.dtype.itemsize,
             kept=kv.stored_bytes // kv.layers,
         )
-        paged = config.text.paged_layers  # layers with linear attention compare no pairs
-        seen = pairs(plan, config.text.num_layers)
         return MeasuredCase(
             images=known.images,
             tokens=known.tokens,
@@ -338,7 +337,7 @@ class _Measuring:
             metrics=tuple(output.metrics for output in outputs),
             reused=len(known) - report.rows[-1],
             rows=report.rows,
-            pairs=tuple(count if layer in paged else 0 for layer, count in enumerate(seen)),
+            pairs=pairs(plan, config.text),
             floor=least,
         )
 

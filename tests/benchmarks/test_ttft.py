@@ -88,7 +88,8 @@ def test_the_table(tmp_path, capsys):
     assert "7 text tokens, images of 1 x 16, 2 x 12 tokens, 6 text tokens" in told
 
 
-def test_pairs_are_those_of_a_count_one_by_one():
+def test_pairs_are_those_of_a_count_one_by_one(small):
+    text = dataclasses.replace(small.text, num_layers=5)
     rng = np.random.default_rng(0)
     depth, slot = rng.integers(0, 6, 40).astype(np.int16), rng.permutation(40).astype(np.int32)
     for plan in (Plan(depth), Plan(depth, slot=slot)):
@@ -97,7 +98,7 @@ def test_pairs_are_those_of_a_count_one_by_one():
             sum(int(slots[key] <= slots[query]) for query in range(40) if depth[query] > layer + 1 for key in range(40))
             for layer in range(5)
         )
-        assert pairs(plan, 5) == expected
+        assert pairs(plan, text) == expected
         assert expected[-1] < expected[0]
 
 

@@ -117,11 +117,13 @@ def throughput_command(
         check_writable("out", out)
         pool = parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         from vlcache_jax.benchmarks import throughput
+        from vlcache_jax.reuse.selection import parse_policy
         from vlcache_jax.study.model_support import check_modes, read_config
 
         chosen = opt.one_model(model, same_model)
+        policies = list(map(parse_policy, reuse or ()))  # errors need no model
         if chosen is not None:
-            check_modes(read_config(chosen), reuse or ())
+            check_modes(read_config(chosen), policies)
         throughput.measure(
             chosen,
             throughput.ThroughputLoad(requests, images, mean_answer, max_answer, rate, seed),
@@ -318,6 +320,7 @@ def accuracy_command(
     with say_errors():
         from vlcache_jax.assets import SCHEDULES, TINY_VQA
         from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
+        from vlcache_jax.device.checkpoint import links_images
         from vlcache_jax.study import accuracy, pairs
         from vlcache_jax.study.model_support import check_modes, read_config
         from vlcache_jax.study.report import WorkLog, environment, write
@@ -334,11 +337,11 @@ def accuracy_command(
         say("importing JAX")
         from vlcache_jax import LLM
 
+        named = accuracy.name_settings(settings)
         config = read_config(chosen or TINY_VQA)
-        if reuse is None and config.text.has_states:
+        if reuse is None and not links_images(config):
             raise ValueError(f"reuse is required for {config.model_type}, which supports only exact: use --reuse exact")
         check_modes(config, settings)
-        named = accuracy.name_settings(settings)
         with Progress("reading questions"):
             samples = load_samples(data or [], questions=questions)
         cache = CacheConfig(load="kv")

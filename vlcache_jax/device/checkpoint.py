@@ -59,13 +59,18 @@ _HASHING = threading.Lock()
 type Place = Callable[[Parameter, np.ndarray], jax.Array]
 
 
+def links_images(config: ModelConfig) -> bool:
+    """Return whether a model can load the KV of images, which takes KV in each layer instead of states."""
+    return not config.text.has_states
+
+
 def check_links(policy: Policy, config: ModelConfig) -> None:
     """Check that a model can load the KV of images as a policy requires.
 
     Raises:
       ValueError: the policy loads KV of other contexts, and layers of the model keep states.
     """
-    if policy.approximates and config.text.has_states:
+    if policy.approximates and not links_images(config):
         raise ValueError(
             f"reuse must be 'exact' or 'off' for {config.model_type}, got {policy.name!r}: its layers with "
             "linear attention keep a state of all earlier tokens, and loading an image's KV does not update it"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vlcache_jax.convert.source import locate
-from vlcache_jax.device.checkpoint import check_links
+from vlcache_jax.device.checkpoint import check_links, links_images
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.selection import parse_policy
@@ -32,7 +32,7 @@ def check_keeps_kv(config: ModelConfig, command: str) -> None:
     Raises:
       ValueError: some layers keep states.
     """
-    if config.text.has_states:
+    if not links_images(config):
         raise ValueError(
             f"model of `{command}` must keep KV in each layer, got {config.model_type}: its layers with linear "
             "attention keep a state of all earlier tokens"
@@ -56,7 +56,7 @@ def supported_modes[T](config: ModelConfig, modes: Mapping[str, T]) -> tuple[dic
       config: configuration of the model.
       modes: values of `reuse` by name.
     """
-    if not config.text.has_states:
+    if links_images(config):
         return dict(modes), ()
     supported = {name: mode for name, mode in modes.items() if not parse_policy(mode).approximates}
     return supported, tuple(name for name in modes if name not in supported)
