@@ -24,21 +24,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks import ttft
 from vlcache_jax.benchmarks.compression_filled import FilledAnswers, FilledRun, KeptBlockTables, fill
-from vlcache_jax.benchmarks.known_images import MARKS, KnownImages, split_images
+from vlcache_jax.benchmarks.known_images import MARKS, KnownImages
+from vlcache_jax.benchmarks.settings import IMAGE, LEAST_TOKENS, CompressionSetup, split_images
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.compress.budgets import LEAST
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import Compressor, make_counts
-from vlcache_jax.convert.source import locate
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import round_pages
 from vlcache_jax.engine.compressed_pages import CompressedPages
-from vlcache_jax.models import ModelConfig, load_config
+from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.study.model_support import check_keeps_kv, read_config
 from vlcache_jax.study.report import environment, figures, save_figure, show, write
 
 if TYPE_CHECKING:
@@ -218,91 +218,50 @@ def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.
 
 
 POLICIES = ("vl-cache", "postvision")
-IMAGE = 1024  # maximum tokens of an image
 TEXT_BEFORE, QUESTION = 40, 40  # tokens; the text before the images is shorter by their markers
 SPARSITY = 0.95, 0.5  # of the attention of the first and the last layer, in filled pools
 SHORT, TURNS = 200, 20  # image tokens of prompts whose first tokens are timed, and number of repeats
-LEAST_TOKENS = 9  # of an output: one, and those of a multi-step decode
 
 
-@dataclasses.dataclass(frozen=True)
-class CompressionSetup:
-    """Settings of the measurement.
+def ways_of(setup: CompressionSetup) -> dict[str, Compressor | None]:
+    """Return the ways to decode: name -> compressor, None for the full KV."""
+    names = [f"{policy}-{setup.budget:g}" for policy in POLICIES]
+    return {FULL: None, **{name: parse_compressor(name) for name in names}}
 
-    Attributes:
-      model, random_weights, layers: As in `ttft.TtftSetup`.
-      dtype: Data type of the model.
-      lengths: Image tokens of the prompts.
-      answers: Numbers of outputs that decode together.
-      budget: Fraction of the prompt's KV that is kept.
-      steps: Tokens of each run of several outputs.
-      max_tokens: Tokens of a request's output.
-      repeats: Runs of each way to decode; the ways are interleaved.
 
-    Raises:
-      ValueError: There is nothing to measure.
-    """
+def make_prompts(llm: LLM, length: int) -> KnownImages:
+    """Return a generator of prompts of a length."""
+    images, tokens = split_images(length, IMAGE)
+    return KnownImages(
+        llm.service.checkpoint.config, llm.get_tokenizer(), images=images, tokens=tokens,
+        text_before=_text_before(images), text_after=QUESTION, alike=True,
+    )  # fmt: skip
 
-    model: str | None = None
-    random_weights: str | None = None
-    layers: int | None = None
-    dtype: str = "float32"
-    lengths: tuple[int, ...] = (4096, 8192, 16384)
-    answers: tuple[int, ...] = (1, 4, 16)
-    budget: float = 0.1
-    steps: int = 8
-    max_tokens: int = 100
-    repeats: int = 3
 
-    def __post_init__(self) -> None:
-        for name in ("lengths", "answers"):
-            given = getattr(self, name)
-            if not given or list(given) != sorted(set(given)):
-                raise ValueError(f"{name} must have at least one number, in ascending order, got {given!r}")
-        if self.max_tokens < LEAST_TOKENS:
-            raise ValueError(f"max_tokens must be at least {LEAST_TOKENS}, got {self.max_tokens}")
-        if not 0 < self.budget < 1:
-            raise ValueError(f"budget must be above 0 and below 1, got {self.budget}")
-        for length in self.lengths:
-            split_images(length, IMAGE)
+def prompt_tokens(length: int) -> int:
+    """Return the number of tokens of a prompt of `make_prompts`."""
+    images, _ = split_images(length, IMAGE)
+    return length + images * MARKS + _text_before(images) + QUESTION
 
-    @property
-    def ways(self) -> dict[str, Compressor | None]:
-        """Ways to decode: name -> compressor, None for the full KV."""
-        names = [f"{policy}-{self.budget:g}" for policy in POLICIES]
-        return {FULL: None, **{name: parse_compressor(name) for name in names}}
 
-    def prompt(self, llm: LLM, length: int) -> KnownImages:
-        """Return a generator of prompts of a length."""
-        images, tokens = split_images(length, IMAGE)
-        return KnownImages(
-            llm.service.checkpoint.config, llm.get_tokenizer(), images=images, tokens=tokens,
-            text_before=_text_before(images), text_after=QUESTION, alike=True,
-        )  # fmt: skip
-
-    def tokens(self, length: int) -> int:
-        """Return the number of tokens of such a prompt."""
-        images, _ = split_images(length, IMAGE)
-        return length + images * MARKS + _text_before(images) + QUESTION
-
-    def sizes(self, config: ModelConfig) -> dict[str, Any]:
-        """Return options of an engine that has room for the prompts."""
-        kv, most = KVShape.of(config, self.dtype), self.answers[-1]
-        longest = max(map(self.tokens, self.lengths))
-        new = max(self.max_tokens, self.steps + 1)
-        pages = most * -(-(longest + new) // PAGE) + 2  # a cached prompt has its last block copied
-        compressed = 2 * kv.layers  # requests' budgets may be larger by rounding
-        for compressor in self.ways.values():
-            if compressor is not None:
-                counts = drawn_counts(compressor, longest, kv.layers)
-                compressed += most * CompressedPages(0).needed(counts, new)
-        return {
-            "dtype": self.dtype,
-            "max_model_len": longest + new,
-            "max_num_seqs": most,
-            "kv_cache_bytes": round_pages(pages, up=True) * PAGE * kv.slot_bytes,
-            "compressed_kv_bytes": round_pages(compressed, up=True) * PAGE * kv.slot_bytes // kv.layers,
-        }
+def engine_sizes(setup: CompressionSetup, config: ModelConfig) -> dict[str, Any]:
+    """Return options of an engine that has room for the prompts."""
+    kv, most = KVShape.of(config, setup.dtype), setup.answers[-1]
+    longest = max(map(prompt_tokens, setup.lengths))
+    new = max(setup.max_tokens, setup.steps + 1)
+    pages = most * -(-(longest + new) // PAGE) + 2  # a cached prompt has its last block copied
+    compressed = 2 * kv.layers  # requests' budgets may be larger by rounding
+    for compressor in ways_of(setup).values():
+        if compressor is not None:
+            counts = drawn_counts(compressor, longest, kv.layers)
+            compressed += most * CompressedPages(0).needed(counts, new)
+    return {
+        "dtype": setup.dtype,
+        "max_model_len": longest + new,
+        "max_num_seqs": most,
+        "kv_cache_bytes": round_pages(pages, up=True) * PAGE * kv.slot_bytes,
+        "compressed_kv_bytes": round_pages(compressed, up=True) * PAGE * kv.slot_bytes // kv.layers,
+    }
 
 
 def _text_before(images: int) -> int:
@@ -328,22 +287,23 @@ def measure(
       settings: Settings of the engine.
 
     Raises:
-      ValueError: An output is empty, or differs from an earlier run or from dense attention, or a prompt was not kept
-        as configured.
+      ValueError: Layers of the model keep no KV, an output is empty, or differs from an earlier run or from dense
+        attention, or a prompt was not kept as configured.
     """
     from vlcache_jax import LLM
 
     check_writable("out", out)
-    with ttft.TtftSetup(setup.model, setup.random_weights, setup.layers).opened() as (model, name):
-        config = load_config(locate(model, weights=False).directory)
-        with LLM(model, **setup.sizes(config) | settings) as llm:
+    with setup.opened() as (model, name):
+        config = read_config(model)
+        check_keeps_kv(config, "vlcache bench compression")
+        with LLM(model, **engine_sizes(setup, config) | settings) as llm:
             llm.service.ahead.stop()  # the first runs compile the programs that they need
             head = _head(setup, llm, name)
             requested = list(_measure_requests(llm, setup))
             llm.reset_mm_cache()
             decoded = list(_measure_decoding(llm, setup))
         short = dataclasses.replace(setup, lengths=(SHORT,), answers=(1,))
-        first = _measure_first(model, short, short.sizes(config) | settings)
+        first = _measure_first(model, short, engine_sizes(short, config) | settings)
     publish(requested, decoded, first, head, out, picture)
 
 
@@ -368,10 +328,10 @@ def _greedy(tokens: int) -> SamplingParams:
 
 def _measure_requests(llm: LLM, setup: CompressionSetup) -> Iterator[RequestResult]:
     """Yield a prompt of each length, computed once and answered in each way."""
-    ways = setup.ways
+    ways = ways_of(setup)
     with Progress("answering requests", len(setup.lengths) * len(ways) * (setup.repeats + 1)) as bar:
         for length in setup.lengths:
-            prompt = setup.prompt(llm, length).draw()
+            prompt = make_prompts(llm, length).draw()
             cold = _compute(llm, prompt)
             outputs: dict[str, list[RequestOutput]] = {way: [] for way in ways}
             for repeat in range(setup.repeats + 1):  # the first runs compile, and are short
@@ -440,14 +400,14 @@ def _measure_decoding(llm: LLM, setup: CompressionSetup) -> Iterator[DecodingRes
     kv, pages = llm.service.device.runner.shapes.kv, llm.service.engine.scheduler.compressed
     cells = list(itertools.product(setup.lengths, setup.answers))
     fill(llm.service.device.runner)
-    with Progress("decoding", len(cells) * len(setup.ways) * (setup.repeats + 1)) as bar:
+    with Progress("decoding", len(cells) * len(ways_of(setup)) * (setup.repeats + 1)) as bar:
         for length, count in cells:
-            tokens = setup.tokens(length)
+            tokens = prompt_tokens(length)
             filled = FilledAnswers(llm, tokens, count, setup.steps)
             kept: dict[str, KeptBlockTables | None] = {}
             memory = {}
             # The KV of all ways is in the pool at once. The results of each way are checked, and its programs compiled.
-            for way, compressor in setup.ways.items():
+            for way, compressor in ways_of(setup).items():
                 before = pages.in_use
                 kept[way] = None if compressor is None else filled.compress(drawn_counts(compressor, tokens, kv.layers))
                 of_pool = filled.pages * PAGE * kv.slot_bytes if compressor is None else 0
@@ -474,9 +434,9 @@ def _measure_first(model: str, setup: CompressionSetup, sizes: dict[str, Any]) -
     """Return seconds to the first token of short prompts without reuse, with the kinds of requests interleaved."""
     from vlcache_jax import LLM
 
-    [compressed] = [name for name in setup.ways if name.startswith(POLICIES[0])]
+    [compressed] = [name for name in ways_of(setup) if name.startswith(POLICIES[0])]
     with LLM(model, **sizes | {"compressed_kv_bytes": 0}) as plain, LLM(model, **sizes) as ready:
-        known = setup.prompt(plain, SHORT)
+        known = make_prompts(plain, SHORT)
         kinds: list[tuple[str, LLM, str | None]] = [
             ("engine without `compressed_kv_bytes`", plain, None),
             ("engine with `compressed_kv_bytes`", ready, None),

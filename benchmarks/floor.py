@@ -6,6 +6,7 @@ count as follows:
 - A linear moves its weights and its rows in and out. An MLP is one operator, and so are the experts that rows pass;
   other experts count nothing.
 - Attention moves the KV of the slots that its rows see, once, and queries and results.
+- Linear attention moves queries, keys, values and results of its rows, and its state once.
 - Linking moves the KV of the tokens that are not computed, in and out. Under `shift`, which is separate from linking,
   they go in and out once more in every layer except the first.
 - The rest counts nothing: norms, rotations, embeddings of tokens and of patches, sampling, launches.
@@ -124,11 +125,15 @@ def floor(
     return Floor(parts | {"load": loaded / rates.host}, sum(operator.operations for operator in operators))
 
 
-def pairs(plan: Plan, num_layers: int) -> tuple[int, ...]:
-    """Return the pairs of a query and a key that it sees, for each layer. Rows that end in a layer have no query
-    there.
+def pairs(plan: Plan, text: TextConfig) -> tuple[int, ...]:
+    """Return the pairs of a query and a key that it sees, for each layer.
+
+    Rows that end in a layer have no query there. Layers with linear attention have no pairs.
     """
-    return tuple(int(_seen(plan, layer).sum(dtype=np.int64)) for layer in range(num_layers))
+    return tuple(
+        int(_seen(plan, layer).sum(dtype=np.int64)) if text.kind_of(layer).keeps_kv else 0
+        for layer in range(text.num_layers)
+    )
 
 
 def _seen(plan: Plan, layer: int) -> npt.NDArray[np.int64]:
@@ -146,10 +151,15 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None
     kv = 2 * text.num_kv_heads * text.head_dim
     linear = functools.partial(_linear, itemsize=itemsize)
     depth = plan.depth
+    gated_q = 2 * q if text.output_gate else q
     for layer in range(text.num_layers):
         rows, seen = int((depth > layer).sum()), _seen(plan, layer)
+        if not text.kind_of(layer).keeps_kv:
+            yield from _linear_attention(text, rows, itemsize)
+            yield from _mlp(text, layer, len(seen), itemsize)
+            continue
         yield linear("linear", rows, width, kv, width * kv)
-        yield linear("linear", len(seen), width, q, width * q)
+        yield linear("linear", len(seen), width, gated_q, width * gated_q)
         yield _attention("attention", seen, text.num_heads, text.num_kv_heads, text.head_dim, itemsize)
         yield linear("linear", len(seen), q, width, q * width)
         yield from _mlp(text, layer, len(seen), itemsize)
@@ -207,6 +217,21 @@ def encoder(config: ModelConfig, grids: Sequence[Grid], itemsize: int = 2) -> It
         yield linear(patches // group, width * group, vision.out_hidden_size, merger)
 
 
+def _linear_attention(text: TextConfig, rows: int, itemsize: int) -> Iterator[Operator]:
+    """Yield the operators of a layer with linear attention.
+
+    Each row reads, updates and multiplies the state, and the state is written once in float32.
+    """
+    sizes = text.linear_attention
+    assert sizes is not None
+    keys, values = sizes.key_heads * sizes.key_width, sizes.value_heads * sizes.value_width
+    state = sizes.key_width * values
+    projected = 2 * (keys + values + sizes.value_heads)  # queries, keys, values, gates, decay and step of each head
+    yield _linear("linear", rows, text.hidden_size, projected, text.hidden_size * projected, itemsize=itemsize)
+    yield Operator("attention", 6 * state * rows, 4 * state + itemsize * 2 * (keys + values) * rows)
+    yield _linear("linear", rows, values, text.hidden_size, values * text.hidden_size, itemsize=itemsize)
+
+
 def _mlp(text: TextConfig, layer: int, rows: int, itemsize: int) -> Iterator[Operator]:
     """Yield the operators of a layer's MLP, or of its router and the experts that rows pass."""
     width, experts = text.hidden_size, text.experts_of(layer)
@@ -214,6 +239,8 @@ def _mlp(text: TextConfig, layer: int, rows: int, itemsize: int) -> Iterator[Ope
         yield _linear("linear", rows, width, width, 3 * width * text.intermediate_size, itemsize=itemsize)
         return
     yield _linear("linear", rows, width, experts.count, width * experts.count, itemsize=itemsize)
+    if experts.shared_size:
+        yield _linear("linear", rows, width, width, 3 * width * experts.shared_size, itemsize=itemsize)
     weights = 3 * width * experts.intermediate_size
     # Expected number of distinct experts if all are equally likely.
     read = experts.count * (1 - (1 - experts.chosen / experts.count) ** rows)

@@ -111,17 +111,3 @@ class KnownImages:
         """Return grids, in patches, of the images that passed the encoder."""
         rows, columns = (side * self._config.vision.merge_size for side in image_grid(self.tokens))
         return [(1, rows, columns) for image in report.images if image.encoder == "computed"]
-
-
-def split_images(total: int, most: int) -> tuple[int, int]:
-    """Return the number of images with `total` tokens together, and the tokens of each, for the fewest images.
-
-    Raises:
-      ValueError: `total` cannot be divided equally among images of at most `most` tokens.
-    """
-    count = -(-total // most)
-    if total % count:
-        raise ValueError(
-            f"image_tokens must be divisible by {count}, the number of images of at most {most} tokens, got {total}"
-        )
-    return count, total // count

@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks import POLICIES, label, notes
+from vlcache_jax.benchmarks import POLICIES, SCHEDULE, label, notes
 from vlcache_jax.benchmarks.serving_client import Client, ReceivedAnswer
 from vlcache_jax.benchmarks.serving_load import Chat, RequestLoad
+from vlcache_jax.benchmarks.ttft import falling_schedule
 from vlcache_jax.common.progress import say
+from vlcache_jax.reuse.selection import parse_policy
+from vlcache_jax.study.model_support import check_modes, left_out, read_config, supported_modes
 from vlcache_jax.study.report import environment, figures, save_figure, show, write
 
 PERCENTILES = (50, 90, 99)
@@ -81,11 +84,31 @@ class Sender:
         return began, list(await asyncio.gather(*pending))
 
 
-def policy_names(text: str | None) -> tuple[str, ...]:
-    """Return the names in `--policies`, the baseline first; empty for None."""
+def policy_names(text: str | None, model: str | None = None) -> tuple[str, ...]:
+    """Return the names in `--policies`, the baseline first; empty for None.
+
+    Args:
+      text: Names, or "all", which leaves out those that the model does not support.
+      model: Checkpoint or hub id of the own server; None: it supports all.
+
+    Raises:
+      ValueError: The model does not support a name.
+    """
     if text is None:
         return ()
-    return tuple(dict.fromkeys((COLD, *(POLICIES if text == "all" else map(str.strip, text.split(","))))))
+    names = tuple(dict.fromkeys((COLD, *(POLICIES if text == "all" else map(str.strip, text.split(","))))))
+    if model is None:
+        return names
+    policies = {name: parse_policy(name) for name in names if name != SCHEDULE}  # errors need no model
+    config = read_config(model)
+    falling = falling_schedule(config.model_type, config.text.num_layers)
+    modes = {name: policies.get(name, falling) for name in names}
+    if text != "all":
+        check_modes(config, modes.values())
+    supported, others = supported_modes(config, modes)
+    if others:
+        say(f"not measured: {left_out(config, others)}")
+    return tuple(supported)
 
 
 def measure(

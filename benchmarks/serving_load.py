@@ -26,7 +26,8 @@ from PIL import Image
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.benchmarks import ALLOCATOR, SCHEDULE
-from vlcache_jax.benchmarks.ttft import TtftSetup, falling_schedule
+from vlcache_jax.benchmarks.settings import BenchModel
+from vlcache_jax.benchmarks.ttft import falling_schedule
 from vlcache_jax.common.checks import short
 from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.server.app import Server
@@ -265,7 +266,7 @@ def own_server(model: str | None, policies: Sequence[str], longest: int) -> Iter
 def _serve(parent: Connection, model: str | None, reuses: dict[str, str], longest: int) -> None:
     """Send the base URL, or an error, and serve until the other end of the pipe is closed."""
     try:
-        with TtftSetup(model=model).opened() as (path, name):
+        with BenchModel(model).opened() as (path, name):
             rows = max(1024, longest)  # policies that select tokens need a prompt in one step
             engine = AsyncLLM(path, max_model_len=longest, max_rows=rows, use_tqdm=False)
             if SCHEDULE in reuses:

@@ -10,11 +10,9 @@ are measured in the same run (`floor`, `rates`). Hits and outputs are checked.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +20,31 @@ import numpy as np
 
 from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, best, floor, measure_rates, pairs, rates_as_json
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
-from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, publish
+from vlcache_jax.benchmarks.settings import TtftSetup
+from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, mode, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.common.checks import parse_bytes
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
+from vlcache_jax.device.checkpoint import links_images
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.reuse.policies import spread_ranks
 from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.study.model_support import left_out, read_config, supported_modes
 from vlcache_jax.study.report import environment
 
 if TYPE_CHECKING:
     from vlcache_jax import LLM
     from vlcache_jax.engine.completions import Logprob
+    from vlcache_jax.models import ModelConfig
 
 
 def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     """Check that a repeat has the logits of a cold run, before anything is timed.
+
+    In models whose layers keep states, a repeat reuses encoder output, and in others KV too.
 
     Raises:
       ValueError: It has not.
@@ -49,7 +54,10 @@ def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     llm.generate(prompt, one, use_tqdm=False)
     [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
-    if output.num_cached_tokens == 0 or not output.cache.exact:
+    is_found = output.num_cached_tokens > 0
+    if not links_images(llm.service.checkpoint.config):
+        is_found = all(image.encoder != "computed" for image in output.cache.images)
+    if not is_found or not output.cache.exact:
         raise ValueError(f"repeated prompt must be an exact cache hit, got {output.cache}")
     most, found = 1e-3 if llm.service.device.runner.dtype == np.float32 else 0.5, output.verification
     if found is None or not found.max_logit_difference < most:
@@ -132,81 +140,41 @@ RATIOS = ("0.3", "0.2", "0.1")
 LOGPROBS = 20  # number of log-probabilities that are checked in each output
 
 
-@dataclasses.dataclass(frozen=True)
-class TtftSetup:
-    """Settings of the measurement.
+def make_caches(setup: TtftSetup) -> Iterator[tuple[str, CacheConfig]]:
+    """Yield each tier of stored KV and its cache, for each codec. Those that may not fit come first."""
+    device_bytes = parse_bytes(setup.device_bytes, "device_bytes")
+    places: dict[str, dict[str, Any]] = {"device": {"device_bytes": device_bytes}} if device_bytes else {}
+    places |= {"disk": {"disk": setup.disk}} if setup.disk is not None else {}
+    for place, tier in (places | {"host": {}}).items():
+        for codec in setup.codecs:
+            yield place, make_cache(codec, setup.host_bytes, **tier)
 
-    Attributes:
-      model: Checkpoint or hub id; None: random weights.
-      random_weights: Published shape of the random weights, such as "qwen3-vl-8b"; None: a decoder of 12 layers x 768.
-      layers: Layers of a decoder with random weights; None: all.
-      dtype: Data type of the model.
-      sizes: Sizes of the prompts: (images, tokens of each).
-      ratios: Ratios of image tokens that are recomputed in every layer, each a configuration.
-      max_model_len: Limit with which engines are opened; None is the length of the longest prompt.
-      text_before: Tokens before the images, new in each prompt.
-      repeats: Runs of each configuration, after one that warms up and is checked.
-      schedule: Path of a schedule file; None: one that falls from 0.08 to 0, with mean 0.025.
-      codecs: Codecs of stored KV; each has its own engine.
-      host_bytes: Host memory for cache entries.
-      device_bytes: Device memory for copies of them, in its own engine; 0: none.
-      disk: Directory for cache entries, in its own engine that forgets all others before each run; None: none.
+
+def check_model(setup: TtftSetup, config: ModelConfig) -> None:
+    """Check that the model supports what is explicitly to be measured.
 
     Raises:
-      ValueError: A model and random weights are both given, or there is nothing to measure.
+      ValueError: A setting is about the KV of images, and layers of the model keep states.
     """
+    if links_images(config):
+        return
+    defaults: dict[str, tuple[Any, str]] = {
+        "schedule": (setup.schedule, "None"), "ratios": (setup.ratios or None, "None"),
+        "codec": (None if setup.codecs == ("auto",) else ",".join(setup.codecs), "auto"),
+        "device_bytes": (parse_bytes(setup.device_bytes, "device_bytes") or None, "0"),
+    }  # fmt: skip
+    for name, (given, default) in defaults.items():
+        if given is not None:
+            raise ValueError(
+                f"{name} must be {default} for {config.model_type}, got {given}: its layers with linear attention "
+                "keep a state of all earlier tokens, so stored KV of images is not loaded"
+            )
 
-    model: str | None = None
-    random_weights: str | None = None
-    layers: int | None = None
-    dtype: str = "auto"
-    sizes: tuple[tuple[int, int], ...] = ((4, 1024),)
-    ratios: tuple[str, ...] = RATIOS
-    max_model_len: int | None = None
-    text_before: int = 20
-    repeats: int = 5
-    schedule: str | None = None
-    codecs: tuple[str, ...] = ("auto",)
-    host_bytes: int | str = "16GiB"
-    device_bytes: int | str = 0
-    disk: str | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("random_weights", "layers"):
-            if self.model is not None and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} must be None if model is set, got {getattr(self, name)!r} and model {self.model!r}"
-                )
-        for name in ("sizes", "codecs"):
-            given = getattr(self, name)
-            if not given or len(set(given)) != len(given):
-                raise ValueError(f"{name} must have at least one value and no duplicates, got {given!r}")
-
-    def caches(self) -> Iterator[tuple[str, CacheConfig]]:
-        """Yield each tier of stored KV and its cache, for each codec. Those that may not fit come first."""
-        places: dict[str, dict[str, Any]] = {"device": {"device_bytes": self.device_bytes}} if self.device_bytes else {}
-        places |= {"disk": {"disk": self.disk}} if self.disk is not None else {}
-        for place, tier in (places | {"host": {}}).items():
-            for codec in self.codecs:
-                yield place, make_cache(codec, self.host_bytes, **tier)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt and its output."""
-        longest = max(images * (tokens + MARKS) for images, tokens in self.sizes)
-        return longest + self.text_before + TEXT_AFTER + 8
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[tuple[str, str]]:
-        """Yield the model's directory, or its id, and its name; within, it can be opened."""
-        if self.model is not None:
-            yield self.model, pathlib.Path(self.model).name
-            return
-        from vlcache_jax.benchmarks.random_models import drawn_weights, make_random_model
-
-        with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as folder, drawn_weights():
-            directory, name = make_random_model(folder, self.random_weights, self.layers)
-            yield str(directory), name
+def longest_prompt(setup: TtftSetup) -> int:
+    """Return the tokens of the longest prompt and its output."""
+    longest = max(images * (tokens + MARKS) for images, tokens in setup.sizes)
+    return longest + setup.text_before + TEXT_AFTER + 8
 
 
 def make_cache(codec: str, host_bytes: int | str, **tier: Any) -> CacheConfig:
@@ -228,7 +196,8 @@ def measure(
       settings: Settings of the engine.
 
     Raises:
-      ValueError: An image was not found as expected, or an output is empty, constant or not finite.
+      ValueError: The model does not support a setting, an image was not found as expected, or an output is empty,
+        constant or not finite.
     """
     from vlcache_jax import LLM
 
@@ -237,9 +206,17 @@ def measure(
     cases: list[MeasuredCase] = []
     rates: list[DeviceRates] = []
     with setup.opened() as (model, name):
-        for place, cache in setup.caches():
+        config = read_config(model)
+        check_model(setup, config)
+        modes = make_configurations(
+            config.model_type, config.text.num_layers, setup.schedule, RATIOS if setup.ratios is None else setup.ratios
+        )
+        modes, others = supported_modes(config, modes)
+        for place, cache in make_caches(setup):
+            if cases and not any(map(_links, modes)):
+                break  # the baselines have been measured, and no other mode depends on tier and codec
             with LLM(
-                model, dtype=setup.dtype, max_model_len=setup.max_model_len or setup.longest, cache=cache,
+                model, dtype=setup.dtype, max_model_len=setup.max_model_len or longest_prompt(setup), cache=cache,
                 enable_prefix_caching=False, **settings,
             ) as llm:  # fmt: skip
                 # The first runs compile the programs that they need, far fewer than `warmup` compiles for any request.
@@ -248,8 +225,11 @@ def measure(
                 # After an engine is open, because it must use jax first.
                 rates.append(measure_rates(llm.service.device.runner.dtype))
                 head = head or _head(setup, llm, name)
-                cases += _Measuring(llm, setup, place, cache.codec).cases(with_baselines=not cases)
+                wanted = {key: reuse for key, reuse in modes.items() if not cases or _links(key)}
+                cases += _Measuring(llm, setup, place, cache.codec).cases(wanted)
                 rates.append(measure_rates(llm.service.device.runner.dtype))
+    if others:
+        head["left out"] = left_out(config, map(mode, others))
     fastest = best(rates)
     publish(make_rows(cases, fastest), head | {"rates": rates_as_json(fastest)}, out, picture)
 
@@ -278,13 +258,12 @@ class _Measuring:
         self._llm, self._setup, self._place, self._codec = llm, setup, place, codec
         self._config = llm.service.checkpoint.config
 
-    def cases(self, *, with_baselines: bool) -> list[MeasuredCase]:
-        """Return all configurations at all sizes; those that use no stored KV only if `with_baselines`."""
-        reuses = make_configurations(
-            self._config.model_type, self._config.text.num_layers, self._setup.schedule, self._setup.ratios
-        )
-        if not with_baselines:
-            del reuses[COLD], reuses[ENCODER_CACHED]
+    def cases(self, reuses: Mapping[str, Any]) -> list[MeasuredCase]:
+        """Return each configuration at all sizes.
+
+        Args:
+          reuses: Values of `reuse` by the name of the configuration.
+        """
         cases: list[MeasuredCase] = []
         total = len(self._setup.sizes) * (self._setup.repeats + 1) * len(reuses)
         with Progress(f"measuring with K, V in {self._place}, codec {self._codec}", total) as bar:
@@ -331,7 +310,8 @@ class _Measuring:
                     answers[name] = output.outputs[0].logprobs
                 bar.update()
         check_logprobs(answers)
-        check_coded(llm, self._codec, [run for name in reuses if _links(name) for run in outputs[name]])
+        if linked := [run for name in reuses if _links(name) for run in outputs[name]]:
+            check_coded(llm, self._codec, linked)
         return outputs
 
     def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> MeasuredCase:
@@ -357,13 +337,13 @@ class _Measuring:
             metrics=tuple(output.metrics for output in outputs),
             reused=len(known) - report.rows[-1],
             rows=report.rows,
-            pairs=pairs(plan, config.text.num_layers),
+            pairs=pairs(plan, config.text),
             floor=least,
         )
 
 
 def make_configurations(
-    model_type: str, layers: int, schedule: str | None = None, ratios: Sequence[str] = RATIOS
+    model_type: str, layers: int, schedule: str | pathlib.Path | None = None, ratios: Sequence[str] = RATIOS
 ) -> dict[str, Any]:
     """Return the configurations by name, each as a value of `reuse=`."""
     falling = falling_schedule(model_type, layers) if schedule is None else Schedule.load(schedule)

@@ -132,6 +132,8 @@ def publish(
     for title, columns in parts.items():
         public = [row | {"configuration": mode(row["configuration"])} for row in rows]
         show(title, [{name: row[name] for name in (*names, *columns)} for row in public])
+    if "left out" in head:
+        print(f"\nnot measured: {head['left out']}")
     if out is not None:
         write(TITLE, rows, head, out)
     if picture is not None:

@@ -28,7 +28,7 @@ from vlcache_jax.benchmarks import label, notes, run_apart, serving
 from vlcache_jax.benchmarks.random_models import LETTERS
 from vlcache_jax.benchmarks.serving_client import Client
 from vlcache_jax.benchmarks.serving_load import Chat, arrival_times, own_server
-from vlcache_jax.benchmarks.ttft import TtftSetup
+from vlcache_jax.benchmarks.settings import TtftSetup
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands import options as opt
 from vlcache_jax.common.checks import parse_counts, parse_rates

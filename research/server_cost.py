@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from vlcache_jax import AsyncLLM, SamplingParams
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.benchmarks.random_models import LETTERS
-from vlcache_jax.benchmarks.ttft import TtftSetup
+from vlcache_jax.benchmarks.settings import BenchModel
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.server.app import Server
@@ -56,7 +56,7 @@ def measure(
     fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS}
     found: dict[tuple[str, str], list[float]] = {}
     with contextlib.ExitStack() as stack:
-        path, name = stack.enter_context(TtftSetup(model=model).opened())
+        path, name = stack.enter_context(BenchModel(model).opened())
         engine = AsyncLLM(path, max_model_len=1024, use_tqdm=False)
         engine.service.ahead.stop()
         stack.callback(lambda: asyncio.run(engine.close()))

@@ -17,6 +17,7 @@ from vlcache_jax.benchmarks.gpu.plan import KERNELS, MODEL, GpuCase, GpuPlan, Ro
 from vlcache_jax.benchmarks.gpu.tracing import traced
 from vlcache_jax.benchmarks.known_images import KnownImages
 from vlcache_jax.benchmarks.random_models import drawn_weights
+from vlcache_jax.benchmarks.settings import TtftSetup
 from vlcache_jax.testing import make_checkpoint
 
 SIZES = ((1, 4096), (5, 4096), (1, 1024))  # of prompts: images, tokens of each
@@ -39,12 +40,13 @@ def _ttft(plan: GpuPlan, count: int, tokens: int) -> Row:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         out = plan.out / f"ttft_{count}x{tokens}.json"
-        setup = time_to_first.TtftSetup(
+        setup = TtftSetup(
             model=str(make_checkpoint(directory, "qwen3_vl")) if plan.rehearse else None,
             random_weights=None if plan.rehearse else MODEL,
             layers=plan.layers,
             dtype=options.pop("dtype"),
-            sizes=((count, tokens),),
+            images=count,
+            tokens=tokens,
             ratios=(),
             repeats=1 if plan.rehearse else 3,
             max_model_len=None if plan.rehearse else 20992,  # the same programs for all sizes

@@ -13,7 +13,8 @@ from PIL import Image
 from tests.helper import SIZES
 from vlcache_jax import LLM
 from vlcache_jax.benchmarks import compression, compression_filled
-from vlcache_jax.benchmarks.compression import CompressionSetup, check_request, drawn_counts, first_rows
+from vlcache_jax.benchmarks.compression import check_request, drawn_counts, first_rows
+from vlcache_jax.benchmarks.settings import CompressionSetup
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.device.runner import alike_layers
 from vlcache_jax.pallas_kernels import PAGE

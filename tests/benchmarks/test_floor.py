@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from vlcache_jax.benchmarks.floor import H200, MODELS, decode, floor, reference
-from vlcache_jax.models.registry import published_config
+from vlcache_jax.models.params import parameters
+from vlcache_jax.models.registry import load_config, published_config
 from vlcache_jax.reuse.policies import Plan
 
 
@@ -51,6 +53,27 @@ def test_parts():
     assert floor(config, Plan(np.array([1, 0, 0, 2], np.int16)), fast).seconds == pytest.approx(
         2 * found.operations / H200.matrix
     )
+
+
+def test_layers_with_states_count_their_own_matrices(checkpoints):
+    """Linear attention, the gate of full attention and the shared expert, by the shapes of the parameters."""
+    for model in ("qwen3_5", "qwen3_5_moe"):
+        config = load_config(checkpoints(model))
+        text = config.text
+        layers = text.num_layers
+        depth = np.full(3, layers + 1, np.int16)
+        found = floor(config, Plan(depth)).operations
+        sizes = text.linear_attention
+        states = sizes.value_heads * sizes.key_width * sizes.value_width * (layers - len(text.paged_layers))
+        attention = 4 * text.num_heads * text.head_dim * (1 + 2 + 3) * len(text.paged_layers)
+        decoder = [one for one in parameters(config) if one.path[0] == "language_model"]
+        # Each row passes some experts of a layer, and the gate of the shared expert counts nothing.
+        used = sum(
+            math.prod(one.shape) * (text.experts.chosen / text.experts.count if "experts" in one.path else 1)
+            for one in decoder
+            if (one.is_kernel or "experts" in one.path) and "shared_expert_gate" not in one.path
+        )
+        assert found == 2 * 3 * (used + text.hidden_size * text.vocab_size) + 3 * 6 * states + attention
 
 
 def test_moving_reads_and_writes_what_is_not_computed_once_more():

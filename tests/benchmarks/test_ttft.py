@@ -16,8 +16,8 @@ from vlcache_jax import BucketSizes
 from vlcache_jax.benchmarks import floor as floor_module
 from vlcache_jax.benchmarks import random_models, ttft
 from vlcache_jax.benchmarks.floor import DeviceRates, floor, pairs
-from vlcache_jax.benchmarks.known_images import split_images
-from vlcache_jax.benchmarks.ttft import check_found, check_logprobs
+from vlcache_jax.benchmarks.settings import TtftSetup, split_images
+from vlcache_jax.benchmarks.ttft import check_found, check_logprobs, check_model
 from vlcache_jax.benchmarks.ttft_table import STEPS
 from vlcache_jax.cache.store import Store
 from vlcache_jax.commands.cli import app
@@ -30,7 +30,7 @@ CONFIGURATIONS = [
     "cold", "encoder cached", "r = 0.3", "r = 0.2", "r = 0.1", "r = 0", "schedule, mean 0.0333", "shift, r = 0.03",
 ]  # fmt: skip
 ENGINE = {"buckets": BucketSizes(rows=(64,), patches=(64,), sequences=(4,)), "max_rows": 64, "use_tqdm": False}
-SETUP = ttft.TtftSetup(random_weights="small", layers=3, dtype="float32", sizes=((1, 16),), text_before=7, repeats=1)
+SETUP = TtftSetup(random_weights="small", layers=3, dtype="float32", images=1, tokens=16, text_before=7, repeats=1)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def small(monkeypatch, checkpoints):
 @pytest.mark.slow
 def test_the_table(tmp_path, capsys):
     out, picture = tmp_path / "ttft.json", tmp_path / "ttft.png"
-    setup = dataclasses.replace(SETUP, sizes=((1, 16), (2, 12)), codecs=("auto", "int8"), repeats=2)
+    setup = dataclasses.replace(SETUP, images=None, image_tokens=(16, 24), codecs=("auto", "int8"), repeats=2)
     ttft.measure(setup, out=out, picture=picture, **ENGINE)
     found = json.loads(out.read_text())
     rows = {(row["image tokens"], row["codec"], row["configuration"]): row for row in found["rows"]}
@@ -88,7 +88,8 @@ def test_the_table(tmp_path, capsys):
     assert "7 text tokens, images of 1 x 16, 2 x 12 tokens, 6 text tokens" in told
 
 
-def test_pairs_are_those_of_a_count_one_by_one():
+def test_pairs_are_those_of_a_count_one_by_one(small):
+    text = dataclasses.replace(small.text, num_layers=5)
     rng = np.random.default_rng(0)
     depth, slot = rng.integers(0, 6, 40).astype(np.int16), rng.permutation(40).astype(np.int32)
     for plan in (Plan(depth), Plan(depth, slot=slot)):
@@ -97,7 +98,7 @@ def test_pairs_are_those_of_a_count_one_by_one():
             sum(int(slots[key] <= slots[query]) for query in range(40) if depth[query] > layer + 1 for key in range(40))
             for layer in range(5)
         )
-        assert pairs(plan, 5) == expected
+        assert pairs(plan, text) == expected
         assert expected[-1] < expected[0]
 
 
@@ -126,7 +127,7 @@ def test_what_is_no_hit_is_not_measured(codec, message, monkeypatch):
     [
         ({"host_bytes": 0}, "host_bytes must hold the KV of the 1 images of a prompt, got 0"),
         (
-            {"device_bytes": "600KB", "sizes": ((1, 8), (3, 130))},
+            {"device_bytes": "600KB", "images": None, "tokens": 130, "image_tokens": (8, 390)},
             "device_bytes must hold .* 6 pages of .* bytes, got",
         ),
     ],
@@ -247,3 +248,39 @@ def test_the_longest_prompts_of_the_paper(tmp_path):
     for size, own in by_size.items():
         rows_a_layer = {row["configuration"]: row["rows a layer"] for row in own}
         assert rows_a_layer["r = 0"] < 64 < 0.11 * size > rows_a_layer["r = 0.1"]
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_measured_in_the_modes_that_it_supports(tmp_path, capsys, checkpoints):
+    """On disk, so that a second engine would have nothing to measure."""
+    out = tmp_path / "ttft.json"
+    setup = TtftSetup(
+        model=str(checkpoints("qwen3_5")), dtype="float32", images=1, tokens=16, text_before=7, repeats=1,
+        disk=str(tmp_path / "entries"),
+    )  # fmt: skip
+    ttft.measure(setup, out=out, **ENGINE)
+    found = json.loads(out.read_text())
+    assert [row["configuration"] for row in found["rows"]] == CONFIGURATIONS[:2]
+    # One of the four layers has full attention and is the last one, which has a query for the last token only.
+    assert [row["pairs a layer"] for row in found["rows"]] == [31 / 4] * 2
+    reason = (
+        'not measured: 0.3, 0.2, 0.1, "full", schedule (mean 3.25 %), "approximate": qwen3_5 supports only exact and '
+        "off, because its layers with linear attention keep a state of all earlier tokens"
+    )
+    assert reason in capsys.readouterr().out
+    assert reason.endswith(found["left out"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"ratios": ("0.1",)}, "ratios must be None for qwen3_5, got"),
+        ({"codecs": ("auto", "int8")}, "codec must be auto for qwen3_5, got auto,int8"),
+        ({"device_bytes": "2MB"}, "device_bytes must be 0 for qwen3_5, got 2000000"),
+    ],
+)
+def test_what_a_hybrid_does_not_support_is_refused(checkpoints, asked, message):
+    config = load_config(checkpoints("qwen3_5"))
+    check_model(dataclasses.replace(SETUP, ratios=(), device_bytes="0"), config)
+    with pytest.raises(ValueError, match=message):
+        check_model(dataclasses.replace(SETUP, **asked), config)

@@ -141,7 +141,9 @@ def test_a_revision_to_convert(run, tmp_path, monkeypatch):
 def test_sizes_of_measurements(handed):
     apart = "vlcache_jax.commands.bench.run_apart"
     (_, setup), _ = handed(apart, "bench", "ttft", "--layers", 3, "--device-bytes", "2MB")
-    assert (setup.layers, setup.device_bytes) == (3, 2_000_000)
+    assert (setup.layers, setup.device_bytes, setup.sizes) == (3, 2_000_000, ((4, 1024),))
+    (_, setup), _ = handed(apart, "bench", "ttft", "-m", "a", "--image-tokens", "64,192", "--tokens", 64)
+    assert (setup.model, setup.sizes, setup.codecs) == ("a", ((1, 64), (3, 64)), ("auto",))
     compression = ("bench", "compression", "--layers", 3, "--answers", "2,5", "--steps", 7)
     (_, setup), _ = handed(apart, *compression)
     assert (setup.layers, setup.answers, setup.steps) == (3, (2, 5), 7)
@@ -152,6 +154,25 @@ def test_sizes_of_measurements(handed):
     (_, _, load), options = handed("vlcache_jax.benchmarks.serving.measure", *serve)
     assert (load.window, load.turns) == (3, 5)
     assert (options["goal"].ttft, options["goal"].per_token) == (0.5, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ttft a -m b", "MODEL and --model are mutually exclusive, got a and --model b"),
+        ("ttft a --layers 2", "layers must be None if model is set, got 2 and model 'a'"),
+        ("ttft --images 2 --image-tokens 64,128", "images and image_tokens are mutually exclusive, got 2 and 64,128"),
+        ("ttft --image-tokens 64,x", "image_tokens must be positive integers"),
+        ("ttft --device-bytes many", "device_bytes must be a non-negative number of bytes"),
+        ("ttft --codec int9", "codec must be"),
+        ("compression --lengths 128,64", "lengths must have at least one number, in ascending order, got (128, 64)"),
+        ("compression --answers 0", "answers must be positive integers"),
+    ],
+)
+def test_settings_of_measurements_are_checked_before_jax_is_imported(run, words, message):
+    result = run("bench", *words.split())
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {message}")
 
 
 def test_the_query_that_fills_the_cache(run, monkeypatch):

@@ -17,7 +17,7 @@ from research.mpic import DialogueLoad, MpicResult, longest_prompt
 from tests.benchmarks.test_serving import END, USAGE, piece, running
 from vlcache_jax.benchmarks import label, notes
 from vlcache_jax.benchmarks.serving_client import Client
-from vlcache_jax.benchmarks.ttft import TtftSetup
+from vlcache_jax.benchmarks.settings import TtftSetup
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MARKS = dict.fromkeys(CRITERIA, 6) | {OVERALL: 7}

@@ -8,20 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from vlcache_jax.benchmarks import POLICIES, run_apart
+from vlcache_jax.benchmarks.settings import CompressionSetup, TtftSetup
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands import options as opt
-from vlcache_jax.common.checks import parse_bytes, parse_counts, parse_rates
+from vlcache_jax.commands.settings import with_settings
+from vlcache_jax.common.checks import parse_bytes, parse_rates
 from vlcache_jax.common.files import PICTURES, check_all_readable, check_writable
 from vlcache_jax.common.progress import Progress, say, say_errors
-from vlcache_jax.reuse.schedule import Schedule
 
 SETTINGS = ("full", "0.03", "0.1", "approximate", "shift-0.1")  # default of `bench accuracy --reuse`
-_LAYERS = typer.Option(
-    min=1,
-    help="Number of decoder layers of the model that --random-weights names.",
-    show_default="all",
-    rich_help_panel="Model",
-)
 Context = Annotated[
     list[str] | None,
     typer.Option(
@@ -45,60 +40,8 @@ app = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed or acc
 
 
 @app.command("ttft")
-def ttft_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="Checkpoint directory or Hub ID.", show_default="random weights, 12 layers x 768"
-        ),
-    ] = None,
-    same_model: opt.SameModel = None,
-    random_weights: Annotated[
-        str | None,
-        typer.Option(help="Published size to open with random weights, such as qwen3-vl-8b or qwen2.5-vl-7b.",
-                     show_default=False, rich_help_panel="Model"),
-    ] = None,
-    layers: Annotated[int | None, _LAYERS] = None,
-    dtype: opt.Dtype = "auto",
-    images: Annotated[
-        int | None, typer.Option(min=1, help="Images in the prompt.", show_default="4", rich_help_panel="Images")
-    ] = None,
-    tokens: Annotated[
-        int,
-        typer.Option(min=1, help="Tokens of each image; with --image-tokens, the maximum.", rich_help_panel="Images"),
-    ] = 1024,
-    image_tokens: Annotated[
-        str | None,
-        typer.Option(help="Total image tokens of each prompt to measure, instead of --images: 1024,3072.",
-                     show_default=False, rich_help_panel="Images"),
-    ] = None,
-    text_before: Annotated[
-        int, typer.Option(min=1, help="Text tokens before the images, new in each prompt.", rich_help_panel="Images")
-    ] = 20,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration, interleaved.")] = 5,
-    schedule: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            help="Schedule file to measure.", show_default="falling ratios, mean 0.025", rich_help_panel="Image cache"
-        ),
-    ] = None,
-    codec: Annotated[
-        str, typer.Option(help="Formats of stored KV to measure: auto,int8,int4.", rich_help_panel="Image cache")
-    ] = "auto",
-    host_bytes: opt.HostBytes = "16GiB",
-    device_bytes: Annotated[
-        str,
-        typer.Option(help="Device memory for copies of cached images, such as 20GB; measured too if not 0.",
-                     rich_help_panel="Image cache"),
-    ] = "0",
-    disk: Annotated[
-        pathlib.Path | None,
-        typer.Option(help="Directory for cached images; measured too, as after a restart.", show_default=False,
-                     rich_help_panel="Image cache"),
-    ] = None,
-    out: opt.Out = None,
-    chart: opt.Chart = None,
-) -> None:  # fmt: skip
+@with_settings
+def ttft_command(setup: TtftSetup, out: opt.Out = None, chart: opt.Chart = None) -> None:
     """Measure the time to first token: without reuse, with encoder output reused, and with KV reused.
 
     Images are noise, and the text before them is new in each prompt. Before the timing, the output with reuse is
@@ -109,36 +52,12 @@ def ttft_command(
 
     Example: vlcache bench ttft --random-weights qwen3-vl-8b --image-tokens 1024,3072,5120,10240,20480
     """
-    with say_errors():
-        check_writable("out", out)
-        check_writable("chart", chart, PICTURES)
-        codecs = tuple(one.strip() for one in codec.split(","))
-        for one in codecs:
-            CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes, codec=one)
-        if schedule is not None:
-            Schedule.load(schedule)
-        if images is not None and image_tokens is not None:
-            raise ValueError(f"images and image_tokens are mutually exclusive, got {images} and {image_tokens}")
-        totals = () if image_tokens is None else parse_counts(image_tokens, "image_tokens")
-        say("importing JAX")
-        from vlcache_jax.benchmarks import ttft
-        from vlcache_jax.benchmarks.known_images import split_images
+    check_writable("out", out)
+    check_writable("chart", chart, PICTURES)
+    say("importing JAX")
+    from vlcache_jax.benchmarks import ttft
 
-        setup = ttft.TtftSetup(
-            model=opt.one_model(model, same_model),
-            random_weights=random_weights,
-            layers=layers,
-            dtype=dtype,
-            sizes=tuple(split_images(total, tokens) for total in totals) or ((images or 4, tokens),),
-            text_before=text_before,
-            repeats=repeats,
-            schedule=None if schedule is None else str(schedule),
-            codecs=codecs,
-            host_bytes=host_bytes,
-            device_bytes=parse_bytes(device_bytes, "device_bytes"),
-            disk=None if disk is None else str(disk),
-        )
-        run_apart(ttft.measure, setup, out=out, picture=chart)
+    run_apart(ttft.measure, setup, out=out, picture=chart)
 
 
 @app.command("throughput")
@@ -198,9 +117,15 @@ def throughput_command(
         check_writable("out", out)
         pool = parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         from vlcache_jax.benchmarks import throughput
+        from vlcache_jax.reuse.selection import parse_policy
+        from vlcache_jax.study.model_support import check_modes, read_config
 
+        chosen = opt.one_model(model, same_model)
+        policies = list(map(parse_policy, reuse or ()))  # errors need no model
+        if chosen is not None:
+            check_modes(read_config(chosen), policies)
         throughput.measure(
-            opt.one_model(model, same_model),
+            chosen,
             throughput.ThroughputLoad(requests, images, mean_answer, max_answer, rate, seed),
             reuse=reuse or ["exact"],
             dtype=dtype,
@@ -324,7 +249,7 @@ def serve_command(
         options: dict[str, Any] = {"rates": parse_rates(rates, "rates"), "repeats": repeats, "warmup": warmup}
         goal = serving.Goal(slo_ttft, slo_per_token)
         options |= {"concurrency": concurrency, "goal": goal, "out": out, "picture": chart}
-        names = serving.policy_names(policies)
+        names = serving.policy_names(policies, model if base_url is None else None)
         if base_url is None and names:
             from vlcache_jax.benchmarks.random_models import LETTERS
             from vlcache_jax.benchmarks.serving_load import own_server
@@ -338,41 +263,8 @@ def serve_command(
 
 
 @app.command("compression")
-def compression_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="Checkpoint directory or Hub ID.", show_default="random weights, 12 layers x 768"
-        ),
-    ] = None,
-    same_model: opt.SameModel = None,
-    random_weights: Annotated[
-        str | None,
-        typer.Option(help="Published size to open with random weights, such as qwen3-vl-8b or qwen2.5-vl-7b.",
-                     show_default=False, rich_help_panel="Model"),
-    ] = None,
-    layers: Annotated[int | None, _LAYERS] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Data type of weights and KV: float32 or bfloat16.", rich_help_panel="Model")
-    ] = "float32",
-    lengths: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of image tokens per prompt, ascending, such as 1024,3072.", rich_help_panel="Images"
-        ),
-    ] = "4096,8192,16384",
-    answers: Annotated[
-        str, typer.Option(help="Numbers of outputs that decode together, ascending.", rich_help_panel="Sampling")
-    ] = "1,4,16",
-    budget: Annotated[
-        float, typer.Option(help="Fraction of the prompt's KV after compression.", rich_help_panel="Image cache")
-    ] = 0.1,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each run.")] = 8,
-    max_tokens: opt.MaxTokens = 100,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each compression, interleaved.")] = 3,
-    out: opt.Out = None,
-    chart: opt.Chart = None,
-) -> None:  # fmt: skip
+@with_settings
+def compression_command(setup: CompressionSetup, out: opt.Out = None, chart: opt.Chart = None) -> None:
     """Measure decoding with the full KV of the prompts, and with compressed KV.
 
     For prompts of each length, the report has the time to score and compact the KV, and the end-to-end time. Several
@@ -382,26 +274,12 @@ def compression_command(
 
     Example: vlcache bench compression --lengths 1024 --answers 1,4 --repeats 1 --out compression.json
     """
-    with say_errors():
-        check_writable("out", out)
-        check_writable("chart", chart, PICTURES)
-        prompts, counts = parse_counts(lengths, "lengths"), parse_counts(answers, "answers")
-        say("importing JAX")
-        from vlcache_jax.benchmarks import compression
+    check_writable("out", out)
+    check_writable("chart", chart, PICTURES)
+    say("importing JAX")
+    from vlcache_jax.benchmarks import compression
 
-        setup = compression.CompressionSetup(
-            model=opt.one_model(model, same_model),
-            random_weights=random_weights,
-            layers=layers,
-            dtype=dtype,
-            lengths=prompts,
-            answers=counts,
-            budget=budget,
-            steps=steps,
-            max_tokens=max_tokens,
-            repeats=repeats,
-        )
-        run_apart(compression.measure, setup, out=out, picture=chart)
+    run_apart(compression.measure, setup, out=out, picture=chart)
 
 
 @app.command("accuracy")
@@ -442,7 +320,9 @@ def accuracy_command(
     with say_errors():
         from vlcache_jax.assets import SCHEDULES, TINY_VQA
         from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
+        from vlcache_jax.device.checkpoint import links_images
         from vlcache_jax.study import accuracy, pairs
+        from vlcache_jax.study.model_support import check_modes, read_config
         from vlcache_jax.study.report import WorkLog, environment, write
 
         chosen = opt.one_model(model, same_model)
@@ -458,6 +338,10 @@ def accuracy_command(
         from vlcache_jax import LLM
 
         named = accuracy.name_settings(settings)
+        config = read_config(chosen or TINY_VQA)
+        if reuse is None and not links_images(config):
+            raise ValueError(f"reuse is required for {config.model_type}, which supports only exact: use --reuse exact")
+        check_modes(config, settings)
         with Progress("reading questions"):
             samples = load_samples(data or [], questions=questions)
         cache = CacheConfig(load="kv")

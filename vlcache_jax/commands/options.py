@@ -13,6 +13,9 @@ from typer.core import TyperCommand
 
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.common.checks import parse_bytes
+from vlcache_jax.common.option_types import Dtype as Dtype
+from vlcache_jax.common.option_types import HostBytes as HostBytes
+from vlcache_jax.common.option_types import MaxTokens as MaxTokens
 from vlcache_jax.common.progress import say
 from vlcache_jax.convert.source import SHIPPED as MODELS
 
@@ -80,13 +83,6 @@ ModelArgument = Annotated[
 ]
 SameModel = Annotated[str | None, typer.Option("--model", "-m", hidden=True)]
 
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="float32, bfloat16, float16, or auto, which is bfloat16 on a GPU and float32 on a CPU.",
-        rich_help_panel="Model",
-    ),
-]
 Reuse = Annotated[
     str,
     typer.Option(
@@ -111,9 +107,6 @@ Codec = Annotated[
 ]
 
 # Sampling.
-MaxTokens = Annotated[
-    int, typer.Option(min=1, help="Maximum number of tokens in an output.", rich_help_panel="Sampling")
-]
 Temperature = Annotated[
     float | None,
     typer.Option(
@@ -178,9 +171,6 @@ CompressedKvBytes = Annotated[
 ]
 TensorParallelSize = Annotated[
     int, typer.Option(min=1, help="Number of GPUs that share the model.", rich_help_panel="Model")
-]
-HostBytes = Annotated[
-    str, typer.Option(help="Host memory for cached images, such as 4GiB.", rich_help_panel="Image cache")
 ]
 Disk = Annotated[
     pathlib.Path | None,

@@ -254,12 +254,18 @@ def draw_scores(axis: Any, scores: LayerScores) -> None:
 
 
 def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
-    """Open an engine that loads the KV of all cached images, without calibration; None: the shipped model."""
+    """Open an engine that loads the KV of all cached images, without calibration; None: the shipped model.
+
+    Raises:
+      ValueError: layers of the model keep no KV, so that it has no schedules.
+    """
     say("importing JAX")
     from vlcache_jax.assets import TINY_VQA
     from vlcache_jax.cache.config import CacheConfig
     from vlcache_jax.llm import LLM
+    from vlcache_jax.study.model_support import check_keeps_kv, read_config
 
+    check_keeps_kv(read_config(model or TINY_VQA), "vlcache schedule")
     return LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="kv"))
 
 

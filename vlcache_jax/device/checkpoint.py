@@ -59,6 +59,24 @@ _HASHING = threading.Lock()
 type Place = Callable[[Parameter, np.ndarray], jax.Array]
 
 
+def links_images(config: ModelConfig) -> bool:
+    """Return whether a model can load the KV of images, which takes KV in each layer instead of states."""
+    return not config.text.has_states
+
+
+def check_links(policy: Policy, config: ModelConfig) -> None:
+    """Check that a model can load the KV of images as a policy requires.
+
+    Raises:
+      ValueError: the policy loads KV of other contexts, and layers of the model keep states.
+    """
+    if policy.approximates and not links_images(config):
+        raise ValueError(
+            f"reuse must be 'exact' or 'off' for {config.model_type}, got {policy.name!r}: its layers with "
+            "linear attention keep a state of all earlier tokens, and loading an image's KV does not update it"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(abc.ABC):
     """An open checkpoint whose tensors have not been read yet.
@@ -101,11 +119,7 @@ class Checkpoint(abc.ABC):
           ValueError: the policy uses a schedule that was measured on another model, or links K,V of other contexts in
             a model whose layers keep states.
         """
-        if policy.approximates and self.config.text.has_states:
-            raise ValueError(
-                f"reuse must be 'exact' or 'off' for {self.config.model_type}, got {policy.name!r}: its layers with "
-                "linear attention keep a state of all earlier tokens, and loading an image's KV does not update it"
-            )
+        check_links(policy, self.config)
         if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             fingerprint = "" if schedule.allow_other_model else self.source_digest
             schedule.check_model(self.config.model_type, self.config.text.num_layers, fingerprint)

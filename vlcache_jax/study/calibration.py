@@ -21,11 +21,10 @@ from PIL import Image as Pictures
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.common.progress import Progress
-from vlcache_jax.convert.source import locate
-from vlcache_jax.models.registry import load_config
 from vlcache_jax.pallas_kernels.split import FIRST
 from vlcache_jax.preparation.planner import Identity, Image, Rates
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.study.model_support import check_keeps_kv, read_config
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
@@ -74,12 +73,15 @@ def calibrate(
       repeats: timed runs of each image, without reuse and linked, after two warm-up runs.
 
     Raises:
-      ValueError: an argument is invalid, or a rate is not positive in each of `ATTEMPTS` attempts.
+      ValueError: an argument is invalid, layers of the model keep no KV, or a rate is not positive in each of
+        `ATTEMPTS` attempts.
     """
     from vlcache_jax.llm import LLM
 
     cache = CacheConfig(codec=codec, load="kv")
-    vision = load_config(locate(model, weights=False).directory).vision
+    config = read_config(model)
+    check_keeps_kv(config, "vlcache calibrate")
+    vision = config.vision
     pixels = [math.prod(grid) * (vision.patch_size * vision.merge_size) ** 2 for grid in grids]
     with LLM(
         model,

@@ -347,7 +347,8 @@ class Demand:
     @classmethod
     def of(cls, policy: Policy, shapes: Shapes) -> Demand:
         """Return the demand of requests under a policy."""
-        layers = shapes.config.text.num_layers
+        text = shapes.config.text
+        layers = text.num_layers
         image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
         layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
         plan = policy.plan(layout, layers)
@@ -357,7 +358,8 @@ class Demand:
             for layer, kept in enumerate(selecting.keep(layout, layers), selecting.check_layer + 1):
                 rows[layer] += kept
         shrinking = {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
-        return cls(shapes.buckets, policy.links, shrinking, selecting, plan.shift)
+        # KV alone does not continue a prompt in models with states, so their engines link none.
+        return cls(shapes.buckets, policy.links and not text.has_states, shrinking, selecting, plan.shift)
 
 
 @dataclass(frozen=True)
