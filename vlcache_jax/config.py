@@ -49,6 +49,9 @@ class EngineConfig:
       tensor_parallel_size: number of devices that share the model; each computes its own heads, columns and experts;
         sizes in bytes are totals of all devices; cache entries do not depend on it.
       max_num_seqs: maximum number of outputs that run together; by default 64, or the last `sequences` of `buckets`.
+      state_snapshots: maximum number of snapshots of states, from which prompts with the same beginning continue in
+        models with states (Qwen3.5 and later); 0: none; by default 4 per output that can run, but at most a tenth of
+        the memory that weights leave.
       max_rows: maximum number of tokens in one prefill chunk; longer prompts take several; by default 8192, or fewer if
         a GPU's memory requires it; 4096 on a CPU; or the last `rows` of `buckets`.
       max_model_len: maximum number of tokens of a prompt and its output; by default what the model and the KV pool
@@ -99,6 +102,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int = 1
     max_num_seqs: int | None = None
+    state_snapshots: int | None = None
     max_rows: int | None = None
     max_model_len: int | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
@@ -138,6 +142,8 @@ class EngineConfig:
             count: Any = getattr(self, name)
             if count is not None:
                 check_whole(name, count, 1)
+        if self.state_snapshots is not None:
+            check_whole("state_snapshots", self.state_snapshots, 0)
         if self.kv_cache_bytes is not None:
             self._set(kv_cache_bytes=parse_bytes(self.kv_cache_bytes, "kv_cache_bytes"))
         self._set(compressed_kv_bytes=parse_bytes(self.compressed_kv_bytes, "compressed_kv_bytes"))
@@ -209,6 +215,7 @@ class EngineOptions(VllmOptions, total=False):
     gpu_memory_utilization: float | None
     tensor_parallel_size: int
     max_num_seqs: int | None
+    state_snapshots: int | None
     max_rows: int | None
     max_model_len: int | None
     mm_processor_kwargs: Mapping[str, Any] | None

@@ -46,7 +46,8 @@ from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.device.runner import Runner, check_kernels
 from vlcache_jax.engine.compile_ahead import Ahead
 from vlcache_jax.engine.engine import Engine, EngineStats, Loop
-from vlcache_jax.engine.pages import Pages
+from vlcache_jax.engine.pages import BlockTable, Pages
+from vlcache_jax.engine.snapshots import StateSlots
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.messages import read_settings
 from vlcache_jax.inputs.processor import ImageProcessor
@@ -223,14 +224,15 @@ class Service:
             Recognizer(cache.store, items, media, fingerprint=stored.fingerprint, codec=stored.kv.stored_as), renderer,
             threads=threads, quick_threads=quick_threads,
         )  # fmt: skip
+        text = checkpoint.config.text
         planner = Planner(
             checkpoint.config, cache.store, cache.writer,
             forms=forms, token_buckets=runner.token_buckets,
-            rates=rates if config.cache.load == "auto" else None, keeps_pages=config.enable_prefix_caching,
+            rates=rates if config.cache.load == "auto" else None,
+            keeps_pages=config.enable_prefix_caching and bool(memory.num_snapshots or not text.has_states),
             turn_token=_turn_token(renderer.tokenizer),
         )  # fmt: skip
         preparation = Preparation(processor, identifier, planner, sequences, threads, quick_threads)
-        text = checkpoint.config.text
         reporter = Reporter(text.num_layers, text.hidden_size, sequences.token_bytes)
         caller = Caller(identifier, planner, loop, sequences, reporter, ahead)
         images = ImageCache(cache.store, cache.tier, cache.writer, cache.pages, identifier, renderer, caller)
@@ -476,8 +478,13 @@ def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config
 
 
 def _check_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise a ValueError for options that need K,V in every layer, if the model has layers with states."""
+    """Raise a ValueError for options that need K,V in every layer, or states, if the model has none."""
     if not model.text.has_states:
+        if config.state_snapshots:
+            raise ValueError(
+                f"state_snapshots must be None or 0 for {model.model_type}, whose layers have no states, got "
+                f"{config.state_snapshots}"
+            )
         return
     wanted = {"compressed_kv_bytes": config.compressed_kv_bytes, "cache.device_bytes": config.cache.device_bytes}
     for name, size in wanted.items():
@@ -505,12 +512,14 @@ def _open_device(
         max_patches=processor.max_pixels // processor.patch_size**2, max_model_len=config.max_model_len,
         kv_cache_bytes=cast(int | None, config.kv_cache_bytes), share=config.gpu_memory_utilization,
         device_bytes=int(config.cache.device_bytes), compressed_bytes=int(config.compressed_kv_bytes),
+        snapshots=config.state_snapshots if config.enable_prefix_caching else 0,
     )  # fmt: skip
     runner = Runner(
         model, _load(checkpoint, devices, config.use_tqdm), processor.normalization_table,
         num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), buckets=memory.buckets,
         implementation=config.implementation, codec=kv.codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
-        compressed_slots=memory.compressed_pages and (memory.compressed_pages + 1) * PAGE, devices=devices,
+        compressed_slots=memory.compressed_pages and (memory.compressed_pages + 1) * PAGE,
+        num_snapshots=memory.num_snapshots, devices=devices,
     )  # fmt: skip
     runner.programs.shows = shown_waiting
     identity = identity_of(checkpoint.config, devices.all[0].device_kind, kv, devices.count)
@@ -538,7 +547,8 @@ def _open_cache(
     runner, memory = device.runner, device.memory
     token_bytes = kept_token_bytes(runner.config, runner.shapes.kv, runner.devices.count)
     tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * token_bytes)
-    pages = Pages(memory.num_slots // PAGE)
+    states = StateSlots[BlockTable](memory.buckets.max_sequences, memory.num_snapshots)
+    pages = Pages(memory.num_slots // PAGE, states=states if runner.config.text.has_states else None)
     store = Store(
         config.cache, tiers, shares=shares,
         room=partial(round_up, sizes=runner.token_buckets), limit=partial(time_limit, rates),

@@ -23,6 +23,7 @@ from vlcache_jax.device.memory_plan import (
     choose,
     dequantized_bytes,
     limit_rows,
+    limit_snapshots,
     limit_states,
     round_pages,
     smaller_buckets,
@@ -221,8 +222,9 @@ class _Engine:
 
     def slots(self, total: int, buckets: BucketSizes) -> int:
         """Return the KV slots of the pool on GPUs of `total` bytes; see `memory_plan.plan_pool`."""
-        states = (1 + buckets.max_sequences) * self.computed.text.sequence_bytes(self.dtype)
-        rest = USABLE * total - self.weights - self.activations(buckets) - states
+        rest = USABLE * total - self.weights - self.activations(buckets)
+        if state := self.computed.text.sequence_bytes(self.dtype):
+            rest -= state * (1 + buckets.max_sequences + limit_snapshots(buckets.max_sequences, state, int(rest)))
         return PAGE * round_pages(int(GPU_SHARE * rest // (self.kv.slot_bytes * PAGE)) - 1)
 
     def fit(self, total: int) -> tuple[BucketSizes, int]:

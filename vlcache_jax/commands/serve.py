@@ -38,7 +38,7 @@ _PANELS = {
     "Security": "api_key api_keys admin_key allowed_origins allowed_hosts ssl_certfile ssl_keyfile allow_reuse "
     "allow_compress allow_remote_images allowed_media_domains allowed_local_media_path trust_uuids",
     "Limits of requests": "max_body_bytes max_file_bytes max_files body_timeout max_waiting max_waiting_bytes",
-    "Engine": "max_num_seqs max_rows max_model_len enable_prefix_caching",
+    "Engine": "max_num_seqs state_snapshots max_rows max_model_len enable_prefix_caching",
     "Memory": "kv_cache_bytes compressed_kv_bytes gpu_memory_utilization",
     "Image cache": "reuse",
 }

@@ -36,6 +36,8 @@ CPU_ROWS = (16, 48, 80, 144, 240, 352, 544, 1024, 4096)
 # bucket of 24 would save little more in batches, and needs as many programs as the others.
 CPU_SEQUENCES = (1, 4, 8, 16, 32, 48, 64)
 STATE_SHARE = 0.25  # largest fraction of this memory that states of sequences take if their number is not given
+SNAPSHOT_SHARE = 0.1  # largest fraction that snapshots of states take if their number is not given
+SNAPSHOTS = 4  # of each sequence that can run, unless they take more than that
 GPU_SHARE = 0.9  # fraction of the memory left by weights and activations that the pool takes
 FEWER_ROWS = (4096, 2048)  # smaller limits of a prefill chunk, tried if the default does not fit
 IMAGE_PARTS = (1, 2, 4, 8)  # divisors of the largest image, tried in the same way
@@ -55,6 +57,7 @@ class MemoryPlan:
       max_model_len: largest number of tokens of a prompt and its output.
       kept_pages: pages of the device tier.
       compressed_pages: pages of the compressed KV pool, each of one layer. One unused page comes on top.
+      num_snapshots: maximum number of snapshots of states; 0 if no layer has states.
     """
 
     buckets: BucketSizes
@@ -62,6 +65,7 @@ class MemoryPlan:
     max_model_len: int
     kept_pages: int = 0
     compressed_pages: int = 0
+    num_snapshots: int = 0
 
 
 def plan_memory(
@@ -79,6 +83,7 @@ def plan_memory(
     share: float | None = None,
     device_bytes: int = 0,
     compressed_bytes: int = 0,
+    snapshots: int | None = None,
     others: Sequence[Any] = (),
 ) -> MemoryPlan:
     """Choose bucket sizes and pool sizes for an engine.
@@ -92,12 +97,14 @@ def plan_memory(
       max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `EngineConfig`.
       device_bytes: see `CacheConfig`. Rounded down to pages by `round_pages`, and reserved before the pool.
       compressed_bytes: `compressed_kv_bytes` of `EngineConfig`. Rounded and reserved in the same way.
+      snapshots: `state_snapshots` of `EngineConfig`.
       others: devices like `device` that share the model with it. All byte counts are sums over all devices.
 
     Raises:
       MemoryError: the model and the pool do not fit.
       ValueError: `device_bytes` or `compressed_kv_bytes` is above 0 and below a page, `max_model_len` is more than the
-        model or the pool takes, `kv_cache_bytes` is less than a page, or the states of so many sequences do not fit.
+        model or the pool takes, `kv_cache_bytes` is less than a page, or the states of so many sequences and snapshots
+        do not fit.
     """
     # The sizes that programs are compiled for, within the requested limits.
     wished = buckets or default_buckets(device, kv.dtype)
@@ -111,14 +118,16 @@ def plan_memory(
     candidates = list(smaller_buckets(wished, min(max_patches, longest * merge_size**2), merge_size, max_rows is None))
     if buckets is not None or device.platform == "cpu":
         candidates = candidates[:1]
+    num_snapshots = 0
     if state := config.text.sequence_bytes(kv.dtype):
         least = activation_bytes(config, kv, candidates[-1], 1 + len(others))
         left = int((share or 1) * _free_bytes(device, others)[1]) - weights - least - (kv_cache_bytes or 0)
         name = "max_num_seqs" if max_sequences is not None else "the last of buckets.sequences" if buckets else None
         candidates = limit_states(candidates, state, left, given=name)
+        num_snapshots = limit_snapshots(candidates[0].max_sequences, state, left, snapshots)
         _log.info(
-            "max_num_seqs is %d: each running sequence keeps states of %.1f MiB",
-            candidates[0].max_sequences, state / 2**20,
+            "max_num_seqs is %d and state_snapshots %d: the states of each take %.1f MiB",
+            candidates[0].max_sequences, num_snapshots, state / 2**20,
         )  # fmt: skip
     # The device tier reserves its pages first. The pool takes the rest.
     page = PAGE_TOKENS * kept_token_bytes(config, kv, 1 + len(others))
@@ -137,7 +146,8 @@ def plan_memory(
     slots_of = functools.partial(
         plan_pool, config, kv, device,
         weights=weights, kv_cache_bytes=kv_cache_bytes, max_model_len=longest, share=share, kept=kept_pages * page,
-        compressed=(compressed_pages + 1) * compressed_page if compressed_pages else 0, others=others,
+        compressed=(compressed_pages + 1) * compressed_page if compressed_pages else 0,
+        snapshots=num_snapshots, others=others,
     )  # fmt: skip
     chosen, num_slots = choose(candidates, slots_of, min(USEFUL, longest))
     if chosen.patches != candidates[0].patches:
@@ -149,7 +159,7 @@ def plan_memory(
             f"max_model_len must be at most {fitting} (the model supports {limit} tokens, and the KV pool holds "
             f"{num_slots}), got {max_model_len}; reduce max_model_len or increase kv_cache_bytes"
         )
-    return MemoryPlan(chosen, num_slots, fitting, kept_pages, compressed_pages)
+    return MemoryPlan(chosen, num_slots, fitting, kept_pages, compressed_pages, num_snapshots)
 
 
 def limit_states(
@@ -183,6 +193,29 @@ def limit_states(
         return candidates
     count = max((size for size in candidates[0].sequences if size <= count), default=count)
     return [limit_sequences(one, count) for one in candidates]
+
+
+def limit_snapshots(sequences: int, state: int, left: int, given: int | None = None) -> int:
+    """Return the number of snapshots of states that have room beside those of running sequences.
+
+    Args:
+      sequences: maximum number of running sequences.
+      state, left: see `limit_states`.
+      given: the number that the user has chosen, or None.
+
+    Raises:
+      ValueError: a number that the user has chosen does not fit.
+    """
+    left -= (1 + sequences) * state
+    fitting = max(left // state, 0)
+    if given is None:
+        return round_pages(min(SNAPSHOTS * sequences, max(int(SNAPSHOT_SHARE * left) // state, 0)))
+    if given > fitting:
+        raise ValueError(
+            f"state_snapshots must be at most {fitting}, got {given}: each keeps states of {state / 2**20:.1f} MiB, "
+            f"and {_gib(max(left, 0))} are free beside the weights and the states of {sequences} running sequences"
+        )
+    return given
 
 
 def smaller_buckets(buckets: BucketSizes, max_patches: int, merge_size: int, rows: bool) -> Iterator[BucketSizes]:
@@ -235,6 +268,7 @@ def plan_pool(
     share: float | None = None,
     kept: int = 0,
     compressed: int = 0,
+    snapshots: int = 0,
     others: Sequence[Any] = (),
 ) -> int:
     """Return the number of KV slots that requests can use.
@@ -247,6 +281,7 @@ def plan_pool(
         takes 0.9 of the remaining memory on a GPU, and a quarter of it on a CPU.
       kept: bytes of the device tier.
       compressed: bytes of the compressed KV pool.
+      snapshots: number of snapshots of states.
       others: see `plan_memory`.
 
     Raises:
@@ -259,7 +294,7 @@ def plan_pool(
     if compressed:  # attention that each key of a prompt received, and pages that move to and from host memory
         activations += 2 * 4 * kv.layers * kv.heads * max_model_len + 2 * MOVED_PAGES[-1] * PAGE * slot // kv.layers
     each, free, device = _free_bytes(device, others)
-    states = (1 + buckets.max_sequences) * config.text.sequence_bytes(kv.dtype)
+    states = (1 + buckets.max_sequences + snapshots) * config.text.sequence_bytes(kv.dtype)
     taken = weights + activations + kept + compressed + states
     if kv_cache_bytes is None:
         # Other processes use a CPU's memory too, and a CPU is too slow to need a large pool.
@@ -277,16 +312,18 @@ def plan_pool(
         pages = round_pages(kv_cache_bytes // (slot * PAGE))
     needed = taken + (max(pages, 1) + 1) * PAGE * slot
     if pages < 1 or needed > free:
+        stated = f"states of {buckets.max_sequences} sequences and {snapshots} snapshots {_gib(states)}, "
+        stated = stated if states else ""
         wanted = "at least " + _gib(2 * PAGE * slot) if kv_cache_bytes is None else _gib((pages + 1) * PAGE * slot)
         raise MemoryError(
             f"out of memory: model and KV pool must fit in the {_gib(free)} free on {_named(device, count)}, "
             f"got weights {_gib(weights)}, activations about {_gib(activations)}, "
             f"{f'device_bytes {_gib(kept)}, ' if kept else ''}"
             f"{f'compressed_kv_bytes {_gib(compressed)}, ' if compressed else ''}"
-            f"{f'states of {buckets.max_sequences} sequences {_gib(states)}, ' if states else ''}KV pool {wanted} "
+            f"{stated}KV pool {wanted} "
             f"({slot} bytes per slot, {PAGE} slots per page, and one unused page). This needs "
             f"{_devices_needed(needed, each)} such devices, but {count} {'is' if count == 1 else 'are'} used; "
-            f"increase tensor_parallel_size, {'reduce max_num_seqs, ' if states else ''}"
+            f"increase tensor_parallel_size, {'reduce max_num_seqs or state_snapshots, ' if states else ''}"
             "or use a smaller or quantized model"
         )
     return pages * PAGE

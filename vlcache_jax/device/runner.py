@@ -206,6 +206,7 @@ class Runner:
       codec: codec of stored KV. None: full precision.
       kept_tokens: capacity of the device tier in tokens.
       compressed_slots: KV slots of the compressed KV pool, as for `num_slots`. 0: there is no such pool.
+      num_snapshots: maximum number of snapshots of states, if the model has some.
       devices: devices of the weights and of all other arrays.
     """
 
@@ -222,6 +223,7 @@ class Runner:
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
         compressed_slots: int = 0,
+        num_snapshots: int = 0,
         devices: Devices = ONE,
     ):
         self.config, self.devices = config, devices
@@ -236,7 +238,8 @@ class Runner:
         self.shapes = Shapes(
             config, params, self.normalization,
             num_slots=num_slots, max_pages=max_pages, buckets=buckets, implementation=implementation, codec=codec,
-            kept_tokens=kept_tokens, compressed_slots=compressed_slots, is_host=self.is_host, devices=devices,
+            kept_tokens=kept_tokens, compressed_slots=compressed_slots, num_snapshots=num_snapshots,
+            is_host=self.is_host, devices=devices,
         )  # fmt: skip
         self.constants = self.shapes.constants(self.text)
         self.programs = Programs(self.shapes)

@@ -19,7 +19,7 @@ from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import SavedTokens
 from vlcache_jax.device.buckets import BucketSizes, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
-from vlcache_jax.engine.runs import block_ends, make_runs, whole_blocks
+from vlcache_jax.engine.runs import NO_STATES, PromptStates, block_ends, make_runs, whole_blocks
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.models.layer_kinds import BLOCK, Runs
@@ -52,7 +52,7 @@ class Prefill:
       cached: number of leading tokens whose KV is in pages.
       choice: rule by which the device selects tokens; None if `plan` fixes them. Such a prefill has chunks of its own.
       links: whether cached images are still to be linked.
-      forks: decode slots of sequences that begin with all of this prompt, and receive a copy of its states.
+      states: what it reads and writes of the states, if the model has some.
     """
 
     sequence: Sequence
@@ -63,7 +63,7 @@ class Prefill:
     cached: int = 0
     choice: RowChoice | None = None
     links: bool = True
-    forks: tuple[int, ...] = ()
+    states: PromptStates = NO_STATES
 
     def slots(self, place: Index) -> Index:
         """Return the pool's slots of logical slots."""
@@ -285,11 +285,8 @@ def _runs(
     tokens: npt.NDArray[np.int64],
     order: npt.NDArray[np.int64],
 ) -> Runs:
-    """Return the runs of a chunk, see `make_runs`; `tokens` are indices into all tokens. Slot 0 of states is zero."""
-    slots = [1 + one.sequence.progress.decode_slot for one in prefills]
-    forks = {i: [1 + slot for slot in one.forks] for i, one in enumerate(prefills) if one.forks}
-    prompts = [len(one.sequence.layout) for one in prefills]
-    return make_runs(owner[tokens], index[tokens], is_end[tokens], slots, forks, prompts, order)
+    """Return the runs of a chunk, see `make_runs`; `tokens` are indices into all tokens."""
+    return make_runs(owner[tokens], index[tokens], is_end[tokens], [one.states for one in prefills], order)
 
 
 def _saved_tokens(

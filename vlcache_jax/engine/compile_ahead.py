@@ -19,9 +19,10 @@ from vlcache_jax.device.buckets import cover, round_up
 from vlcache_jax.device.programs.base import Demand, Program, Repeat, Shapes
 from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.engine.batching import Prefill, Step, copied_pages, prefill_steps
-from vlcache_jax.engine.pages import Pages
+from vlcache_jax.engine.pages import BlockTable, Pages
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.engine.snapshots import StateSlots
 from vlcache_jax.inputs.layout import State
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import Policy
@@ -144,8 +145,9 @@ class _Rehearsal:
 
     def __init__(self, shapes: Shapes):
         self._shapes, buckets = shapes, shapes.buckets
-        pages = Pages(shapes.num_slots // PAGE - 1)
-        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, *shapes.depth)
+        states = StateSlots[BlockTable](buckets.max_sequences, shapes.num_snapshots) if shapes.num_states else None
+        pages = Pages(shapes.num_slots // PAGE - 1, states=states)
+        self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, shapes.depth[0])
         self._steps: list[Step] = []
         self._linked: set[tuple[int, int]] = set()
         self._recalled: set[int] = set()

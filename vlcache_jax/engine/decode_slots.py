@@ -47,9 +47,9 @@ class DecodeSlots:
             if is_plain:
                 self._ends[decode_slot] = answer.end_tokens
             choosing = Choosing.row(params, decode_slot=decode_slot, seed=answer.seed, max_tokens=answer.new_slots)
-            self._rows[decode_slot] = np.concatenate([[len(answer.layout), answer.layout.delta], choosing]).astype(
-                np.int32
-            )
+            self._rows[decode_slot] = np.concatenate(
+                [[len(answer.layout), answer.layout.delta, answer.progress.state_slot], choosing]
+            ).astype(np.int32)
         self.hold(answers, [answer.length for answer in answers])
         return self.rows(answers)[:, ANSWER:]
 

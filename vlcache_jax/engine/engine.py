@@ -127,7 +127,7 @@ class Engine:
         self.runner, self.writer, self.pages = runner, writer, pages
         self.trace: list[tuple[int, int, int]] | None = None
         shapes, sizes = runner.shapes, (runner.buckets.max_sequences, runner.buckets.max_rows)
-        self.scheduler = Scheduler(pages, *sizes, *shapes.depth, compressed_slots=shapes.compressed_slots)
+        self.scheduler = Scheduler(pages, *sizes, shapes.depth[0], compressed_slots=shapes.compressed_slots)
         self._clock = Clock()
         self._decode_slots = DecodeSlots(runner)
         self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))

@@ -89,7 +89,7 @@ class ForwardPass:
         max_rows, shift = runner.buckets.max_rows, step.shift
         self._works: dict[tuple[int, bool], Work] = {}
         shifted = None if shift is None else shift.pack(max_rows, runner.shapes.moved)
-        runs = None if step.runs is None else pack_runs(step.runs, max_rows, runner.buckets.max_sequences)
+        runs = None if step.runs is None else pack_runs(step.runs, max_rows, runner.shapes.num_states)
         self._rows, self._shifted, self._runs = runner.devices.put((pack(step.rows, max_rows), shifted, runs))
         embeddings = runner.text["embed_tokens"]
         self.x, self._deepstack = runner.run(Embed(first), embeddings, runner.encoder_rows(), self._rows)

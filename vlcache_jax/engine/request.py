@@ -25,7 +25,8 @@ from vlcache_jax.device import sampler
 from vlcache_jax.engine.completions import CompletionOutput, Detokenizer, Logprob, RequestMetrics
 from vlcache_jax.engine.compressed_pages import CompressedBlockTable, Compression
 from vlcache_jax.engine.grammars import Bits, Matcher
-from vlcache_jax.engine.pages import BlockTable, Chain, PlacedImage
+from vlcache_jax.engine.page_tree import Chain, PlacedImage
+from vlcache_jax.engine.pages import BlockTable
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.request_options import ResolvedOptions
@@ -195,6 +196,7 @@ class SequenceProgress:
       compressed: pages after it was compressed.
       is_whole: whether it decodes with its full KV although compression was requested.
       decode_slot: its decode slot.
+      state_slot: slot of its states; 0 if the model has none.
       prefilled: number of launched prefills.
       scheduled: number of tokens, including the prompt, after everything launched so far has been read.
       attempt: number of preemptions and other restarts; results of earlier attempts are ignored.
@@ -208,6 +210,7 @@ class SequenceProgress:
     compressed: CompressedBlockTable | None = None
     is_whole: bool = False
     decode_slot: int = 0
+    state_slot: int = 0
     prefilled: int = 0
     scheduled: int = 0
     attempt: int = 0

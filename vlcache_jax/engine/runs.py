@@ -9,6 +9,8 @@ was preempted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +47,28 @@ def whole_blocks(is_end: npt.NDArray[np.bool_], count: int) -> int:
     return int(ends[-1] if len(ends) else np.argmax(is_end)) + 1
 
 
+class PromptStates(NamedTuple):
+    """What a prefill reads and writes of the states.
+
+    Attributes:
+      slot: slot of the states of its sequence.
+      first: index of its first token.
+      source: slot of the states before that token; 0 if there are no tokens before it.
+      copies: slots that receive a copy of the states, by the number of the prompt's tokens before it.
+    """
+
+    slot: int
+    first: int = 0
+    source: int = 0
+    copies: Mapping[int, Sequence[int]] = MappingProxyType({})
+
+
+NO_STATES = PromptStates(0)
+
+
 def make_runs(
-    owner: Index, index: Index, is_end: npt.NDArray[np.bool_], slots: Sequence[int], forks: Mapping[int, Sequence[int]],
-    prompts: Sequence[int], order: npt.NDArray[np.int64],
+    owner: Index, index: Index, is_end: npt.NDArray[np.bool_], states: Sequence[PromptStates],
+    order: npt.NDArray[np.int64],
 ) -> Runs:  # fmt: skip
     """Return the runs of a step.
 
@@ -55,19 +76,18 @@ def make_runs(
       owner, index: of the step's tokens in the order of the prompts, the number of the prompt and the token's index in
         it, [N].
       is_end: whether a token ends a block, [N].
-      slots: slot of the states of each prompt.
-      forks: by prompt, slots that receive a copy of its states before its last token.
-      prompts: number of tokens of each prompt.
+      states: of each prompt.
       order: of the step's rows, their index in the order of the prompts, [N].
     """
     ends = np.flatnonzero(is_end)
     starts = np.append(0, ends[:-1] + 1)
     blocks = []  # start, length, source, target
     for begin, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        number, first, last = int(owner[begin]), int(index[begin]), int(index[end])
-        slot = slots[number]
-        blocks.append((begin, end + 1 - begin, slot if first else 0, slot))
-        if last == prompts[number] - 2:
-            blocks += [(end + 1, 0, slot, fork) for fork in forks.get(number, ())]
+        first, last = int(index[begin]), int(index[end])
+        slot, prompt_first, source, copies = states[int(owner[begin])]
+        if first == prompt_first:
+            blocks += [(begin, 0, source, target) for target in copies.get(first, ())]
+        blocks.append((begin, end + 1 - begin, source if first == prompt_first else slot, slot))
+        blocks += [(end + 1, 0, slot, target) for target in copies.get(last + 1, ())]
     start, length, source, target = np.array(blocks, np.int32).T
     return Runs(order.astype(np.int32), start, length, source, target, len(blocks))

@@ -23,6 +23,9 @@ from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.engine.pages import BlockTable, Pages
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
+from vlcache_jax.engine.runs import NO_STATES, PromptStates, block_ends
+from vlcache_jax.engine.snapshots import Places
+from vlcache_jax.models.layer_kinds import BLOCK
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import Plan
 
@@ -135,8 +138,7 @@ class Scheduler:
     Args:
       max_sequences: number of decode slots, numbered from 0.
       max_rows: maximum tokens in one prefill chunk.
-      num_layers, has_states: number of decoder layers, and whether some have states. A sequence receives these from
-        another one only before that begins.
+      num_layers: number of decoder layers.
       compressed_slots: KV slots of the pool for compressed prompts, as the runner has it; 0: there is no such pool.
 
     Attributes:
@@ -146,10 +148,7 @@ class Scheduler:
       decoding: sequences whose prompts are launched.
     """
 
-    def __init__(
-        self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, has_states: bool = False, *,
-        compressed_slots: int = 0,
-    ):  # fmt: skip
+    def __init__(self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, *, compressed_slots: int = 0):
         self.pages, self.compressed = pages, CompressedPages(max(0, compressed_slots // PAGE - 1))
         self.tenant_order = TenantOrder()
         self.waiting: list[Sequence] = []
@@ -158,7 +157,7 @@ class Scheduler:
         self._arrived = 0
         self._decode_slots = list(range(max_sequences))
         self._max_rows = max_rows
-        self._num_layers, self._has_states = num_layers, has_states
+        self._num_layers = num_layers
         self._fillers = Fillers()
 
     @property
@@ -219,10 +218,9 @@ class Scheduler:
             if sequence.report.ran is None:
                 self.pages.count_hit(block_table)
             firsts.setdefault(id(sequence.layout), block_table)
-            sequence.progress.block_table, sequence.progress.decode_slot = (
-                block_table,
-                heapq.heappop(self._decode_slots),
-            )
+            progress, states = sequence.progress, self.pages.states
+            progress.block_table, progress.decode_slot = block_table, heapq.heappop(self._decode_slots)
+            progress.state_slot = 0 if states is None else states.take()
             spare += _may_grow(sequence, self.pages.size)
             self.tenant_order.give(sequence)
             self.waiting.remove(sequence)
@@ -232,7 +230,10 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
-        if first is not None and not sequence.generated and not (self._has_states and first.is_begun):
+        # States are copied from the prefill of the first one, unless that has begun.
+        has_states = self.pages.states is not None
+        is_late = has_states and first is not None and (first.is_begun or first.cached >= len(sequence.layout))
+        if first is not None and not sequence.generated and not is_late:
             return self.pages.fork(first, len(sequence.layout), length, spare=spare)
         chain = sequence.chain
         if chain is None:
@@ -245,7 +246,10 @@ class Scheduler:
             if exact == len(chain):
                 chain = chain.extended(sequence.generated)
                 exact, max_cached = len(chain), len(chain) - 1
-        return self.pages.take(length, chain, max_cached=max_cached, keep=exact, usable=_usable(sequence), spare=spare)
+        return self.pages.take(
+            length, chain, max_cached=max_cached, keep=exact, usable=_usable(sequence), spare=spare,
+            places=places(sequence, self._max_rows) if has_states else None,
+        )  # fmt: skip
 
     def next_group(self, is_ready: Collection[Sequence]) -> list[Prefill]:
         """Return the prefills of the first sequences whose sources are computed, to be cut into chunks together.
@@ -273,19 +277,20 @@ class Scheduler:
         """Return what an admitted sequence has to compute, in order."""
         block_table, layout, layers = sequence.progress.block_table, sequence.layout, self._num_layers
         assert block_table is not None
+        states = NO_STATES if self.pages.states is None else states_of(sequence, self.prefilling)
         make = functools.partial(
-            Prefill, sequence, table=block_table.table, shared=block_table.shared, cached=block_table.cached
-        )
+            Prefill, sequence, table=block_table.table, shared=block_table.shared, cached=block_table.cached,
+            states=states,
+        )  # fmt: skip
         if block_table.is_fork:  # all KV of the prompt is there; the last token is computed for its logits only
             plan = dataclasses.replace(sequence.progress.plan, shift=False)
             return [make(layout, plan.after(block_table.cached), links=False)]
         choice, plan, tokens = sequence.planned.choice, sequence.progress.plan, sequence.generated
-        forks = forks_of(block_table, self.prefilling) if self._has_states else ()
         if not tokens:
-            return [make(layout, plan.after(block_table.cached), choice=choice, forks=forks)]
+            return [make(layout, plan.after(block_table.cached), choice=choice)]
         if choice is None:
             resumed = self._continuation(sequence, tokens, block_table.cached)
-            return [dataclasses.replace(resumed, links=True, forks=forks)]
+            return [dataclasses.replace(resumed, links=True, states=states)]
         first = make(layout, plan.wanting((), layers).after(block_table.cached), choice=choice)
         return [first, self._continuation(sequence, tokens, len(layout))]
 
@@ -299,8 +304,9 @@ class Scheduler:
         )
         assert block_table is not None
         plan = plan.extended(len(tokens), layers).wanting([len(layout) + len(tokens) - 1], layers).after(cached)
-        table, shared = block_table.table, block_table.shared
-        return Prefill(sequence, layout.extended(tokens), plan, table, shared, cached, links=False)
+        table, shared, slot = block_table.table, block_table.shared, sequence.progress.state_slot
+        states = PromptStates(slot, cached, slot)
+        return Prefill(sequence, layout.extended(tokens), plan, table, shared, cached, links=False, states=states)
 
     def runs(self, answers: Iterable[Generation]) -> list[Prefill]:
         """Return prefills for outputs with long runs of forced tokens, and note these tokens as launched.
@@ -395,7 +401,7 @@ class Scheduler:
 
     def compacted(self, sequence: Sequence) -> None:
         """Release the full KV of a prompt, which stays after `compress` until the copy of kept tokens was launched."""
-        self._release_pages(sequence, failed=False)
+        self._release_pages(sequence, failed=False, keeps_states=False)
 
     def stays_whole(self, sequence: Sequence) -> None:
         """Note that a sequence decodes with its full KV, although compression was requested."""
@@ -409,20 +415,26 @@ class Scheduler:
         progress = sequence.progress
         if progress.block_table is None and progress.compressed is None:
             return
-        self._release_pages(sequence, failed=failed)
+        is_kept = self._release_pages(sequence, failed=failed)
+        if self.pages.states is not None and not is_kept:
+            self.pages.states.release(progress.state_slot)
         if progress.compressed is not None:
             self.compressed.end(progress.compressed)
             progress.compressed = None
         heapq.heappush(self._decode_slots, progress.decode_slot)
 
-    def _release_pages(self, sequence: Sequence, *, failed: bool) -> None:
-        block_table, chain = sequence.progress.block_table, None
+    def _release_pages(self, sequence: Sequence, *, failed: bool, keeps_states: bool = True) -> bool:
+        """Release a sequence's pages; return whether the slot of its states became a snapshot."""
+        block_table, chain, slot = sequence.progress.block_table, None, None
         if block_table is None:
-            return
+            return False
         if not failed and block_table.is_proven and sequence.exact(self._num_layers) == len(sequence.layout):
             chain = sequence.chain and sequence.chain.extended(sequence.generated[:-1])
-        self.pages.end(block_table, chain, failed=failed)
+        if keeps_states and chain is not None and has_states_of(sequence, len(chain)):
+            slot = sequence.progress.state_slot or None
+        is_decoded = chain is not None and len(chain) > len(sequence.layout)
         sequence.progress.block_table = None
+        return self.pages.end(block_table, chain, failed=failed, slot=slot, is_decoded=is_decoded)
 
     def finish(self, sequence: Sequence, *, failed: bool) -> None:
         """Release an ended sequence, see `release`, and forget what it was to fill."""
@@ -435,10 +447,44 @@ def _may_grow(sequence: Sequence, page: int) -> bool:
     return block_table is not None and sequence.max_length > page * len(block_table.table)
 
 
-def forks_of(origin: BlockTable, sequences: Iterable[Sequence]) -> tuple[int, ...]:
-    """Return the decode slots of the sequences that begin with the prompt of a block table."""
-    tables = ((one.progress.decode_slot, one.progress.block_table) for one in sequences)
-    return tuple(slot for slot, table in tables if table is not None and table.is_fork and origin in table.sources)
+def places(sequence: Sequence, max_rows: int) -> Places:
+    """Return where a sequence may continue, and takes snapshots; a block has at most `max_rows` tokens."""
+    layout = sequence.layout.extended(sequence.generated) if sequence.generated else sequence.layout
+    prompt = len(sequence.layout)
+    return Places(layout, prompt, block_ends(layout, prompt, min(BLOCK, max_rows)))
+
+
+def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptStates:
+    """Return what the prefill of an admitted sequence reads and writes of the states.
+
+    Its copies are its snapshots, and the states of sequences in `prefilling` that begin with the same prompt.
+    """
+    slot, block_table = sequence.progress.state_slot, sequence.progress.block_table
+    assert block_table is not None
+    if block_table.is_fork:
+        return PromptStates(slot, block_table.cached, slot)
+    copies = defaultdict(list)
+    for snapshot in block_table.snapshots:
+        copies[snapshot.place].append(snapshot.slot)
+    for other in prefilling:
+        table = other.progress.block_table
+        if table is not None and table.is_fork and block_table in table.sources:
+            copies[table.cached].append(other.progress.state_slot)
+    source = 0 if block_table.resumed is None else block_table.resumed.slot
+    return PromptStates(slot, block_table.cached, source, copies)
+
+
+def has_states_of(sequence: Sequence, count: int) -> bool:
+    """Return whether the slot of a sequence has the states after its first `count` tokens.
+
+    The device may have decoded more tokens than the sequence kept, unless it knew that the sequence had ended.
+    """
+    if sequence.progress.scheduled == count + 1:
+        return True
+    if not isinstance(sequence, Generation) or sequence.end.finish_reason not in ("stop", "length"):
+        return False
+    is_full = len(sequence.token_ids) == sequence.new_slots
+    return is_full or (bool(sequence.token_ids) and sequence.token_ids[-1] in sequence.end_tokens)
 
 
 def note_begun(group: Iterable[Prefill]) -> None:

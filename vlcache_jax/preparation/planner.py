@@ -307,9 +307,8 @@ class Planner:
         turn_token: int | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
-        # Pages of a prompt, and K,V of an image, continue a prompt only if each layer keeps K,V.
-        self._links_kv = not config.text.has_states
-        self._keeps_pages = keeps_pages and self._links_kv
+        self._links_kv = not config.text.has_states  # K,V of an image continue a prompt only if each layer has K,V
+        self._keeps_pages = keeps_pages
         self._turn_token = None if self._links_kv else turn_token
         self._config = config
         self._forms, self._token_buckets = forms, token_buckets

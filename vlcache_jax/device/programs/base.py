@@ -63,9 +63,12 @@ def repack(rows: Rows, size: int) -> jax.Array:
     return jnp.pad(packed, ((0, 0), (0, size - packed.shape[1])))
 
 
-def pack_runs(runs: Runs, rows: int, blocks: int) -> tuple[npt.NDArray[np.int32], np.int32]:
-    """Pack the runs of a step as int32 [5, rows + blocks], and their number. Padding rows follow the others."""
-    packed = np.zeros((5, rows + blocks), np.int32)
+def pack_runs(runs: Runs, rows: int, slots: int) -> tuple[npt.NDArray[np.int32], np.int32]:
+    """Pack the runs of a step as int32 [5, rows + slots], and their number. Padding rows follow the others.
+
+    A block has tokens, or copies states to a slot that no other block copies them to.
+    """
+    packed = np.zeros((5, rows + slots), np.int32)
     packed[0, :rows] = np.arange(rows)
     packed[0, : len(runs.place)] = runs.place
     for row, field in zip(packed[1:], runs[1:-1], strict=True):
@@ -100,7 +103,7 @@ class Shapes:
 
     Args:
       config, params, normalization, num_slots, max_pages, buckets, implementation, codec, kept_tokens,
-        compressed_slots: see `Runner`. Only the shapes of arrays are used.
+        compressed_slots, num_snapshots: see `Runner`. Only the shapes of arrays are used.
       is_host: True if the device is the host's CPU, so that reading a predicate needs no wait.
 
     Attributes:
@@ -116,7 +119,7 @@ class Shapes:
       link_groups: layers that are linked together, in their order.
       recall_buckets: bucket sizes of the tokens that one program links from the device tier.
       work_config: (rows, decode=False, pages=None) -> the configuration of their attention, the same object every time.
-      num_states: slots of states, one for each sequence and a zero one; 0 if no layer has states.
+      num_states: slots of states: a zero one, and one for each sequence and snapshot; 0 if no layer has states.
       pool: K or V of a layer.
       compressed: K or V of the compressed KV pool, of all layers.
       encoder_rows: encoder rows of a chunk, [1 + J, max_rows, M].
@@ -138,6 +141,7 @@ class Shapes:
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
         compressed_slots: int = 0,
+        num_snapshots: int = 0,
         is_host: bool = True,
         devices: Devices = ONE,
     ):
@@ -158,7 +162,8 @@ class Shapes:
         self.norm_graph = nnx.graphdef(model.language_model.norm)
         # Sizes.
         text, layers = config.text, config.text.num_layers
-        self.num_states = 1 + buckets.max_sequences if text.has_states else 0
+        self.num_snapshots = num_snapshots
+        self.num_states = 1 + buckets.max_sequences + num_snapshots if text.has_states else 0
         self.like = tuple(map(text.first_like, range(layers)))
         self.token_buckets = tuple(size // config.vision.merge_size**2 for size in buckets.patches)
         largest = self.token_buckets[-1]
@@ -237,7 +242,7 @@ class Shapes:
         """Abstract runs of a step, see `pack_runs`; None if no layer has states."""
         if not self.num_states:
             return None
-        return ints(5, self.buckets.max_rows + self.buckets.max_sequences), ints()
+        return ints(5, self.buckets.max_rows + self.num_states), ints()
 
     def moves(self, layers: int) -> Moves:
         """Return the abstract moves of some layers."""

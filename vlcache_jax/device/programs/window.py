@@ -32,21 +32,27 @@ from vlcache_jax.models.layer_kinds import TokenStates
 from vlcache_jax.pallas_kernels import PAGE, Work
 from vlcache_jax.pallas_kernels.split import SECOND, WHOLE
 
-ANSWER = 2  # columns of decode rows before those of `Choosing`: tokens of the prompt, and its M-RoPE delta
+ANSWER = 3  # columns of decode rows before those of `Choosing`, see `WindowRows`
 LISTS = 4  # work lists of compressed requests; more would cost the host more time than they save
 
 
 class WindowRows(NamedTuple):
-    """Unpacked decode rows: prompt lengths in tokens and M-RoPE deltas, int32 [B] each, and sampling parameters."""
+    """Unpacked decode rows.
+
+    Attributes:
+      length, delta, state_slot: number of tokens of the prompt, its M-RoPE delta, and slot of states, int32 [B].
+      choosing: sampling parameters.
+    """
 
     length: jax.Array
     delta: jax.Array
+    state_slot: jax.Array
     choosing: Choosing
 
     @classmethod
     def of(cls, rows: jax.Array) -> Self:
         """Unpack rows, int32 [B, ANSWER + C]."""
-        return cls(rows[:, 0], rows[:, 1], Choosing.unpack(rows[:, ANSWER:]))
+        return cls(rows[:, 0], rows[:, 1], rows[:, 2], Choosing.unpack(rows[:, ANSWER:]))
 
 
 Place = Callable[[jax.Array, jax.Array], jax.Array]  # (index of each row's token, rows that continue) -> KV slots
@@ -116,7 +122,7 @@ class Window(Program[tuple[SampledTokens, DecodeState, Halves]]):
         def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
             updated, states = [], None
             if shapes.num_states:
-                own = 1 + unpacked.choosing.decode_slot  # slot 0 is zero
+                own = unpacked.state_slot
                 states = TokenStates(jnp.where(live, own, 0), jnp.where(live, own, shapes.num_states + index))
             for i, memory in enumerate(pool):
                 active = np.full(2, self.count, np.int32)
@@ -242,7 +248,7 @@ def _decode(
     layers: Layers,
 ) -> tuple[SampledTokens, DecodeState, Halves]:
     """Run the layers and choose tokens, one step after the other."""
-    length, delta, choosing = unpacked
+    length, delta, _, choosing = unpacked
 
     def continues(decode_slots: DecodeState) -> jax.Array:
         return ~decode_slots.is_ended.at[choosing.decode_slot].get(mode="fill", fill_value=True)

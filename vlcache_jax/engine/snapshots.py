@@ -1,0 +1,188 @@
+"""Slots of states: those of running sequences, and snapshots from which later prompts continue (host).
+
+A layer with states has no page from which a prompt could continue. So a prefill copies the states of a sequence at some
+places of its prompt into slots of their own: where the last message ends, behind images, before the last token. A
+prompt with the same beginning continues from the last such snapshot, if its K,V in layers of full attention are in
+pages. The slot of an ended output becomes a snapshot without a copy.
+
+The order of eviction is GreedyDual (Young 1994): a snapshot is worth the tokens that it saves, and the worth of those
+evicted since counts against it until it is used again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.inputs.layout import Layout
+
+IMAGE_SPACING = 512  # least number of tokens between two snapshots of which the second is behind an image
+TEXT_SPACING = 2048  # the same for text
+MAX_IN_PROMPT = 16  # longest number of spacings in a prompt; longer prompts have wider ones
+
+
+@dataclass(eq=False)
+class Snapshot[Maker]:
+    """States of a sequence after the first tokens of a prompt.
+
+    Attributes:
+      slot: slot of the pool of states that holds them.
+      place: number of these tokens.
+      saved: number of tokens that it saves, compared with the snapshot before it.
+      is_decoded: whether decode steps computed some of the tokens. The states then differ by rounding from those of a
+        prefill, which computes blocks of tokens.
+      maker: block table whose prefill writes it and is not proven yet; None if it is complete.
+      users: number of block tables that are to read or write it, and are not launched yet.
+      worth: see `StateSlots`.
+      is_lost: whether no prompt can find it any more.
+    """
+
+    slot: int
+    place: int
+    saved: int
+    is_decoded: bool = False
+    maker: Maker | None = None
+    users: int = 0
+    worth: float = 0.0
+    is_lost: bool = False
+
+
+class StateSlots[Maker]:
+    """Slots of the pool of states. Slot 0 is zero and belongs to nobody. Every method may be called from any thread.
+
+    Args:
+      sequences: maximum number of running sequences, each with a slot.
+      snapshots: maximum number of snapshots.
+
+    Attributes:
+      evictions: number of snapshots evicted for others, or not taken because all others are worth more.
+    """
+
+    def __init__(self, sequences: int, snapshots: int):
+        self.max_snapshots, self.evictions = snapshots, 0
+        self._free = list(range(1, 1 + sequences + snapshots))
+        self._snapshots: set[Snapshot[Maker]] = set()
+        self._age = 0.0  # worth of the last evicted snapshot
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """Number of snapshots."""
+        return len(self._snapshots)
+
+    def take(self) -> int:
+        """Return a slot for a sequence that begins to run."""
+        with self._lock:
+            return heapq.heappop(self._free)
+
+    def release(self, slot: int) -> None:
+        """Take back the slot of a sequence."""
+        with self._lock:
+            heapq.heappush(self._free, slot)
+
+    def add(
+        self, place: int, saved: int, maker: Maker | None = None, *, slot: int | None = None, is_decoded: bool = False
+    ) -> Snapshot[Maker] | None:
+        """Return a new snapshot, which replaces the one that is worth least; None if it is worth least itself.
+
+        Args:
+          place, saved, maker, is_decoded: see `Snapshot`. A maker is its first user, since its prefill writes it.
+          slot: slot of a sequence that has ended, with these states; the caller keeps it if the result is None.
+            None: a new slot.
+        """
+        with self._lock:
+            worth = self._age + saved
+            if not self.max_snapshots:
+                return None
+            while len(self._snapshots) >= self.max_snapshots:
+                others = (one for one in self._snapshots if not one.users)
+                least = min(others, key=lambda one: one.worth, default=None)
+                self.evictions += 1
+                if least is None:
+                    return None
+                self._age = min(worth, least.worth)
+                if least.worth > worth:
+                    return None
+                self.drop(least)
+            made = Snapshot[Maker](
+                self.take() if slot is None else slot, place, saved, is_decoded, maker, int(maker is not None), worth
+            )
+            self._snapshots.add(made)
+            return made
+
+    def use(self, snapshot: Snapshot[Maker]) -> None:
+        """Note that a block table will read a snapshot, whose slot then stays until `leave`."""
+        with self._lock:
+            snapshot.users += 1
+            snapshot.worth = self._age + snapshot.saved
+
+    def leave(self, snapshot: Snapshot[Maker]) -> None:
+        """Note that what reads or writes a snapshot for a block table was launched, or never will be."""
+        with self._lock:
+            snapshot.users -= 1
+            if snapshot.is_lost and not snapshot.users:
+                self._give_back(snapshot)
+
+    def drop(self, snapshot: Snapshot[Maker]) -> None:
+        """Forget a snapshot."""
+        with self._lock:
+            if not snapshot.is_lost:
+                snapshot.is_lost = True
+                if not snapshot.users:
+                    self._give_back(snapshot)
+
+    def _give_back(self, snapshot: Snapshot[Maker]) -> None:
+        self._snapshots.remove(snapshot)
+        self.release(snapshot.slot)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Places of a prompt at which a prefill may continue, and at which it takes snapshots.
+
+    A place is a number of first tokens.
+
+    Attributes:
+      layout: layout of the prompt, with generated tokens after it if it was preempted.
+      prompt: number of tokens of the prompt.
+      is_end: for each token, whether it ends a block, see `vlcache_jax.engine.runs`.
+    """
+
+    layout: Layout
+    prompt: int
+    is_end: npt.NDArray[np.bool_]
+
+    def allows(self, place: int, is_decoded: bool) -> bool:
+        """Return whether a prefill may continue from a snapshot at a place, see `Snapshot`.
+
+        Where a block begins, the result equals that of a prefill of the full prompt to the last bit. Behind decoded
+        tokens it is equal apart from rounding.
+        """
+        return is_decoded or bool(self.is_end[place - 1])
+
+    def chosen(self, cached: int, matched: int) -> list[int]:
+        """Return where to take snapshots, in ascending order.
+
+        Args:
+          cached: number of tokens that are not computed.
+          matched: number of tokens with K,V in pages. Another prompt has them, so that a third one may.
+        """
+        spacing = TEXT_SPACING
+        while MAX_IN_PROMPT * spacing < self.prompt:
+            spacing *= 2
+        images = {span.stop: IMAGE_SPACING * spacing // TEXT_SPACING for span in self.layout.images}
+        texts = dict.fromkeys(range(spacing, self.prompt, spacing), spacing)
+        for span in self.layout.images:
+            for place in range(-(-span.start // spacing) * spacing, span.stop, spacing):
+                texts.pop(place, None)  # no other prompt continues within an image
+        found, last = set(), cached
+        for place, gap in sorted((texts | images).items()):
+            if place - last >= gap:
+                found.add(place)
+                last = place
+        ends = np.flatnonzero(self.is_end[: min(matched, self.prompt)])  # the other prompt's tokens differ behind these
+        found |= {self.prompt - 1, *(int(end) + 1 for end in ends[-1:]), *self.layout.turns[-1:]}
+        return sorted(place for place in found if cached < place < self.prompt)
