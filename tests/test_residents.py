@@ -272,7 +272,7 @@ def test_a_chain_that_ends_inside_an_image_goes_on_from_its_record_or_before_it(
     pages = llm.service.cache.pages
     tail = [page for page in pages._residents if page.piece.images and page.children == []]
     for page in tail:
-        pages._cut_off(page)
+        pages._free_residents(pages._tree.cut_off(page))
     [linked] = chat(llm, request)
     assert linked.num_cached_tokens == PAGE + span - (
         PAGE - first.prompt_token_ids.tolist().index(llm.service.renderer.image_token_id)
@@ -283,7 +283,7 @@ def test_a_chain_that_ends_inside_an_image_goes_on_from_its_record_or_before_it(
     for record in list(llm.service.cache.store.tier.records()):
         llm.service.cache.store.remove(record)
     for page in [page for page in pages._residents if page.piece.images and page.children == []]:
-        pages._cut_off(page)
+        pages._free_residents(pages._tree.cut_off(page))
     [computed] = chat(llm, request)
     assert computed.cache.images[0].recomputed[0] == span  # whole, so that it is saved
     assert tokens([computed]) == cold

@@ -87,6 +87,8 @@ class CacheReport:
       rows: number of prompt tokens computed in each layer [L].
       approximate_tokens: number of image tokens that were reused in a new context or stored by a codec, without those
         recomputed in every layer.
+      matched_tokens: number of the prompt's first tokens whose KV the prefix cache had. More than those reused if a
+        model with states has no snapshot behind them, so that a part was computed again.
       request_key: key of the request's images in their order; None without images, or with `reuse="off"`.
       request_known: True if the same list of images was served before.
     """
@@ -96,6 +98,7 @@ class CacheReport:
     policy: str
     rows: tuple[int, ...]
     approximate_tokens: int
+    matched_tokens: int = 0
     request_key: str | None = None
     request_known: bool = False
 
@@ -445,6 +448,7 @@ class Reporter:
             policy=planned.options.reuse.name,
             rows=plan.rows(self._num_layers),
             approximate_tokens=approximate,
+            matched_tokens=sequence.report.matched,
             request_key=planned.request_key,
             request_known=planned.request_known,
         )

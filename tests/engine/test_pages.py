@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlcache_jax.engine.pages import BlockTable, Chain, Pages, PlacedImage
+from vlcache_jax.engine.page_tree import Chain, PlacedImage
+from vlcache_jax.engine.pages import BlockTable, Pages
 
 GRID = (1, 2, 2)
 PLACEHOLDER = 99
@@ -62,7 +63,9 @@ def test_the_example_of_the_specification():
 
 def test_images_whose_digests_begin_alike_are_told_apart(monkeypatch):
     """Seven bytes of a digest stand for an image among the tokens; others can have the same."""
-    monkeypatch.setattr("vlcache_jax.engine.pages.hashlib", types.SimpleNamespace(sha256=lambda key: hashlib.sha256()))
+    monkeypatch.setattr(
+        "vlcache_jax.engine.page_tree.hashlib", types.SimpleNamespace(sha256=lambda key: hashlib.sha256())
+    )
     pages = Pages(40, size=4)
     tokens = range(20)  # the image begins in the second page, and fills two more
     assert chain(tokens, [(5, 11, "one")]).ids == chain(tokens, [(5, 11, "other")]).ids
@@ -416,7 +419,7 @@ class Machine(RuleBasedStateMachine):
 
     def found(self):
         """Pages that can be found."""
-        below = [page for root in self.pages._roots.values() for page in root.children]
+        below = [page for root in self.pages._tree._roots.values() for page in root.children]
         for page in below:
             below += page.children
         return below
@@ -546,7 +549,7 @@ class Machine(RuleBasedStateMachine):
         assert stats.in_use == len(used)
         assert stats.in_use + stats.resident + len(self.pages._free) == self.COUNT
         assert not any(page.children or page.parent for _, page in self.pages._free)
-        reachable, below = set(), list(self.pages._roots.values())
+        reachable, below = set(), list(self.pages._tree._roots.values())
         for node in below:
             reachable.add(node)
             below += node.children
@@ -568,7 +571,7 @@ class Machine(RuleBasedStateMachine):
         """A page without a maker holds what it is found by; a maker is not proven yet, and runs."""
         unproven = [request.block_table for request in self.having(is_proven=False)]
         assert all(page.maker is None or page.maker in unproven for page in self.found())
-        ways = [(owner, b"", page) for owner, root in self.pages._roots.items() for page in root.children]
+        ways = [(owner, b"", page) for owner, root in self.pages._tree._roots.items() for page in root.children]
         for owner, before, page in ways:
             known = Chain(owner, before + page.piece.ids, ())
             ways += [(owner, known.ids, child) for child in page.children]

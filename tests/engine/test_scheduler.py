@@ -18,6 +18,7 @@ from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Generation, ImageUse, ScoredSequence, Sequence
 from vlcache_jax.engine.scheduler import _LEAST_RUN, Scheduler, note_begun, order
+from vlcache_jax.engine.snapshots import StateSlots
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.pallas_kernels import PAGE
@@ -600,7 +601,7 @@ def test_the_last_token_of_an_answer_is_not_found():
 
 def test_a_fork_of_a_resumed_answer_receives_its_states():
     """The first answer was preempted after two tokens; the second one of its request begins with it."""
-    scheduler = Scheduler(Pages(40), 2, 1000, LAYERS, has_states=True)
+    scheduler = Scheduler(Pages(40, states=StateSlots(2, 4)), 2, 1000, LAYERS)
     a = answer("a", 10, new_slots=8)
     b = again(a, "b")
     a.tokens = (5, 6)
@@ -609,14 +610,14 @@ def test_a_fork_of_a_resumed_answer_receives_its_states():
     assert b.progress.block_table.is_fork
     buckets = BucketSizes(rows=(64,), patches=(64,), sequences=(2,))
     [step] = prefill_steps(scheduler.next_group([a]), buckets, 50 * PAGE, LAYERS, has_states=True)
-    own, fork = (1 + one.progress.decode_slot for one in (a, b))
+    own, fork = (one.progress.state_slot for one in (a, b))
     runs = step.runs
     blocks = list(zip(*(field.tolist() for field in runs[1:-1]), strict=True))
     assert blocks == [(0, 9, 0, own), (9, 0, own, fork), (9, 1, own, own), (10, 1, own, own), (11, 1, own, own)]
 
 
 def test_an_answer_that_comes_after_its_request_has_begun_computes_the_prompt():
-    scheduler = Scheduler(Pages(40), 2, 1000, LAYERS, has_states=True)
+    scheduler = Scheduler(Pages(40, states=StateSlots(2, 4)), 2, 1000, LAYERS)
     a = answer("a", 10, new_slots=8)
     b = again(a, "b")
     add(scheduler, a)
@@ -625,6 +626,27 @@ def test_an_answer_that_comes_after_its_request_has_begun_computes_the_prompt():
     add(scheduler, b)
     assert scheduler.admit() == [b]
     assert (b.progress.block_table.is_fork, b.progress.block_table.cached) == (False, 0)
+
+
+def test_an_answer_whose_sibling_goes_on_behind_the_prompt_is_no_fork_of_it():
+    """The sibling was preempted, and goes on from its own states behind tokens that this answer does not have."""
+    scheduler = Scheduler(Pages(40, size=SIZE, states=StateSlots(2, 4)), 1, 1000, LAYERS)
+    a = answer("a", 10, new_slots=8, owner="me")
+    b = again(a, "b")
+    add(scheduler, a)
+    assert scheduler.admit() == [a]
+    launch(scheduler, a)
+    scheduler.pages.proven(a.progress.block_table)
+    assert scheduler.grow([a], 3) == 3
+    scheduler.decoded([a], 3)
+    a.tokens = (5, 6, 7, 8)
+    scheduler.requeue(a)
+    add(scheduler, b)
+    scheduler._decode_slots.append(1)
+    assert scheduler.admit() == [a, b]
+    assert [one.progress.block_table.cached for one in (a, b)] == [13, 9]
+    assert not b.progress.block_table.is_fork
+    assert b.progress.block_table.resumed.place == 9
 
 
 @pytest.mark.parametrize("is_proven", [False, True])

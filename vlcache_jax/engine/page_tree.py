@@ -212,19 +212,16 @@ class PageTree[Maker]:
           places: where a prompt with this chain may continue.
         """
         path: list[Page[Maker]] = []
-        best, matched = None, 0
+        usable: list[Snapshot[Maker]] = []
+        matched = 0
         for known in self._known(chain):
             path.append(known.page)
             matched += known.common
-            for held in _snapshots(known):
-                if (
-                    held.place <= limit
-                    and places.allows(held.place, held.is_decoded)
-                    and (best is None or held.place > best.place)
-                ):
-                    best = held
-        count = 0 if best is None else best.place
-        return Match(path[: -(-count // self._size)], count, matched, best)
+            snapshots = (one for one in _snapshots(known) if one.place <= limit)
+            usable += (one for one in snapshots if places.allows(one.place, one.is_decoded))
+        last = max(usable, key=lambda one: one.place, default=None)
+        length = 0 if last is None else last.place
+        return Match(path[: -(-length // self._size)], length, matched, last)
 
     def _known(self, chain: Chain) -> Iterator[_Known[Maker]]:
         """Yield the pages of a chain that are in the tree; the last one may have only its first tokens in common."""

@@ -224,7 +224,8 @@ class SequenceReport:
       metrics: metrics of its request.
       called_at, arrived_at: clock times of the call and of the arrival, in seconds.
       ran: the plan as it first ran; None before that.
-      cached: number of tokens that pages held at that time.
+      cached, matched: number of tokens that were not computed because pages held them at that time, and of those that
+        pages held.
       compression: compression of the prompt's KV; None if it is not compressed, or not yet.
       delivered: clock time of its last results, in seconds.
       gaps: times between deliveries, in seconds, that `take_metrics` has not returned yet.
@@ -235,6 +236,7 @@ class SequenceReport:
     arrived_at: float = 0.0
     ran: Plan | None = None
     cached: int = 0
+    matched: int = 0
     compression: Compression | None = None
     delivered: float = 0.0
     gaps: list[float] = field(default_factory=list)

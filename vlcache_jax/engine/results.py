@@ -478,7 +478,8 @@ def note_ready(sequence: Sequence, found: PrefillPlan) -> None:
     report, block_table = sequence.report, sequence.progress.block_table
     assert block_table is not None
     if report.ran is None or (found.images is not sequence.progress.images and not sequence.generated):
-        report.ran, report.cached = found.plan.after(block_table.cached), block_table.cached
+        report.ran = found.plan.after(block_table.cached)
+        report.cached, report.matched = block_table.cached, block_table.matched
 
 
 def note_launched(sequence: Sequence, first: float) -> None:

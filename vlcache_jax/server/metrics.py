@@ -114,13 +114,19 @@ class _Gauges(Collector):
             ("kv_cache_usage_perc", "Fraction of the KV pool in use (0 to 1)", stats.in_use / stats.pages),
         ]
         counters: list[tuple[str, str, float]] = []
+        if stats.max_snapshots:
+            gauges.append(("state_snapshots", "Number of snapshots of states", stats.snapshots))
+            counters += [
+                ("state_snapshot_evictions", "Number of snapshots evicted or not taken", stats.snapshot_evictions),
+                ("unresumed_tokens", "Prompt tokens with KV that were computed again", stats.unresumed_tokens),
+            ]
         if stats.compressed_pages:
             fraction = stats.compressed_in_use / stats.compressed_pages
             gauges += [
                 ("compressed_kv_cache_usage_perc", "Fraction of the compressed KV pool in use (0 to 1)", fraction),
                 ("compressed_swapped_bytes", "Bytes of swapped-out compressed KV in host memory", stats.swapped_bytes),
             ]
-            counters = [
+            counters += [
                 ("compressed", "Number of answers that decoded with compressed KV", stats.compressed),
                 (
                     "uncompressed",
