@@ -158,16 +158,9 @@ def test_reuse_that_links_is_refused(llm, conversations, reuse):
         llm.chat(conversations[0], GREEDY, reuse=reuse, use_tqdm=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"compressed_kv_bytes": 2**20}, "compressed_kv_bytes"),
-        ({"cache": CacheConfig(device_bytes=2**20)}, "cache.device_bytes"),
-    ],
-)
-def test_options_that_need_keys_in_all_layers_are_refused(directory, options, name):
-    with pytest.raises(ValueError, match=rf"{name} must be 0 for qwen3_5, got 1048576"):
-        open_llm(directory, **options)
+def test_a_device_tier_needs_keys_in_all_layers(directory):
+    with pytest.raises(ValueError, match=r"cache.device_bytes must be 0 for qwen3_5, got 1048576"):
+        open_llm(directory, cache=CacheConfig(device_bytes=2**20))
 
 
 def test_forced_tokens_change_the_states_as_decoded_ones_do(llm):

@@ -486,12 +486,11 @@ def _check_states(config: EngineConfig, model: ModelConfig) -> None:
                 f"{config.state_snapshots}"
             )
         return
-    wanted = {"compressed_kv_bytes": config.compressed_kv_bytes, "cache.device_bytes": config.cache.device_bytes}
-    for name, size in wanted.items():
-        if size:
-            raise ValueError(
-                f"{name} must be 0 for {model.model_type}, got {size}: not all of its layers keep K,V of each token"
-            )
+    if size := config.cache.device_bytes:
+        raise ValueError(
+            f"cache.device_bytes must be 0 for {model.model_type}, got {size}: not all of its layers keep K,V of each "
+            "token"
+        )
 
 
 def _turn_token(tokenizer: Any) -> int | None:

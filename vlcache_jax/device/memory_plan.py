@@ -294,7 +294,7 @@ def plan_pool(
     if compressed:  # attention that each key of a prompt received, and pages that move to and from host memory
         activations += 2 * 4 * kv.layers * kv.heads * max_model_len + 2 * MOVED_PAGES[-1] * PAGE * slot // kv.layers
     each, free, device = _free_bytes(device, others)
-    states = (1 + buckets.max_sequences + snapshots) * config.text.sequence_bytes(kv.dtype)
+    states = (1 + buckets.max_sequences + snapshots + bool(compressed)) * config.text.sequence_bytes(kv.dtype)
     taken = weights + activations + kept + compressed + states
     if kv_cache_bytes is None:
         # Other processes use a CPU's memory too, and a CPU is too slow to need a large pool.

@@ -11,11 +11,12 @@ list, which is made for the largest of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
 from collections import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -440,7 +441,7 @@ class Runner:
             np.arange(count), np.zeros(count, np.int32), end[1], tables, config,
             least=end[0], shared=kernels.shared_prefixes(tables),
         )  # fmt: skip
-        return self._decode(Window(size), self.pool, rows, tokens, work)
+        return self._decode(Window(size), self.pool.taken, rows, tokens, work)
 
     def compressed_window(
         self, rows: np.ndarray, tables: abc.Sequence[abc.Sequence[np.ndarray]], kept: np.ndarray, end: np.ndarray,
@@ -462,10 +463,37 @@ class Runner:
         for row, own in enumerate(tables):
             for layer, pages in enumerate(own):
                 padded[layer, row, : len(pages)] = pages
-        return self._decode(program, self.compressed, rows, tokens, lists, list_of, padded, all_kept)
+        return self._decode(program, self._taken_compressed, rows, tokens, lists, list_of, padded, all_kept)
+
+    @contextlib.contextmanager
+    def _taken_compressed(self) -> abc.Iterator[Halves]:
+        """Take K and V of compressed prompts, and the states of the layers that have some; see `Pool.taken`."""
+        with self.compressed.taken() as compressed, self.taken_states() as states:
+            arrays = [*compressed, *states]
+            yield arrays
+            compressed[:], states[:] = arrays[:1], arrays[1:]
+
+    @contextlib.contextmanager
+    def taken_states(self) -> abc.Iterator[Halves]:
+        """Take the states of the layers that have some, in their order; see `Pool.taken`."""
+        text = self.config.text
+        stated = [i for i in range(text.num_layers) if not text.kind_of(i).keeps_kv]
+        if not stated:
+            yield []
+            return
+        with self.pool.taken() as pool:
+            states = [pool[i] for i in stated]
+            yield states
+            for i, own in zip(stated, states, strict=True):
+                pool[i] = own
 
     def _decode[P: (Window, CompressedWindow)](
-        self, program: P, pool: Pool, rows: np.ndarray, tokens: int, *work: Any
+        self,
+        program: P,
+        taken: Callable[[], contextlib.AbstractContextManager[Halves]],
+        rows: np.ndarray,
+        tokens: int,
+        *work: Any,
     ) -> list[SampledTokens]:
         is_host, launched = self.shapes.is_host, []
         given = _padded(rows, program.count), *work, np.int32(tokens)
@@ -473,7 +501,7 @@ class Runner:
             given = self.devices.put(given)  # once for all programs
         for one in self.fitting.windows(program, rows, tokens):
             decode_slots, self._decode_slots = self._decode_slots_now(), None
-            with pool.taken() as arrays:
+            with taken() as arrays:
                 chosen, self._decode_slots, arrays[:] = self.run(
                     one, self.text, self.head_weights, arrays, decode_slots, *given
                 )

@@ -20,15 +20,18 @@ from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.policies import Compressor, make_counts, make_observed, make_windows
 from vlcache_jax.compress.scores import USUAL, seeds
 from vlcache_jax.device.buckets import BucketSizes, round_up
-from vlcache_jax.device.programs.base import MOVED_PAGES, pack
+from vlcache_jax.device.programs.base import MOVED_PAGES, pack, pack_runs
 from vlcache_jax.device.programs.compress import Compact, EmptySums, Observe, ReadPages, WritePages
 from vlcache_jax.device.runner import Clock, Runner
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
 from vlcache_jax.engine.compressed_pages import CompressedBlockTable, Compression
+from vlcache_jax.engine.pages import BlockTable
 from vlcache_jax.engine.prefilling import Prefiller
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import CompressionResult, ObservationResult, Results
-from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.engine.runs import PromptStates
+from vlcache_jax.engine.scheduler import Scheduler, places
+from vlcache_jax.engine.snapshots import Snapshot
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import PAGE, make_work
 from vlcache_jax.reuse.policies import full_prefill
@@ -68,8 +71,9 @@ class Compactor:
 
     def __init__(self, runner: Runner, scheduler: Scheduler, prefiller: Prefiller, clock: Clock):
         self._runner, self._scheduler, self._prefiller, self._clock = runner, scheduler, prefiller, clock
-        # Chunks that observe have the smallest compiled size.
-        self._buckets = BucketSizes(runner.buckets.rows[:1], runner.buckets.patches, runner.buckets.sequences)
+        # Chunks that observe have the smallest compiled size that holds a block of tokens.
+        rows = (runner.shapes.observed_rows,)
+        self._buckets = BucketSizes(rows, runner.buckets.patches, runner.buckets.sequences)
         self._found: dict[Generation, _Observation] = {}
         self._counts = dict.fromkeys(_COUNTED, 0)
 
@@ -177,30 +181,55 @@ class Compactor:
 
     def _observe(self, answer: Generation, found: _Observation) -> jax.Array | None:
         """Launch the observation; return counts of near-zero attention, int32 [L, H], or None if pixels are missing."""
-        block_table, layout, layers = answer.progress.block_table, answer.layout, self._runner.shapes.kv.layers
+        block_table, layout, shapes = answer.progress.block_table, answer.layout, self._runner.shapes
         assert block_table is not None
         assert answer.planned.options.compress is not None
         # The tokens are computed once more with all pages marked as shared, so that nothing is written.
-        plan = full_prefill(layout, layers, ()).after(len(layout) - found.rows)
+        first = len(layout) - found.rows
+        snapshot = self._snapshot(answer, first)
+        begin = first if not shapes.num_states else 0 if snapshot is None else snapshot.place
+        plan = full_prefill(layout, shapes.depth[0], ()).after(begin)
         plan = replace(plan, slot=answer.progress.plan.slot)
-        prefill = Prefill(answer, layout, plan, block_table.table, shared=len(block_table.table), links=False)
+        states = PromptStates(shapes.num_states - 1, begin, 0 if snapshot is None else snapshot.slot)
+        prefill = Prefill(
+            answer, layout, plan, block_table.table, shared=len(block_table.table), links=False, states=states
+        )
         group = self._prefiller.begin([prefill], self._buckets)
         group.kept = {image: record for image, record in group.kept.items() if record.is_ready}
         observed = {span.image for span in layout.images if plan.depth[span.tokens].any()}
         if not _are_readable(observed - group.kept.keys() - group.here.keys()):
+            self._leave(snapshot)
             return None
         pages = self._bucket(block_table.table)
         sums, threshold = self._runner.run(EmptySums(pages)), np.float32(answer.planned.options.compress.p or 0)
-        for step in prefill_steps([prefill], self._buckets, self._runner.num_slots, layers):
+        max_rows = self._runner.buckets.max_rows
+        for step in prefill_steps([prefill], self._buckets, self._runner.num_slots, *shapes.depth):
             self._prefiller.stage(step, group)
-            sums = self._runner.run(
-                Observe(pages), sums, self._runner.text, self._runner.pool.make(), self._runner.encoder_rows(),
-                pack(step.rows, self._runner.buckets.max_rows), self._work(step, block_table.table),
-                _table(block_table.table, pages), threshold,
-            )  # fmt: skip
+            paged = [self._runner.pool.make()[i] for i in self._runner.config.text.paged_layers]
+            runs = None if step.runs is None else pack_runs(step.runs, max_rows, shapes.num_states)
+            with self._runner.taken_states() as arrays:
+                sums, arrays[:] = self._runner.run(
+                    Observe(pages), sums, self._runner.text, paged, arrays, self._runner.encoder_rows(),
+                    pack(step.rows, max_rows), runs, self._work(step, block_table.table),
+                    _table(block_table.table, pages), threshold, np.int32(first),
+                )  # fmt: skip
+        self._leave(snapshot)
         found.sums, zeros = sums
         found.took.append(self._clock.mark([zeros]))
         return zeros
+
+    def _snapshot(self, answer: Generation, count: int) -> Snapshot[BlockTable] | None:
+        """Return a snapshot of states after at most `count` tokens of the prompt; None: they begin with its first."""
+        pages = self._scheduler.pages
+        if pages.states is None or answer.chain is None:
+            return None
+        return pages.resume(answer.chain, count, places(answer, self._runner.buckets.max_rows))
+
+    def _leave(self, snapshot: Snapshot[BlockTable] | None) -> None:
+        """Note that what reads a snapshot was launched."""
+        states = self._scheduler.pages.states
+        if snapshot is not None and states is not None:
+            states.leave(snapshot)
 
     def _work(self, step: Step, table: np.ndarray) -> object:
         count = step.active[0]
@@ -239,7 +268,8 @@ class Compactor:
         usual = USUAL.get(compressor.scores)
         program = Compact(pages, compressor.scores if usual is None else None)
         table = _table(block_table.table, pages)
-        seed, pool = seeds(answer.layout, len(compression.kept)), self._runner.pool.make()
+        seed, memory = seeds(answer.layout, len(compression.kept)), self._runner.pool.make()
+        pool = [memory[i] for i in self._runner.config.text.paged_layers]
         for layer, (count, window) in enumerate(zip(compression.kept, found.windows, strict=True)):
             numbers = np.array([layer, compression.prompt_tokens, count, window, usual or 0], np.int32)
             target = _table(compressed.tables[layer][:pages], pages)

@@ -199,6 +199,15 @@ class Pages:
                 block_table.sources.append(origin)
             return block_table
 
+    def resume(self, chain: Chain, limit: int, places: Places) -> Snapshot[BlockTable] | None:
+        """Return the last complete snapshot within `limit` tokens of a chain, in use until the caller leaves it."""
+        with self._lock:
+            found = self._tree.find_snapshot(chain, limit, places).snapshot
+            if found is None or found.maker is not None or self.states is None:
+                return None
+            self.states.use(found)
+            return found
+
     def grow(self, block_tables: Sequence[BlockTable], lengths: Sequence[int]) -> bool:
         """Give block tables pages for `lengths` tokens each; return False and change nothing if there are too few."""
         with self._lock:

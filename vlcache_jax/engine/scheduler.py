@@ -10,6 +10,7 @@ it keeps its decode slot, and its KV returns later.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -19,6 +20,7 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
+from vlcache_jax.compress.policies import make_observed
 from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.engine.pages import BlockTable, Pages
@@ -451,7 +453,11 @@ def places(sequence: Sequence, max_rows: int) -> Places:
     """Return where a sequence may continue, and takes snapshots; a block has at most `max_rows` tokens."""
     layout = sequence.layout.extended(sequence.generated) if sequence.generated else sequence.layout
     prompt = len(sequence.layout)
-    return Places(layout, prompt, block_ends(layout, prompt, min(BLOCK, max_rows)))
+    observed = 0
+    if (compressor := sequence.planned.options.compress) is not None and compressor.alpha < 1:
+        with contextlib.suppress(ValueError):  # which ends the request when it is to be compressed
+            observed = prompt - make_observed(compressor, sequence.layout)
+    return Places(layout, prompt, block_ends(layout, prompt, min(BLOCK, max_rows)), observed)
 
 
 def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptStates:

@@ -149,11 +149,14 @@ class Places:
       layout: layout of the prompt, with generated tokens after it if it was preempted.
       prompt: number of tokens of the prompt.
       is_end: for each token, whether it ends a block, see `vlcache_jax.engine.runs`.
+      observed: index of the first token that is computed again, from the last snapshot before it, to compress the
+        prompt; 0 if there is none.
     """
 
     layout: Layout
     prompt: int
     is_end: npt.NDArray[np.bool_]
+    observed: int = 0
 
     def allows(self, place: int, is_decoded: bool) -> bool:
         """Return whether a prefill may continue from a snapshot at a place, see `Snapshot`.
@@ -183,6 +186,8 @@ class Places:
             if place - last >= gap:
                 found.add(place)
                 last = place
-        ends = np.flatnonzero(self.is_end[: min(matched, self.prompt)])  # the other prompt's tokens differ behind these
-        found |= {self.prompt - 1, *(int(end) + 1 for end in ends[-1:]), *self.layout.turns[-1:]}
+        for count in (matched, self.observed):  # behind `matched` tokens, another prompt has other ones
+            ends = np.flatnonzero(self.is_end[: min(count, self.prompt)])
+            found |= {int(end) + 1 for end in ends[-1:]}
+        found |= {self.prompt - 1, *self.layout.turns[-1:]}
         return sorted(place for place in found if cached < place < self.prompt)

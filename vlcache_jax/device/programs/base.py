@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.cache.device import ALIGNMENT
 from vlcache_jax.device import sampler
-from vlcache_jax.device.buckets import BucketSizes, cover
+from vlcache_jax.device.buckets import BucketSizes, cover, round_up
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.mesh import ONE, Devices
 from vlcache_jax.device.sampler import FIXED
@@ -33,7 +33,7 @@ from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind
 from vlcache_jax.models.decoder import DecoderLayer
-from vlcache_jax.models.layer_kinds import Runs
+from vlcache_jax.models.layer_kinds import BLOCK, Runs
 from vlcache_jax.models.model import bind_layer, layer_graphs
 from vlcache_jax.pallas_kernels import split
 from vlcache_jax.pallas_kernels.split import FIRST, SECOND, THIRD, WHOLE
@@ -119,7 +119,9 @@ class Shapes:
       link_groups: layers that are linked together, in their order.
       recall_buckets: bucket sizes of the tokens that one program links from the device tier.
       work_config: (rows, decode=False, pages=None) -> the configuration of their attention, the same object every time.
-      num_states: slots of states: a zero one, and one for each sequence and snapshot; 0 if no layer has states.
+      num_states: slots of states: a zero one, one for each sequence and snapshot, and the last one for rows observed
+        for compression if there is any; 0 if no layer has states.
+      observed_rows: bucket size of rows observed for compression, the smallest one that holds a block of tokens.
       pool: K or V of a layer.
       compressed: K or V of the compressed KV pool, of all layers.
       encoder_rows: encoder rows of a chunk, [1 + J, max_rows, M].
@@ -163,8 +165,11 @@ class Shapes:
         # Sizes.
         text, layers = config.text, config.text.num_layers
         self.num_snapshots = num_snapshots
-        self.num_states = 1 + buckets.max_sequences + num_snapshots if text.has_states else 0
+        observing = bool(compressed_slots)  # a slot for observed rows
+        self.num_states = 1 + buckets.max_sequences + num_snapshots + observing if text.has_states else 0
         self.like = tuple(map(text.first_like, range(layers)))
+        block = min(BLOCK, buckets.max_rows) if text.has_states else 1
+        self.observed_rows = round_up(block, buckets.rows)
         self.token_buckets = tuple(size // config.vision.merge_size**2 for size in buckets.patches)
         largest = self.token_buckets[-1]
         self.moved = min(max(TOKENS, largest), num_slots)
@@ -231,6 +236,12 @@ class Shapes:
             return [self.pool] * 2
         arrays = (((self.num_states, *one.shape), one.dtype or self.dtype) for one in kind.states)
         return [self.devices.abstract(jax.ShapeDtypeStruct(*array), SECOND) for array in arrays]
+
+    @property
+    def states(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """Abstract states of the layers that have some."""
+        text = self.config.text
+        return [self.memory(i) for i in range(text.num_layers) if not text.kind_of(i).keeps_kv]
 
     @property
     def depth(self) -> tuple[int, bool]:

@@ -15,9 +15,21 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vlcache_jax.compress.scores import KeyStatistics, Scores, kept_tokens, usual_scores
-from vlcache_jax.device.programs.base import MOVED_PAGES, Demand, Halves, Params, Program, Shapes, ints, unpack
+from vlcache_jax.device.programs.base import (
+    MOVED_PAGES,
+    Demand,
+    Halves,
+    Params,
+    Program,
+    Shapes,
+    ints,
+    unpack,
+    unpack_runs,
+)
+from vlcache_jax.device.programs.layers import layer_step
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.pallas_kernels import PAGE, Work, attention_statistics, paged_attention, split
 from vlcache_jax.pallas_kernels.split import FIRST, FOURTH, SECOND, WHOLE
@@ -58,17 +70,18 @@ class EmptySums(Program[Sums]):
 
 
 @dataclass(frozen=True)
-class Observe(Program[Sums]):
+class Observe(Program[tuple[Sums, Halves]]):
     """A program that adds the attention of some rows of a prompt of up to `pages` pages to its sums.
 
-    It takes as many rows as the smallest prefill bucket has. The sums are the attention that each key receives, the
+    It takes `observed_rows` rows. Rows before the first observed one only change the states of layers that have some,
+    in a slot that is not the sequence's. The sums are the attention that each key receives, the
     mean of a KV head's query heads, float32 [L, K, 128 pages]; and how often it is below p x the maximum of its row,
     int32 [L, H].
     """
 
     name = "observe"
-    donates = (0,)
-    gives = SECOND
+    donates = (0, 3)
+    gives = SECOND, SECOND
     pages: int
 
     @classmethod
@@ -76,11 +89,10 @@ class Observe(Program[Sums]):
         return [cls(pages) for pages in shapes.page_buckets] if shapes.compressed_slots else []
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        rows = shapes.buckets.rows[0]
         return (
-            _sums(shapes, self.pages), shapes.text, shapes.pools(shapes.kv.layers), shapes.encoder_rows,
-            shapes.packed, shapes.work_config(rows).abstract(), ints(self.pages),
-            jax.ShapeDtypeStruct((), jnp.float32),
+            _sums(shapes, self.pages), shapes.text, shapes.pools(shapes.kv.layers), shapes.states, shapes.encoder_rows,
+            shapes.packed, shapes.runs, shapes.work_config(shapes.observed_rows).abstract(), ints(self.pages),
+            jax.ShapeDtypeStruct((), jnp.float32), ints(),
         )  # fmt: skip
 
     def compute(
@@ -89,24 +101,47 @@ class Observe(Program[Sums]):
         sums: Sums,
         text: Params,
         pool: Halves,
+        states: Halves,
         encoder_rows: jax.Array,
         packed: jax.Array,
+        runs: Any,
         work: Work,
         table: jax.Array,
         p: jax.Array,
-    ) -> Sums:
-        rows = unpack(packed, shapes.buckets.rows[0])
+        first: jax.Array,
+    ) -> tuple[Sums, Halves]:
+        """Observe rows.
+
+        Args:
+          pool, states: K and V of the layers with pages, and states of the others, in their order.
+          runs: order in which the rows change states, see `pack_runs`.
+          table: pages of the prompt, int32 [pages].
+          p: fraction of a row's maximum below which attention counts as nearly 0.
+          first: index of the first observed token.
+
+        Returns:
+          Sums, and states.
+        """
+        rows, order = unpack(packed, shapes.observed_rows), unpack_runs(runs, shapes.observed_rows)
         x, deepstack = decoder.embed(bind(shapes.table_graph, text["embed_tokens"]), encoder_rows, rows.source)
         # An inner jit, so that code shared by layers is compiled once.
         layer = jax.jit(functools.partial(_observe, shapes), static_argnames="is_last")
-        seen = []
-        for i, (k, v) in enumerate(pool):
-            x, *own = layer(text["layers"][i], x, k, v, rows, work, table, p, is_last=i == len(pool) - 1)
+        step = jax.jit(functools.partial(layer_step, shapes, keep=len(x), return_kv=False))
+        active, seen, after = np.full(2, len(x), np.int32), [], [*states]
+        paged, stated = iter(pool), iter(range(len(states)))
+        last = shapes.config.text.paged_layers[-1]
+        for i in range(last + 1):
+            params = text["layers"][i]
+            if shapes.config.text.kind_of(i).keeps_kv:
+                x, *own = layer(params, x, *next(paged), rows, work, table, p, first, is_last=i == last)
+                seen.append(own)
+            else:
+                number = next(stated)
+                x, after[number], _ = step(params, x, states[number], rows, active, work, None, None, order)
             if i < len(deepstack):
                 x = x + deepstack[i]
-            seen.append(own)
         received, zeros = zip(*seen, strict=True)
-        return sums[0] + jnp.stack(received), sums[1] + jnp.stack(zeros)
+        return (sums[0] + jnp.stack(received), sums[1] + jnp.stack(zeros)), after
 
 
 def _sums(shapes: Shapes, pages: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -126,18 +161,19 @@ def _observe(
     work: Work,
     table: jax.Array,
     p: jax.Array,
+    first: jax.Array,
     *,
     is_last: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute a layer. Return its hidden states, the attention its keys receive, and how often it is nearly 0."""
     layer = shapes.bind_layer(params)
-    q, *_ = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
-    received, zeros = attention_statistics(q, k, table, rows.k_end - 1, p, implementation=shapes.implementation)
+    normed, index = layer.input_layernorm(x), rows.k_end - 1
+    q, *_ = layer.self_attn.project(normed, rows, keep=len(x))
+    index = jnp.where(index < first, -1, index)  # not observed
+    received, zeros = attention_statistics(q, k, table, index, p, implementation=shapes.implementation)
     if not is_last:  # hidden states of the last layer are not used
         out = paged_attention(q, k, v, work, implementation=shapes.implementation)
-        x = layer.transform(
-            x, layer.self_attn.o_proj(out.reshape(len(x), -1)), rows.k_end > 0, implementation=shapes.implementation
-        )
+        x = layer.transform(x, layer.self_attn.back(normed, out), rows.k_end > 0, implementation=shapes.implementation)
     return x, received, zeros
 
 

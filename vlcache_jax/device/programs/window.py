@@ -120,10 +120,7 @@ class Window(Program[tuple[SampledTokens, DecodeState, Halves]]):
             return jnp.where(live, slot, shapes.num_slots + index)
 
         def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
-            updated, states = [], None
-            if shapes.num_states:
-                own = unpacked.state_slot
-                states = TokenStates(jnp.where(live, own, 0), jnp.where(live, own, shapes.num_states + index))
+            updated, states = [], token_states(shapes, unpacked, live)
             for i, memory in enumerate(pool):
                 active = np.full(2, self.count, np.int32)
                 x, memory, _ = layer(text["layers"][i], x, memory, row, active, work, None, None, states)
@@ -160,7 +157,7 @@ class CompressedWindow(Program[tuple[SampledTokens, DecodeState, Halves]]):
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         layers, lists = shapes.kv.layers, shapes.work_config(self.count, True, self.pages)
         return (
-            shapes.text, shapes.head, [[shapes.compressed] * 2], shapes.decode_slots,
+            shapes.text, shapes.head, [[shapes.compressed] * 2, *shapes.states], shapes.decode_slots,
             ints(self.count, ANSWER + sampler.COLUMNS), ints(LISTS, lists.size), ints(layers),
             ints(layers, self.count, self.pages), ints(layers, self.count), ints(),
         )  # fmt: skip
@@ -182,7 +179,7 @@ class CompressedWindow(Program[tuple[SampledTokens, DecodeState, Halves]]):
         """Decode tokens of each row.
 
         Args:
-          pool: K and V of all layers.
+          pool: K and V of all layers with pages, and states of each of the others.
           rows: int32 [B, ANSWER + C].
           lists: work lists of the last token, int32 [LISTS, size].
           list_of: number of each layer's work list, int32 [L].
@@ -199,19 +196,36 @@ class CompressedWindow(Program[tuple[SampledTokens, DecodeState, Halves]]):
         index = jnp.arange(self.count, dtype=jnp.int32)
 
         def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
-            [[k, v]] = pool
-            for i, table in enumerate(tables):
-                place = jnp.where(live, row.slot - unpacked.length + kept[i], 0)
-                slot = table[index, place // PAGE] * PAGE + place % PAGE
+            halves, *rest = pool
+            active, states = np.full(2, self.count, np.int32), token_states(shapes, unpacked, live)
+            paged = iter(range(len(tables)))
+            after: Halves = []
+            for i in range(shapes.config.text.num_layers):
+                params = text["layers"][i]
+                if not shapes.config.text.kind_of(i).keeps_kv:
+                    x, memory, _ = layer(params, x, rest[len(after)], row, active, None, None, None, states)
+                    after.append(memory)
+                    continue
+                number = next(paged)
+                place = jnp.where(live, row.slot - unpacked.length + kept[number], 0)
+                slot = tables[number][index, place // PAGE] * PAGE + place % PAGE
                 own = row._replace(
                     slot=jnp.where(live, slot, shapes.compressed_slots + index), k_end=jnp.where(live, place + 1, 0)
                 )
-                work = Work(lists[list_of[i]], config).through(table)
-                x, (k, v), _ = layer(text["layers"][i], x, [k, v], own, np.full(2, self.count, np.int32), work, None)
-            return x, [[k, v]]
+                work = Work(lists[list_of[number]], config).through(tables[number])
+                x, halves, _ = layer(params, x, halves, own, active, work)
+            return x, [halves, *after]
 
         # KV slots differ between layers, so `layers` computes them from the token's index.
         return _decode(self, shapes, text, head, pool, decode_slots, unpacked, tokens, lambda last, live: last, layers)
+
+
+def token_states(shapes: Shapes, rows: WindowRows, live: jax.Array) -> TokenStates | None:
+    """Return the slots of states that each row reads and writes; None if the model has none."""
+    if not shapes.num_states:
+        return None
+    dropped = shapes.num_states + jnp.arange(len(live), dtype=jnp.int32)
+    return TokenStates(jnp.where(live, rows.state_slot, 0), jnp.where(live, rows.state_slot, dropped))
 
 
 def kinds[P: Window | CompressedWindow](program: P, shapes: Shapes) -> list[P]:
