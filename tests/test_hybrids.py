@@ -133,6 +133,7 @@ def test_preempted_answers_go_on_as_they_were(directory, conversations, alone):
 def test_states_of_others_do_not_matter(llm, conversations, alone):
     """NaN in every slot but the zero one, which an earlier sequence may have left."""
     runner = llm.service.device.runner
+    llm.service.cache.pages.clear()
     with runner.pool.taken() as pool:
         for i in range(3):
             pool[i] = [jnp.asarray(one).at[1:].set(jnp.nan) for one in pool[i]]

@@ -79,7 +79,8 @@ def test_its_bytes_are_planned_and_allocated(llm):
     assert [kind.keeps_kv for kind in config.text.layer_kinds] == [False, False, False, True]
     assert config.text.sequence_bytes(np.float32) == 3 * 4 * (WIDTH + 1)
     shapes: Shapes = runner.shapes
-    assert shapes.num_states == 1 + BUCKETS.max_sequences
+    assert shapes.num_states == 1 + BUCKETS.max_sequences + shapes.num_snapshots
+    assert shapes.num_snapshots == 4 * BUCKETS.max_sequences
     states = [one for layer in runner.pool.make()[:3] for one in layer]
     assert sum(one.nbytes for one in states) == shapes.num_states * config.text.sequence_bytes(np.float32)
     assert shapes.kv.layers == 1

@@ -88,7 +88,7 @@ class CacheReport:
       approximate_tokens: number of image tokens that were reused in a new context or stored by a codec, without those
         recomputed in every layer.
       matched_tokens: number of the prompt's first tokens whose KV the prefix cache had. More than those reused if a
-        model with states has no snapshot behind them, so that a part was computed again.
+        model with states has no snapshot after them, so that a part was computed again.
       request_key: key of the request's images in their order; None without images, or with `reuse="off"`.
       request_known: True if the same list of images was served before.
     """

@@ -546,8 +546,8 @@ def _open_cache(
     runner, memory = device.runner, device.memory
     token_bytes = kept_token_bytes(runner.config, runner.shapes.kv, runner.devices.count)
     tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * token_bytes)
-    states = StateSlots[BlockTable](memory.buckets.max_sequences, memory.num_snapshots)
-    pages = Pages(memory.num_slots // PAGE, states=states if runner.config.text.has_states else None)
+    states = StateSlots[BlockTable].of(memory.buckets.max_sequences, runner.shapes.num_snapshots)
+    pages = Pages(memory.num_slots // PAGE, states=states)
     store = Store(
         config.cache, tiers, shares=shares,
         room=partial(round_up, sizes=runner.token_buckets), limit=partial(time_limit, rates),

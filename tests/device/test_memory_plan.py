@@ -145,8 +145,20 @@ def test_states_of_sequences_have_room_beside_the_weights(monkeypatch):
     # Fewer run together if the pool or a share of the memory is given. A model that does not fit is a MemoryError.
     fewer = [on_gpu(monkeypatch, 80, "Qwen3.6-27B", **given) for given in ({"share": 0.8}, {"kv_cache_bytes": 10**10})]
     assert [one.buckets.max_sequences < 16 for one in fewer] == [True, True]
-    with pytest.raises(MemoryError, match=r"must fit .* weights 50\.\d+ GiB.*reduce max_num_seqs, or use a smaller"):
+    with pytest.raises(
+        MemoryError, match=r"must fit .* weights 50\.\d+ GiB.*reduce max_num_seqs or state_snapshots, or use a smaller"
+    ):
         on_gpu(monkeypatch, 40, "Qwen3.6-27B", max_sequences=4)
+
+
+def test_snapshots_have_room_beside_the_states(monkeypatch):
+    found = on_gpu(monkeypatch, 80, "Qwen3.6-27B")
+    assert 0 < found.num_snapshots <= 4 * found.buckets.max_sequences
+    assert on_gpu(monkeypatch, 80, "Qwen3-VL-8B").num_snapshots == 0
+    assert on_gpu(monkeypatch, 80, "Qwen3.6-27B", snapshots=3).num_snapshots == 3
+    with pytest.raises(ValueError, match=r"state_snapshots must be at most \d+, got 500: each keeps states of 146"):
+        on_gpu(monkeypatch, 80, "Qwen3.6-27B", snapshots=500)
+    assert on_gpu(monkeypatch, 80, "Qwen3.6-27B", snapshots=0).num_slots > found.num_slots
 
 
 def test_what_stands_for_8_bits_is_counted():

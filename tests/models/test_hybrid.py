@@ -8,7 +8,7 @@ import pytest
 from tests.models import helper, parity
 from tests.models.helper import forward, join, padding_rows, rows_of, take
 from tests.models.test_bfloat16 import assert_no_worse
-from vlcache_jax.engine.runs import block_ends, make_runs, whole_blocks
+from vlcache_jax.engine.runs import PromptStates, block_ends, make_runs, whole_blocks
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.models.layer_kinds import BLOCK, TokenStates
 
@@ -54,7 +54,7 @@ def test_steps_of_blocks_and_then_tokens(name, checkpoints, load_oracle, texture
         step = whole_blocks(ends[done:count], 30)
         order = rng.permutation(step)
         own = np.arange(done, done + step)
-        runs = make_runs(np.zeros(step, np.int32), own, ends[own], [2], {}, [n], order)
+        runs = make_runs(np.zeros(step, np.int32), own, ends[own], [PromptStates(2)], order)
         runs = helper.padded_runs(runs, ROWS)
         given = join(take(rows, own[order]), padding_rows(ROWS - step, SLOTS))
         found, pool, _ = forward(model, given, reference.encoder_rows, pool, runs=runs)

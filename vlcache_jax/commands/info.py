@@ -220,11 +220,10 @@ class _Engine:
         made = dequantized_bytes(self.computed, False, self.gpus)
         return activation_bytes(self.computed, self.kv, buckets, self.gpus) + made
 
-    def slots(self, total: int, buckets: BucketSizes) -> int:
+    def slots(self, total: int, snapshots: int, buckets: BucketSizes) -> int:
         """Return the KV slots of the pool on GPUs of `total` bytes; see `memory_plan.plan_pool`."""
-        rest = USABLE * total - self.weights - self.activations(buckets)
-        if state := self.computed.text.sequence_bytes(self.dtype):
-            rest -= state * (1 + buckets.max_sequences + limit_snapshots(buckets.max_sequences, state, int(rest)))
+        states = (1 + buckets.max_sequences + snapshots) * self.computed.text.sequence_bytes(self.dtype)
+        rest = USABLE * total - self.weights - self.activations(buckets) - states
         return PAGE * round_pages(int(GPU_SHARE * rest // (self.kv.slot_bytes * PAGE)) - 1)
 
     def fit(self, total: int) -> tuple[BucketSizes, int]:
@@ -234,10 +233,12 @@ class _Engine:
         merge_size = self.config.vision.merge_size
         max_patches = min(self.processor.max_pixels // self.processor.patch_size**2, longest * merge_size**2)
         candidates = list(smaller_buckets(requested, max_patches, merge_size, self.rows is None))
+        snapshots = 0
         if state := self.computed.text.sequence_bytes(self.dtype):
             left = USABLE * total - self.weights - self.activations(candidates[-1])
             candidates = limit_states(candidates, state, int(left))
-        return choose(candidates, lambda buckets: self.slots(total, buckets), USEFUL)
+            snapshots = limit_snapshots(candidates[0].max_sequences, state, int(left))
+        return choose(candidates, functools.partial(self.slots, total, snapshots), USEFUL)
 
 
 def _fit(name: str, total: int, engine: _Engine, tokens: int) -> dict[str, Any]:

@@ -121,6 +121,23 @@ class Pool:
         """
         return _Taken(self)
 
+    def paged(self) -> Halves:
+        """Return K and V of each layer that has them."""
+        return [arrays for arrays, states in zip(self.make(), self._states, strict=True) if states is None]
+
+    @contextlib.contextmanager
+    def taken_states(self) -> abc.Iterator[Halves]:
+        """Yield the states of the layers that have some, in their order, as `taken` does."""
+        stated = [i for i, states in enumerate(self._states) if states is not None]
+        if not stated:
+            yield []
+            return
+        with self.taken() as arrays:
+            own = [arrays[i] for i in stated]
+            yield own
+            for i, states in zip(stated, own, strict=True):
+                arrays[i] = states
+
     def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
         """Copy pages.
 
@@ -155,6 +172,16 @@ class _Taken:
             self._pool.arrays = self._arrays
 
 
+@contextlib.contextmanager
+def _taken_compressed(compressed: Pool, pool: Pool) -> abc.Iterator[Halves]:
+    """Yield K and V of compressed prompts, and the states of the layers that have some, as `Pool.taken` does."""
+    with compressed.taken() as halves, pool.taken_states() as states:
+        arrays = [*halves, *states]
+        yield arrays
+        halves[:], states[:] = arrays[:1], arrays[1:]
+
+
+Taken = Callable[[], contextlib.AbstractContextManager[Halves]]
 Index = npt.NDArray[np.int32]
 
 _ALIKE = 0.6  # a layer shares a list if it keeps at least this fraction of the tokens of the list's largest layer
@@ -463,37 +490,11 @@ class Runner:
         for row, own in enumerate(tables):
             for layer, pages in enumerate(own):
                 padded[layer, row, : len(pages)] = pages
-        return self._decode(program, self._taken_compressed, rows, tokens, lists, list_of, padded, all_kept)
-
-    @contextlib.contextmanager
-    def _taken_compressed(self) -> abc.Iterator[Halves]:
-        """Take K and V of compressed prompts, and the states of the layers that have some; see `Pool.taken`."""
-        with self.compressed.taken() as compressed, self.taken_states() as states:
-            arrays = [*compressed, *states]
-            yield arrays
-            compressed[:], states[:] = arrays[:1], arrays[1:]
-
-    @contextlib.contextmanager
-    def taken_states(self) -> abc.Iterator[Halves]:
-        """Take the states of the layers that have some, in their order; see `Pool.taken`."""
-        text = self.config.text
-        stated = [i for i in range(text.num_layers) if not text.kind_of(i).keeps_kv]
-        if not stated:
-            yield []
-            return
-        with self.pool.taken() as pool:
-            states = [pool[i] for i in stated]
-            yield states
-            for i, own in zip(stated, states, strict=True):
-                pool[i] = own
+        taken = functools.partial(_taken_compressed, self.compressed, self.pool)
+        return self._decode(program, taken, rows, tokens, lists, list_of, padded, all_kept)
 
     def _decode[P: (Window, CompressedWindow)](
-        self,
-        program: P,
-        taken: Callable[[], contextlib.AbstractContextManager[Halves]],
-        rows: np.ndarray,
-        tokens: int,
-        *work: Any,
+        self, program: P, taken: Taken, rows: np.ndarray, tokens: int, *work: Any
     ) -> list[SampledTokens]:
         is_host, launched = self.shapes.is_host, []
         given = _padded(rows, program.count), *work, np.int32(tokens)

@@ -22,7 +22,7 @@ from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.runs import NO_STATES, PromptStates, block_ends, make_runs, whole_blocks
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
-from vlcache_jax.models.layer_kinds import BLOCK, Runs
+from vlcache_jax.models.layer_kinds import Runs
 from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
 from vlcache_jax.reuse.policies import Plan, active_rows
 from vlcache_jax.reuse.selection import RowChoice, Selection
@@ -200,7 +200,7 @@ def prefill_steps(
     images, image, image_row = _image_rows(prefills, length)
     shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
     begun = 0  # number of these images whose first rows are in a chunk
-    is_end = _block_ends(prefills, min(BLOCK, buckets.max_rows)) if has_states else None
+    is_end = _block_ends(prefills, buckets.max_rows) if has_states else None
 
     steps = []
     computed = np.flatnonzero(depth)
@@ -272,9 +272,9 @@ def _select(
     return selection, (*active[: check + 1], *(must + n for n in keep))
 
 
-def _block_ends(prefills: abc.Sequence[Prefill], size: int) -> npt.NDArray[np.bool_]:
+def _block_ends(prefills: abc.Sequence[Prefill], max_rows: int) -> npt.NDArray[np.bool_]:
     """Return for each token of all prompts whether it ends a block, see `block_ends`."""
-    return np.concatenate([block_ends(one.layout, len(one.sequence.layout), size) for one in prefills])
+    return np.concatenate([block_ends(one.layout, len(one.sequence.layout), max_rows) for one in prefills])
 
 
 def _runs(

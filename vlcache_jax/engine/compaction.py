@@ -20,7 +20,7 @@ from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.policies import Compressor, make_counts, make_observed, make_windows
 from vlcache_jax.compress.scores import USUAL, seeds
 from vlcache_jax.device.buckets import BucketSizes, round_up
-from vlcache_jax.device.programs.base import MOVED_PAGES, pack, pack_runs
+from vlcache_jax.device.programs.base import MOVED_PAGES, pack
 from vlcache_jax.device.programs.compress import Compact, EmptySums, Observe, ReadPages, WritePages
 from vlcache_jax.device.runner import Clock, Runner
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
@@ -72,7 +72,7 @@ class Compactor:
     def __init__(self, runner: Runner, scheduler: Scheduler, prefiller: Prefiller, clock: Clock):
         self._runner, self._scheduler, self._prefiller, self._clock = runner, scheduler, prefiller, clock
         # Chunks that observe have the smallest compiled size that holds a block of tokens.
-        rows = (runner.shapes.observed_rows,)
+        rows = (runner.shapes.block_rows,)
         self._buckets = BucketSizes(rows, runner.buckets.patches, runner.buckets.sequences)
         self._found: dict[Generation, _Observation] = {}
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -187,10 +187,10 @@ class Compactor:
         # The tokens are computed once more with all pages marked as shared, so that nothing is written.
         first = len(layout) - found.rows
         snapshot = self._snapshot(answer, first)
-        begin = first if not shapes.num_states else 0 if snapshot is None else snapshot.place
+        begin = first if shapes.observed_slot is None else 0 if snapshot is None else snapshot.place
         plan = full_prefill(layout, shapes.depth[0], ()).after(begin)
         plan = replace(plan, slot=answer.progress.plan.slot)
-        states = PromptStates(shapes.num_states - 1, begin, 0 if snapshot is None else snapshot.slot)
+        states = PromptStates(shapes.observed_slot or 0, begin, 0 if snapshot is None else snapshot.slot)
         prefill = Prefill(
             answer, layout, plan, block_table.table, shared=len(block_table.table), links=False, states=states
         )
@@ -205,12 +205,11 @@ class Compactor:
         max_rows = self._runner.buckets.max_rows
         for step in prefill_steps([prefill], self._buckets, self._runner.num_slots, *shapes.depth):
             self._prefiller.stage(step, group)
-            paged = [self._runner.pool.make()[i] for i in self._runner.config.text.paged_layers]
-            runs = None if step.runs is None else pack_runs(step.runs, max_rows, shapes.num_states)
-            with self._runner.taken_states() as arrays:
+            paged = self._runner.pool.paged()
+            with self._runner.pool.taken_states() as arrays:
                 sums, arrays[:] = self._runner.run(
                     Observe(pages), sums, self._runner.text, paged, arrays, self._runner.encoder_rows(),
-                    pack(step.rows, max_rows), runs, self._work(step, block_table.table),
+                    pack(step.rows, max_rows), shapes.pack_runs(step.runs), self._work(step, block_table.table),
                     _table(block_table.table, pages), threshold, np.int32(first),
                 )  # fmt: skip
         self._leave(snapshot)
@@ -268,8 +267,7 @@ class Compactor:
         usual = USUAL.get(compressor.scores)
         program = Compact(pages, compressor.scores if usual is None else None)
         table = _table(block_table.table, pages)
-        seed, memory = seeds(answer.layout, len(compression.kept)), self._runner.pool.make()
-        pool = [memory[i] for i in self._runner.config.text.paged_layers]
+        seed, pool = seeds(answer.layout, len(compression.kept)), self._runner.pool.paged()
         for layer, (count, window) in enumerate(zip(compression.kept, found.windows, strict=True)):
             numbers = np.array([layer, compression.prompt_tokens, count, window, usual or 0], np.int32)
             target = _table(compressed.tables[layer][:pages], pages)

@@ -145,7 +145,7 @@ class _Rehearsal:
 
     def __init__(self, shapes: Shapes):
         self._shapes, buckets = shapes, shapes.buckets
-        states = StateSlots[BlockTable](buckets.max_sequences, shapes.num_snapshots) if shapes.num_states else None
+        states = StateSlots[BlockTable].of(buckets.max_sequences, shapes.num_snapshots)
         pages = Pages(shapes.num_slots // PAGE - 1, states=states)
         self._scheduler = Scheduler(pages, buckets.max_sequences, buckets.max_rows, shapes.depth[0])
         self._steps: list[Step] = []

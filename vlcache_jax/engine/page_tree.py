@@ -149,7 +149,7 @@ class Match[Maker](NamedTuple):
     Attributes:
       path: pages that hold its tokens; the last one may hold only a part of them.
       length: number of its tokens.
-      matched: number of tokens whose KV is in pages. More than `length` where a prompt cannot continue behind them.
+      matched: number of tokens whose KV is in pages. More than `length` where a prompt cannot continue after them.
       snapshot: states after these tokens; None if the model has none, or there are no tokens.
     """
 
@@ -345,7 +345,7 @@ class PageTree[Maker]:
         return None
 
     def _drop_snapshots(self, page: Page[Maker], which: Callable[[Piece], bool] = lambda piece: True) -> None:
-        """Drop the snapshots behind a page that are behind tokens `which` accepts."""
+        """Drop the snapshots after a page whose last tokens `which` accepts."""
         for piece, held in page.snapshots:
             if which(piece):
                 assert self._states is not None

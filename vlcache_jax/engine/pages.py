@@ -89,7 +89,7 @@ class PageStats:
       resident: pages kept for later requests; their memory counts as free.
       hits: requests that found some of their tokens in pages.
       hit_tokens: tokens found in pages.
-      unresumed_tokens: tokens found in pages and computed again, because no snapshot of states was behind them.
+      unresumed_tokens: tokens found in pages and computed again, because no snapshot of states was there.
       copies: pages copied because a request continued from the middle of them.
       evictions: residents evicted for new pages.
       preemptions: requests preempted because pages were short, and resumed later.

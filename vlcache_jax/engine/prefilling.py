@@ -21,7 +21,7 @@ from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.buckets import BucketSizes, cover, round_up
-from vlcache_jax.device.programs.base import Program, pack, pack_runs
+from vlcache_jax.device.programs.base import Program, pack
 from vlcache_jax.device.programs.layers import (
     BLOCK,
     BLOCK_ROWS,
@@ -58,7 +58,6 @@ from vlcache_jax.engine.request import Generation, ImageUse, Sequence
 from vlcache_jax.engine.scheduler import Scheduler, note_begun
 from vlcache_jax.engine.uploads import DeviceCopies, Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
-from vlcache_jax.models.layer_kinds import BLOCK as BLOCK_TOKENS
 from vlcache_jax.pallas_kernels import Work
 from vlcache_jax.reuse.selection import Selection
 from vlcache_jax.reuse.shift import Moves
@@ -89,7 +88,7 @@ class ForwardPass:
         max_rows, shift = runner.buckets.max_rows, step.shift
         self._works: dict[tuple[int, bool], Work] = {}
         shifted = None if shift is None else shift.pack(max_rows, runner.shapes.moved)
-        runs = None if step.runs is None else pack_runs(step.runs, max_rows, runner.shapes.num_states)
+        runs = runner.shapes.pack_runs(step.runs)
         self._rows, self._shifted, self._runs = runner.devices.put((pack(step.rows, max_rows), shifted, runs))
         embeddings = runner.text["embed_tokens"]
         self.x, self._deepstack = runner.run(Embed(first), embeddings, runner.encoder_rows(), self._rows)
@@ -224,7 +223,7 @@ def usable_buckets(
     if all(step.selection is None and step.shift is None for step in steps):
         there = tuple(rows for rows in buckets.rows if fitting.is_there(_plain(runner, rows)))
         # Smaller chunks than a block of tokens would cut these, and change results.
-        if runner.shapes.num_states and there and there[-1] < min(BLOCK_TOKENS, buckets.max_rows):
+        if there and there[-1] < runner.shapes.block_rows:
             return None
         if there and fitting.is_there([*other, *encoding]):
             fewer = dataclasses.replace(buckets, rows=there)

@@ -21,14 +21,15 @@ from vlcache_jax.models.layer_kinds import BLOCK, Runs
 Index = npt.NDArray[np.int32]
 
 
-def block_ends(layout: Layout, prompt: int, size: int = BLOCK) -> npt.NDArray[np.bool_]:
+def block_ends(layout: Layout, prompt: int, max_rows: int = BLOCK) -> npt.NDArray[np.bool_]:
     """Return for each token whether it is the last one of its block, bool [n].
 
     Args:
       layout: layout of the prompt and of tokens generated after it.
       prompt: number of tokens of the prompt.
-      size: largest number of tokens of a block.
+      max_rows: largest number of tokens of a step; a block has at most as many.
     """
+    size = min(BLOCK, max_rows)
     is_end = np.zeros(len(layout), bool)
     is_end[size - 1 :: size] = True
     is_end[[span.stop - 1 for span in layout.images]] = True

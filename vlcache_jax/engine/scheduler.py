@@ -27,7 +27,6 @@ from vlcache_jax.engine.pages import BlockTable, Pages
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
 from vlcache_jax.engine.runs import NO_STATES, PromptStates, block_ends
 from vlcache_jax.engine.snapshots import Places
-from vlcache_jax.models.layer_kinds import BLOCK
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import Plan
 
@@ -457,7 +456,7 @@ def places(sequence: Sequence, max_rows: int) -> Places:
     if (compressor := sequence.planned.options.compress) is not None and compressor.alpha < 1:
         with contextlib.suppress(ValueError):  # which ends the request when it is to be compressed
             observed = prompt - make_observed(compressor, sequence.layout)
-    return Places(layout, prompt, block_ends(layout, prompt, min(BLOCK, max_rows)), observed)
+    return Places(layout, prompt, block_ends(layout, prompt, max_rows), observed)
 
 
 def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptStates:

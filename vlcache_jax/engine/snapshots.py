@@ -1,7 +1,7 @@
 """Slots of states: those of running sequences, and snapshots from which later prompts continue (host).
 
 A layer with states has no page from which a prompt could continue. So a prefill copies the states of a sequence at some
-places of its prompt into slots of their own: where the last message ends, behind images, before the last token. A
+places of its prompt into slots of their own: where the last message ends, after images, before the last token. A
 prompt with the same beginning continues from the last such snapshot, if its K,V in layers of full attention are in
 pages. The slot of an ended output becomes a snapshot without a copy.
 
@@ -14,13 +14,14 @@ from __future__ import annotations
 import heapq
 import threading
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.inputs.layout import Layout
 
-IMAGE_SPACING = 512  # least number of tokens between two snapshots of which the second is behind an image
+IMAGE_SPACING = 512  # least number of tokens between two snapshots of which the second is at the end of an image
 TEXT_SPACING = 2048  # the same for text
 MAX_IN_PROMPT = 16  # longest number of spacings in a prompt; longer prompts have wider ones
 
@@ -68,6 +69,11 @@ class StateSlots[Maker]:
         self._snapshots: set[Snapshot[Maker]] = set()
         self._age = 0.0  # worth of the last evicted snapshot
         self._lock = threading.RLock()
+
+    @classmethod
+    def of(cls, sequences: int, snapshots: int | None) -> Self | None:
+        """Return the slots of a model; None if it has no states, and so no number of snapshots."""
+        return None if snapshots is None else cls(sequences, snapshots)
 
     def __len__(self) -> int:
         """Number of snapshots."""
@@ -186,7 +192,7 @@ class Places:
             if place - last >= gap:
                 found.add(place)
                 last = place
-        for count in (matched, self.observed):  # behind `matched` tokens, another prompt has other ones
+        for count in (matched, self.observed):  # after `matched` tokens another prompt has other ones
             ends = np.flatnonzero(self.is_end[: min(count, self.prompt)])
             found |= {int(end) + 1 for end in ends[-1:]}
         found |= {self.prompt - 1, *self.layout.turns[-1:]}

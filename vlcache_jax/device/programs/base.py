@@ -119,9 +119,11 @@ class Shapes:
       link_groups: layers that are linked together, in their order.
       recall_buckets: bucket sizes of the tokens that one program links from the device tier.
       work_config: (rows, decode=False, pages=None) -> the configuration of their attention, the same object every time.
+      num_snapshots: maximum number of snapshots of states; None if no layer has states.
       num_states: slots of states: a zero one, one for each sequence and snapshot, and the last one for rows observed
         for compression if there is any; 0 if no layer has states.
-      observed_rows: bucket size of rows observed for compression, the smallest one that holds a block of tokens.
+      observed_slot: slot of states for rows observed for compression; None if no layer has states.
+      block_rows: smallest bucket size that holds the tokens which a layer with a state computes together, if there is one.
       pool: K or V of a layer.
       compressed: K or V of the compressed KV pool, of all layers.
       encoder_rows: encoder rows of a chunk, [1 + J, max_rows, M].
@@ -164,12 +166,13 @@ class Shapes:
         self.norm_graph = nnx.graphdef(model.language_model.norm)
         # Sizes.
         text, layers = config.text, config.text.num_layers
-        self.num_snapshots = num_snapshots
+        self.num_snapshots = num_snapshots if text.has_states else None
         observing = bool(compressed_slots)  # a slot for observed rows
         self.num_states = 1 + buckets.max_sequences + num_snapshots + observing if text.has_states else 0
+        self.observed_slot = self.num_states - 1 if text.has_states else None
         self.like = tuple(map(text.first_like, range(layers)))
         block = min(BLOCK, buckets.max_rows) if text.has_states else 1
-        self.observed_rows = round_up(block, buckets.rows)
+        self.block_rows = round_up(block, buckets.rows)
         self.token_buckets = tuple(size // config.vision.merge_size**2 for size in buckets.patches)
         largest = self.token_buckets[-1]
         self.moved = min(max(TOKENS, largest), num_slots)
@@ -247,6 +250,10 @@ class Shapes:
     def depth(self) -> tuple[int, bool]:
         """Number of decoder layers, and whether some have states."""
         return self.config.text.num_layers, bool(self.num_states)
+
+    def pack_runs(self, runs: Runs | None) -> tuple[npt.NDArray[np.int32], np.int32] | None:
+        """Pack the runs of a step, see `pack_runs`."""
+        return None if runs is None else pack_runs(runs, self.buckets.max_rows, self.num_states)
 
     @property
     def runs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct] | None:

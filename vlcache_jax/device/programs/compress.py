@@ -73,7 +73,7 @@ class EmptySums(Program[Sums]):
 class Observe(Program[tuple[Sums, Halves]]):
     """A program that adds the attention of some rows of a prompt of up to `pages` pages to its sums.
 
-    It takes `observed_rows` rows. Rows before the first observed one only change the states of layers that have some,
+    It takes `Shapes.block_rows` rows. Rows before the first observed one only change the states of layers that have some,
     in a slot that is not the sequence's. The sums are the attention that each key receives, the
     mean of a KV head's query heads, float32 [L, K, 128 pages]; and how often it is below p x the maximum of its row,
     int32 [L, H].
@@ -91,7 +91,7 @@ class Observe(Program[tuple[Sums, Halves]]):
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return (
             _sums(shapes, self.pages), shapes.text, shapes.pools(shapes.kv.layers), shapes.states, shapes.encoder_rows,
-            shapes.packed, shapes.runs, shapes.work_config(shapes.observed_rows).abstract(), ints(self.pages),
+            shapes.packed, shapes.runs, shapes.work_config(shapes.block_rows).abstract(), ints(self.pages),
             jax.ShapeDtypeStruct((), jnp.float32), ints(),
         )  # fmt: skip
 
@@ -122,7 +122,7 @@ class Observe(Program[tuple[Sums, Halves]]):
         Returns:
           Sums, and states.
         """
-        rows, order = unpack(packed, shapes.observed_rows), unpack_runs(runs, shapes.observed_rows)
+        rows, order = unpack(packed, shapes.block_rows), unpack_runs(runs, shapes.block_rows)
         x, deepstack = decoder.embed(bind(shapes.table_graph, text["embed_tokens"]), encoder_rows, rows.source)
         # An inner jit, so that code shared by layers is compiled once.
         layer = jax.jit(functools.partial(_observe, shapes), static_argnames="is_last")
