@@ -254,13 +254,10 @@ class Runner:
         num_snapshots: int = 0,
         devices: Devices = ONE,
     ):
-        self.config, self.devices = config, devices
-        self.buckets = buckets
-        self.num_slots = num_slots
-        self.implementation = implementation
+        self.config, self.devices, self.buckets = config, devices, buckets
+        self.num_slots, self.implementation = num_slots, implementation
         self.dtype = params["language_model"]["norm"]["scale"].dtype
-        self._visual = params["visual"]
-        self.text = params["language_model"]
+        self._visual, self.text = params["visual"], params["language_model"]
         self.head_weights = params.get("lm_head", self.text["embed_tokens"])
         self.normalization = devices.put(normalization)
         self.shapes = Shapes(

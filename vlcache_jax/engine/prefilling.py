@@ -288,9 +288,8 @@ def _encoding(
 def _other_programs(runner: Runner, prefills: abc.Sequence[Prefill]) -> abc.Iterator[Program[Any]]:
     """Yield the programs that allocate arrays, open decode slots, copy pages and link images."""
     shapes = runner.shapes
-    text = shapes.config.text
     yield from (EmptyPool(), EmptyEncoderRows(), EmptyDecodeState(), OpenDecodeSlot())
-    yield from (EmptyStates(i) for i in sorted(set(shapes.like)) if text.kind_of(i).states)
+    yield from EmptyStates.of(shapes)
     held = sum(isinstance(one.sequence, Generation) and one.sequence.matcher is not None for one in prefills)
     if held:
         yield HoldDecodeSlots(runner.fitting.held(held))

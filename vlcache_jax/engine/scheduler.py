@@ -232,8 +232,8 @@ class Scheduler:
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
         # States are copied from the prefill of the first one, unless that has begun.
-        has_states = self.pages.states is not None
-        is_late = has_states and first is not None and (first.is_begun or first.cached >= len(sequence.layout))
+        keeps_states = self.pages.states is not None
+        is_late = keeps_states and first is not None and (first.is_begun or first.cached >= len(sequence.layout))
         if first is not None and not sequence.generated and not is_late:
             return self.pages.fork(first, len(sequence.layout), length, spare=spare)
         chain = sequence.chain
@@ -249,7 +249,7 @@ class Scheduler:
                 exact, max_cached = len(chain), len(chain) - 1
         return self.pages.take(
             length, chain, max_cached=max_cached, keep=exact, usable=_usable(sequence), spare=spare,
-            places=places(sequence, self._max_rows) if has_states else None,
+            places=places(sequence, self._max_rows) if keeps_states else None,
         )  # fmt: skip
 
     def next_group(self, is_ready: Collection[Sequence]) -> list[Prefill]:
@@ -290,24 +290,10 @@ class Scheduler:
         if not tokens:
             return [make(layout, plan.after(block_table.cached), choice=choice)]
         if choice is None:
-            resumed = self._continuation(sequence, tokens, block_table.cached)
+            resumed = continuation(sequence, tokens, block_table.cached, layers)
             return [dataclasses.replace(resumed, links=True, states=states)]
         first = make(layout, plan.wanting((), layers).after(block_table.cached), choice=choice)
-        return [first, self._continuation(sequence, tokens, len(layout))]
-
-    def _continuation(self, sequence: Sequence, tokens: Listed[int], cached: int) -> Prefill:
-        """Return the prefill of generated `tokens` after a prompt, beyond the first `cached` tokens."""
-        block_table, layout, plan, layers = (
-            sequence.progress.block_table,
-            sequence.layout,
-            sequence.progress.plan,
-            self._num_layers,
-        )
-        assert block_table is not None
-        plan = plan.extended(len(tokens), layers).wanting([len(layout) + len(tokens) - 1], layers).after(cached)
-        table, shared, slot = block_table.table, block_table.shared, sequence.progress.state_slot
-        states = PromptStates(slot, cached, slot)
-        return Prefill(sequence, layout.extended(tokens), plan, table, shared, cached, links=False, states=states)
+        return [first, continuation(sequence, tokens, len(layout), layers)]
 
     def runs(self, answers: Iterable[Generation]) -> list[Prefill]:
         """Return prefills for outputs with long runs of forced tokens, and note these tokens as launched.
@@ -322,7 +308,7 @@ class Scheduler:
             if count < _LEAST_RUN or (count := self.grow([answer], count)) < _LEAST_RUN:
                 continue
             tokens = [*answer.generated, *forced[: ahead + count - 1]]
-            prefills.append(self._continuation(answer, tokens, progress.scheduled - 1))
+            prefills.append(continuation(answer, tokens, progress.scheduled - 1, self._num_layers))
             self.decoded([answer], count)
             room -= count
         return prefills
@@ -431,7 +417,7 @@ class Scheduler:
             return False
         if not failed and block_table.is_proven and sequence.exact(self._num_layers) == len(sequence.layout):
             chain = sequence.chain and sequence.chain.extended(sequence.generated[:-1])
-        if keeps_states and chain is not None and has_states_of(sequence, len(chain)):
+        if keeps_states and chain is not None and is_after(sequence, len(chain)):
             slot = sequence.progress.state_slot or None
         is_decoded = chain is not None and len(chain) > len(sequence.layout)
         sequence.progress.block_table = None
@@ -446,6 +432,18 @@ class Scheduler:
 def _may_grow(sequence: Sequence, page: int) -> bool:
     block_table = sequence.progress.block_table
     return block_table is not None and sequence.max_length > page * len(block_table.table)
+
+
+def continuation(sequence: Sequence, tokens: Listed[int], cached: int, num_layers: int) -> Prefill:
+    """Return the prefill of generated `tokens` after a prompt, beyond the first `cached` tokens."""
+    progress, layout = sequence.progress, sequence.layout
+    block_table, slot = progress.block_table, progress.state_slot
+    assert block_table is not None
+    plan = progress.plan.extended(len(tokens), num_layers).wanting([len(layout) + len(tokens) - 1], num_layers)
+    return Prefill(
+        sequence, layout.extended(tokens), plan.after(cached), block_table.table, block_table.shared, cached,
+        links=False, states=PromptStates(slot, cached, slot),
+    )  # fmt: skip
 
 
 def places(sequence: Sequence, max_rows: int) -> Places:
@@ -479,8 +477,8 @@ def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptState
     return PromptStates(slot, block_table.cached, source, copies)
 
 
-def has_states_of(sequence: Sequence, count: int) -> bool:
-    """Return whether the slot of a sequence has the states after its first `count` tokens.
+def is_after(sequence: Sequence, count: int) -> bool:
+    """Return whether the slot of a sequence has the states after exactly its first `count` tokens.
 
     The device may have decoded more tokens than the sequence kept, unless it knew that the sequence had ended.
     """

@@ -123,7 +123,7 @@ class Shapes:
       num_states: slots of states: a zero one, one for each sequence and snapshot, and the last one for rows observed
         for compression if there is any; 0 if no layer has states.
       observed_slot: slot of states for rows observed for compression; None if no layer has states.
-      block_rows: smallest bucket size that holds the tokens which a layer with a state computes together, if there is one.
+      block_rows: smallest bucket size that holds the tokens which a layer with a state computes together.
       pool: K or V of a layer.
       compressed: K or V of the compressed KV pool, of all layers.
       encoder_rows: encoder rows of a chunk, [1 + J, max_rows, M].

@@ -73,9 +73,9 @@ class EmptySums(Program[Sums]):
 class Observe(Program[tuple[Sums, Halves]]):
     """A program that adds the attention of some rows of a prompt of up to `pages` pages to its sums.
 
-    It takes `Shapes.block_rows` rows. Rows before the first observed one only change the states of layers that have some,
-    in a slot that is not the sequence's. The sums are the attention that each key receives, the
-    mean of a KV head's query heads, float32 [L, K, 128 pages]; and how often it is below p x the maximum of its row,
+    It takes `Shapes.block_rows` rows. Rows before the first observed one only change the states of layers that have
+    some, in a slot that is not the sequence's. The sums are the attention that each key receives, the mean of a KV
+    head's query heads, float32 [L, K, 128 pages]; and how often it is below p x the maximum of its row,
     int32 [L, H].
     """
 

@@ -48,6 +48,11 @@ class EmptyStates(Program[list[jax.Array]]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return cls.of(shapes)
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> list[Self]:
+        """Return the programs of a model, one for layers of the same shapes."""
         kinds = map(shapes.config.text.kind_of, shapes.like)
         return [cls(like) for like in sorted({i for i, kind in zip(shapes.like, kinds, strict=True) if kind.states})]
 
