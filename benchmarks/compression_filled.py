@@ -198,7 +198,8 @@ class FilledAnswers:
         return np.stack(
             [
                 np.append(
-                    [self._length, 0], Choosing.row(params, decode_slot=decode_slot, seed=0, max_tokens=self._steps + 2)
+                    [self._length, 0, 0],
+                    Choosing.row(params, decode_slot=decode_slot, seed=0, max_tokens=self._steps + 2),
                 )
                 for decode_slot in range(self._count)
             ]
