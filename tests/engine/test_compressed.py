@@ -117,7 +117,7 @@ def compactor_of(*answers, bring_back=None):
     """One for answers that have their first tokens, and those of them whose prompts stay whole."""
     kv = SimpleNamespace(slot_bytes=64, layers=2)
     runner = SimpleNamespace(
-        buckets=BUCKETS, shapes=SimpleNamespace(kv=kv), config=None, devices=SimpleNamespace(copies=1)
+        buckets=BUCKETS, shapes=SimpleNamespace(kv=kv, block_rows=8), config=None, devices=SimpleNamespace(copies=1)
     )
     pages, whole = SimpleNamespace(bring_back=bring_back, count=9, needed=lambda *_: 1), []
     scheduler = SimpleNamespace(

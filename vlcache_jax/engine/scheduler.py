@@ -486,6 +486,8 @@ def is_after(sequence: Sequence, count: int) -> bool:
         return True
     if not isinstance(sequence, Generation) or sequence.end.finish_reason not in ("stop", "length"):
         return False
+    if isinstance(sequence.end.stop_reason, str):  # a stop string, which the device does not know
+        return False
     is_full = len(sequence.token_ids) == sequence.new_slots
     return is_full or (bool(sequence.token_ids) and sequence.token_ids[-1] in sequence.end_tokens)
 
