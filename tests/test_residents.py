@@ -191,7 +191,7 @@ def test_images_that_alternate_under_one_text(llm, picture, textured_image, monk
     """Over 200 pages, in a pool of 12, and though their hashes in the tree of pages collide: each answer is that of its
     own image."""
     alike = types.SimpleNamespace(sha256=lambda _: types.SimpleNamespace(digest=lambda: bytes(32)))
-    monkeypatch.setattr("vlcache_jax.engine.pages.hashlib", alike)
+    monkeypatch.setattr("vlcache_jax.engine.page_tree.hashlib", alike)
     requests = [user(LONG, image, LONG) for image in (picture[0], textured_image(150, 210, 3))]
     cold = [tokens(chat(llm, request, reuse="off")) for request in requests]
     assert cold[0] != cold[1]

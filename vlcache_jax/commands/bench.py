@@ -117,17 +117,17 @@ def throughput_command(
         check_writable("out", out)
         pool = parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         from vlcache_jax.benchmarks import throughput
-        from vlcache_jax.reuse.selection import parse_policy
-        from vlcache_jax.study.model_support import check_modes, read_config
 
-        chosen = opt.one_model(model, same_model)
-        policies = list(map(parse_policy, reuse or ()))  # errors need no model
+        chosen, modes = opt.one_model(model, same_model), reuse or ["exact"]
+        throughput.check(modes, repeats, against, rate, transformers)
         if chosen is not None:
-            check_modes(read_config(chosen), policies)
+            from vlcache_jax.study.model_support import check_modes, read_config
+
+            check_modes(read_config(chosen), modes)
         throughput.measure(
             chosen,
             throughput.ThroughputLoad(requests, images, mean_answer, max_answer, rate, seed),
-            reuse=reuse or ["exact"],
+            reuse=modes,
             dtype=dtype,
             kv_cache_bytes=pool,
             against=against,
@@ -320,9 +320,7 @@ def accuracy_command(
     with say_errors():
         from vlcache_jax.assets import SCHEDULES, TINY_VQA
         from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-        from vlcache_jax.device.checkpoint import links_images
         from vlcache_jax.study import accuracy, pairs
-        from vlcache_jax.study.model_support import check_modes, read_config
         from vlcache_jax.study.report import WorkLog, environment, write
 
         chosen = opt.one_model(model, same_model)
@@ -336,6 +334,8 @@ def accuracy_command(
         WorkLog(work, "")  # refuses another kind of file before the work
         say("importing JAX")
         from vlcache_jax import LLM
+        from vlcache_jax.device.checkpoint import links_images
+        from vlcache_jax.study.model_support import check_modes, read_config
 
         named = accuracy.name_settings(settings)
         config = read_config(chosen or TINY_VQA)
