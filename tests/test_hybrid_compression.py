@@ -17,8 +17,8 @@ BUCKETS = BucketSizes(rows=(16, 64), patches=(256,), sequences=(4,), window=4)
 
 
 @pytest.fixture(scope="module")
-def directory(checkpoints):
-    return checkpoints("qwen3_5")
+def directory(hybrid):
+    return hybrid
 
 
 def open_llm(directory, **changes):

@@ -20,8 +20,8 @@ BUCKETS = BucketSizes(rows=(64, 256), patches=(256,), sequences=(4,), window=4)
 
 
 @pytest.fixture(scope="module")
-def directory(checkpoints):
-    return checkpoints("qwen3_5")
+def directory(hybrid):
+    return hybrid
 
 
 def open_llm(directory, **changes):

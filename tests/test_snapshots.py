@@ -17,8 +17,8 @@ SPACING = 64  # of text in these tests, whose prompts are short
 
 
 @pytest.fixture(scope="module")
-def directory(checkpoints):
-    return checkpoints("qwen3_5")
+def directory(hybrid):
+    return hybrid
 
 
 def open_llm(directory, **changes):

@@ -20,9 +20,9 @@ def references(family_checkpoint, load_oracle, textured_image):
     return exact, parity.reference(rounded, family_checkpoint, textured_image, exact)
 
 
-def assert_no_worse(ours, theirs, exact, ratio=1.1):
+def assert_no_worse(ours, theirs, exact):
     our_error, their_error = (np.abs(x - exact) for x in (ours, theirs))
-    assert np.linalg.norm(our_error) <= ratio * np.linalg.norm(their_error)
+    assert np.linalg.norm(our_error) <= 1.1 * np.linalg.norm(their_error)
     assert our_error.max() <= 2 * their_error.max()
 
 

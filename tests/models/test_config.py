@@ -468,7 +468,7 @@ SECTION = {"rope_type": "default", "rope_theta": 5e6}
         ("qwen3_5", {"text": {"attention_bias": True}}, "attention_bias must be False, got True"),
         ("qwen3_5", {"text": {"attn_output_gate": False}}, "attn_output_gate must be True, got False"),
         ("qwen3_5", {"text": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype must be 'float32', got 'bfloat16'"),
-        ("qwen3_5", {"text": {"linear_num_value_heads": 3}}, "a multiple of linear_num_key_heads = 4, got 3"),
+        ("qwen3_5", {"text": {"linear_num_value_heads": 3}}, "a multiple of linear_num_key_heads = 2, got 3"),
         ("qwen3_5", {"text": {"num_key_value_heads": 3}}, "num_attention_heads must be a multiple of"),
         ("qwen3_5", {"text": {"layer_types": ["full_attention"] * 3}}, "layer_types must have .* = 4 entries, got 3"),
         ("qwen3_5", {"text": {"layer_types": ["linear_attention"] * 4}}, "at least one full_attention, got none"),

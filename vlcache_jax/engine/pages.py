@@ -335,7 +335,7 @@ class Pages:
         self._free_residents(self._tree.keep(block_table.pages, block_table.shared, chain, count, maker))
 
     def _free_residents(self, pages: Sequence[Page[BlockTable]]) -> int:
-        """Free those of some pages that nobody uses, after they have left the tree; return how many left it."""
+        """Free the unused ones of pages that have left the tree; return how many have left it."""
         for page in pages:
             if page in self._residents:
                 del self._residents[page]

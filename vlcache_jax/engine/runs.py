@@ -49,7 +49,7 @@ def whole_blocks(is_end: npt.NDArray[np.bool_], count: int) -> int:
 
 
 class PromptStates(NamedTuple):
-    """What a prefill reads and writes of the states.
+    """States that a prefill reads and writes.
 
     Attributes:
       slot: slot of the states of its sequence.

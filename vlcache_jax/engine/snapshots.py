@@ -53,7 +53,7 @@ class Snapshot[Maker]:
 
 
 class StateSlots[Maker]:
-    """Slots of the pool of states. Slot 0 is zero and belongs to nobody. Every method may be called from any thread.
+    """Slots of the pool of states. Slot 0 is zero, and no sequence has it. Every method may be called from any thread.
 
     Args:
       sequences: maximum number of running sequences, each with a slot.
