@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.test_scheduler import LAYERS, SIZE, Answer, add
 from tests.helper import planned
 from vlcache_jax.engine import snapshots
+from vlcache_jax.engine.page_tree import Chain
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.runs import block_ends
 from vlcache_jax.engine.scheduler import Scheduler, note_begun
@@ -242,3 +243,39 @@ def check(pages, states, scheduler, device, sequences, count):
                 assert device.holds[snapshot.slot] == ids
     assert {one for one in states._snapshots if not one.is_lost} == reachable
     assert all(one.users for one in states._snapshots if one.is_lost)
+
+
+def test_a_snapshot_is_found_by_its_own_tokens():
+    """Two prompts part within a page, and each has a snapshot after that; a third one continues the second."""
+    pages = Pages(9, size=SIZE, states=StateSlots(3, 4))
+    tables, resumed = [], []
+    for ids in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9, 6, 7], [1, 2, 3, 4, 9, 6, 7, 8]):
+        chain, count = Chain.of("me", np.array(ids, np.int32)), len(ids)
+        layout = make_layout(np.array(ids, np.int32), [], [], 2, None)
+        places = Places(layout, count, np.ones(count, bool))
+        table = pages.take(count, chain, max_cached=count - 1, keep=count, places=places)
+        resumed.append(table.resumed)
+        pages.computed(table)
+        pages.proven(table)
+        tables.append(table)
+    assert [table.cached for table in tables] == [0, 0, 6]
+    [second] = [one for one in tables[1].snapshots if one.place == 6]
+    assert resumed == [None, None, second]
+
+
+def test_who_continues_from_a_snapshot_waits_for_its_maker():
+    """The pages are proven, but the second prompt, which is to write the snapshot in them, has not begun."""
+    pages = Pages(9, size=SIZE, states=StateSlots(3, 4))
+    tables = []
+    for ids in ([*range(12)], [*range(9), 70, 71, 72], [*range(9), 20, 21, 22]):
+        chain, count = Chain.of("me", np.array(ids, np.int32)), len(ids)
+        layout = make_layout(np.array(ids, np.int32), [], [], 2, None)
+        is_end = np.isin(np.arange(count), (8, count - 2, count - 1))
+        table = pages.take(count, chain, max_cached=count - 1, keep=count, places=Places(layout, count, is_end))
+        if not tables:
+            pages.computed(table)
+            pages.proven(table)
+        tables.append(table)
+    assert [table.cached for table in tables] == [0, 0, 9]
+    assert tables[1] in tables[2].sources
+    assert not tables[2].is_ready
