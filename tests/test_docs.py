@@ -19,6 +19,7 @@ from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.info import NOTHING, describe
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.models.registry import SIZES, published_config
+from vlcache_jax.testing import make_checkpoint
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -86,6 +87,9 @@ def folder(tmp_path, monkeypatch, request):
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "vlcache_jax" / "assets").mkdir(parents=True)
     (tmp_path / "vlcache_jax" / "assets" / "pictures").symlink_to(PICTURES)
+    for name in re.findall(r'^with LLM\("Qwen/(.+?)"', request.getfixturevalue("block").text, re.MULTILINE):
+        (tmp_path / "Qwen").mkdir()
+        make_checkpoint(tmp_path / "Qwen" / name, SIZES[name].model_type)  # tiny weights in its place
     return tmp_path
 
 
