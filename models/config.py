@@ -9,6 +9,7 @@ compare the two.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import types
 from collections.abc import Mapping
@@ -148,6 +149,15 @@ class TextConfig:
     def paged_layers(self) -> tuple[int, ...]:
         """Layers that keep K,V in pages."""
         return tuple(layer for layer in range(self.num_layers) if self.kind_of(layer).keeps_kv)
+
+    @property
+    def state_layers(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer with K,V, the layers with states after the one before it; the last has the rest, too."""
+        ends = self.paged_layers
+        parts = [list(range(a + 1, b)) for a, b in itertools.pairwise((-1, *ends))]
+        if parts:
+            parts[-1] += range(ends[-1] + 1, self.num_layers)
+        return tuple(map(tuple, parts))
 
     @property
     def has_states(self) -> bool:

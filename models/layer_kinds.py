@@ -50,6 +50,11 @@ class LayerKind:
         """True if the layer keeps K,V of each token in pages."""
         return not self.states
 
+    @property
+    def state_values(self) -> int:
+        """Number of values of a sequence's state; 0 for a layer with pages."""
+        return sum(math.prod(array.shape) for array in self.states)
+
     def sequence_bytes(self, dtype: Any) -> int:
         """Return the bytes of a sequence's state in a model of `dtype`; 0 for a layer with pages."""
         return sum(array.nbytes(dtype) for array in self.states)

@@ -89,7 +89,7 @@ def programs(model: str) -> Iterator[tuple[str, Compiled]]:
         for one in (Window(size, "greedy", window), Window(size, "drawn", window), Window(size, "any", 1)):
             yield f"window {size}, {one.choice}", compile_for(runner, one)
     yield "encode 4096 patches", compile_for(runner, Encode(4096))
-    layers = runner.shapes.link_groups[0].stop
+    layers = runner.shapes.link_groups[0].count
     for size, count in ((4096, 1), (1024, 16)):
         name = f"link {count} x {size} tokens, {layers} layers"
         yield name, compile_for(runner, Link(size, count, layers))

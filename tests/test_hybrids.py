@@ -12,8 +12,6 @@ import pytest
 
 from tests.helper import FEW, SIZES, Oracle, give_decode_slots, give_pages, user
 from vlcache_jax import LLM, AsyncLLM, BucketSizes, CacheConfig, SamplingParams, StructuredOutputs
-from vlcache_jax.device.programs.memory import Link
-from vlcache_jax.reuse.selection import parse_policy
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 BUCKETS = BucketSizes(rows=(64, 256), patches=(256,), sequences=(4,), window=4)
@@ -70,13 +68,6 @@ def test_greedy_answers_are_the_librarys(llm, directory, load_oracle, conversati
     for (_, logits), score in zip(expected, scores, strict=True):
         np.testing.assert_allclose(score.logits, logits, atol=2e-5 * np.abs(logits).max(), rtol=0)
         assert score.greedy.all()
-
-
-def test_no_program_links_images(llm):
-    """None of them runs, and their tables of rotations would need as many values as a head has."""
-    family = llm.service.device.runner.programs.family_of(parse_policy("exact"))
-    assert family
-    assert not [program for program in family if isinstance(program, Link)]
 
 
 @pytest.mark.slow

@@ -229,6 +229,7 @@ class Service:
             checkpoint.config, cache.store, cache.writer,
             forms=forms, token_buckets=runner.token_buckets,
             rates=rates if config.cache.load == "auto" else None,
+            links_kv=runner.shapes.links_kv and bool(config.cache.memory_for_states or not text.has_states),
             keeps_pages=config.enable_prefix_caching and bool(memory.num_snapshots or not text.has_states),
             turn_token=_turn_token(renderer.tokenizer),
         )  # fmt: skip
@@ -551,7 +552,7 @@ def _open_cache(
     store = Store(
         config.cache, tiers, shares=shares,
         room=partial(round_up, sizes=runner.token_buckets), limit=partial(time_limit, rates),
-        forgotten=tier.drop, expired=pages.drop, form=forms.of, together=runner.shapes.link_groups[0].stop,
+        forgotten=tier.drop, expired=pages.drop, form=forms.of, together=runner.shapes.link_groups[0].count,
     )  # fmt: skip
     return Cache(store, Writer(store, runner.devices.copies), tier, pages)
 

@@ -58,7 +58,8 @@ def link(
       slot: Slot of each token, int32 `[T]`, none negative and all below `S` distinct. Tokens with a slot from `S` on
         write nothing; any number may have such a slot. A numpy array is checked
         (`vlcache_jax.pallas_kernels.link.check_slots`); a jax array is not, because this could wait for the device.
-      cos: Cosines of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
+      cos: Cosines of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys. If there are fewer, only the first
+        values of each head rotate, twice as many as they are; the kernel does not do this.
       sin: Sines of these angles, of the same shape and dtype.
       source: Index among the `C` tokens of a single image, for each token, int32 `[T]`. In every group of eight tokens
         the first source is a multiple of eight, and the others follow it. None: the first `T`.
@@ -99,6 +100,10 @@ def link(
     def check() -> None:
         from vlcache_jax.pallas_kernels.link import mosaic_gpu
 
+        if (half := cos.shape[-1]) != k_pool.shape[2] // 2:
+            raise NotImplementedError(
+                f"mosaic_gpu rotates all {k_pool.shape[2]} values of a head, got angles for {2 * half}"
+            )
         dispatch.check_array(implementation, k_pool)
         mosaic_gpu.check(k_pool, None if source is None else images[0][0].shape[2])
 
@@ -126,7 +131,8 @@ def _check_places(k_pool: jax.Array, v_pool: jax.Array, slot: Any, cos: jax.Arra
         raise ValueError(f"v_pool must have the dtype of k_pool, {k_pool.dtype}, got {v_pool.dtype}")
     if slot.ndim != 1 or slot.dtype != jnp.int32:
         raise ValueError(f"slot must be int32 of shape [T], got {slot.dtype} {list(slot.shape)}")
-    angles = (slot.shape[0], 1, k_pool.shape[2] // 2)
+    half = min(cos.shape[-1], k_pool.shape[2] // 2)
+    angles = (slot.shape[0], 1, half)
     for name, array in (("cos", cos), ("sin", sin)):
         if array.shape != angles or array.dtype != k_pool.dtype:
             raise ValueError(

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ from vlcache_jax import LLM
 from vlcache_jax.common import checks
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.programs import base, compile_cache, layers
+from vlcache_jax.device.programs.base import Shapes
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.pallas_kernels import CODECS
 
@@ -251,7 +253,10 @@ SIZES_OF_AN_ENGINE = {
         lambda one: dataclasses.replace(one, text=dataclasses.replace(one.text, rms_norm_eps=1e-3)),
         lambda one: dataclasses.replace(one, vision=dataclasses.replace(one.vision, merge_size=3)),
     ],
-    **{name: [lambda one: one + 128] for name in ("num_slots", "max_pages", "kept_tokens", "compressed_slots")},
+    **{
+        name: [lambda one: (one or 0) + 128]
+        for name in ("num_slots", "max_pages", "kept_tokens", "compressed_slots", "num_states", "num_snapshots")
+    },
     "buckets": [lambda one: dataclasses.replace(one, window=one.window + 1)],
     "implementation": [lambda one: "another"],
     "kv": [lambda one: dataclasses.replace(one, width=one.width + 8)],
@@ -264,6 +269,13 @@ SIZES_OF_AN_ENGINE = {
         for name in ("visual", "normalization", "text", "head")
     },
 }
+
+
+def test_no_size_of_an_engine_is_forgotten():
+    """A program that another engine left would not take this one's arrays."""
+    weights = {"visual", "text", "head"}  # `params`
+    told = SIZES_OF_AN_ENGINE.keys() - weights - {"kv", "num_states"} | {"params", "codec"}
+    assert told == inspect.signature(Shapes).parameters.keys() - {"is_host", "devices"}  # the files are for one CPU
 
 
 @pytest.mark.parametrize("name", SIZES_OF_AN_ENGINE)

@@ -119,10 +119,10 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
 @pytest.mark.parametrize(("slots", "message"), [([4, 9, 4], "got 4 more than once"), ([0, -2], "got -2")])
 def test_no_slot_is_linked_twice(llm, slots, message):
     runner = llm.service.device.runner
-    layers, size = runner.shapes.link_groups[0], runner.token_buckets[0]
-    data = np.ones((layers.stop, 2, size, 2, runner.config.text.head_dim), np.float32)
+    group, size = runner.shapes.link_groups[0], runner.token_buckets[0]
+    data = np.ones((group.count, 2, size, 2, runner.config.text.head_dim), np.float32)
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
         runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)
     places = runner.places([np.array([4, 9])], [np.zeros((3, 2), np.int32)], size)
-    llm.service.engine._prefiller.copies.link(layers, [runner.put([data])], places, None)
+    llm.service.engine._prefiller.copies.link(group, [runner.put([data])], places, None)
     assert {(runner.pool.arrays[0][1][slot] == 1).all().item() for slot in (4, 9)} == {True}

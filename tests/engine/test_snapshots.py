@@ -133,7 +133,7 @@ class Device:
         self.holds = {0: b""}
 
     def launch(self, prefill):
-        slot, first, source, copies = prefill.states
+        slot, first, source, copies, *_ = prefill.states
         ids = prefill.layout.token_ids.tobytes()
         assert self.holds[source] == ids[: 4 * first]
         assert first == prefill.cached

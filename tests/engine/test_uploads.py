@@ -15,6 +15,7 @@ from tests.helper import SIZES, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, AsyncLLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.record import Found, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
+from vlcache_jax.device.programs.base import LinkGroup
 from vlcache_jax.device.programs.layers import BLOCK
 from vlcache_jax.engine.uploads import Upload, _Batch, _Piece
 from vlcache_jax.testing import make_checkpoint
@@ -104,9 +105,9 @@ def spy(llm, monkeypatch):
             noted((program.name,))
         return made
 
-    def noted_link(layers, *args):
-        made = link(layers, *args)
-        noted(("link", layers.start))
+    def noted_link(group, *args):
+        made = link(group, *args)
+        noted(("link", group.layers.start))
         return made
 
     monkeypatch.setattr(llm.service.device.runner, "run", noted_run)
@@ -344,7 +345,7 @@ def test_first_layers_of_all_come_before_the_last_ones_of_any(checkpoints, textu
     with LLM(checkpoints("qwen3_vl"), cache=CacheConfig(disk=tmp_path), use_tqdm=False, **SIZES) as llm:
         read, gate, came = DiskTier.read, threading.Event(), collections.Counter()
         queued, [channel] = threading.Event(), llm.service.cache.store.channels
-        first = llm.service.device.runner.shapes.link_groups[0].stop
+        first = llm.service.device.runner.shapes.link_groups[0].count
 
         def held(self, meta, parts, place):
             parts = tuple(parts)
@@ -386,7 +387,7 @@ def test_what_is_being_linked_takes_room_until_it_is_linked():
     """A link reads what was transferred, so that only as much is on its way as there is room beside that."""
     links, buffer = [], np.zeros((1, 20), np.float32)
 
-    def link(layers, images, places, where):
+    def link(group, images, places, where):
         links.append(Linked(len(links)))
         return links[-1]
 
@@ -394,9 +395,10 @@ def test_what_is_being_linked_takes_room_until_it_is_linked():
     config = types.SimpleNamespace(text=types.SimpleNamespace(num_layers=9))
     runner = types.SimpleNamespace(reads_in_place=False, transfer_bytes=2 * buffer.nbytes, shapes=shapes, config=config)
     copies = types.SimpleNamespace(runner=runner, tier=types.SimpleNamespace(num_pages=0), link=link)
-    upload = Upload(copies, types.SimpleNamespace(start=lambda records, layers: [[buffer]]), [])
+    upload = Upload(copies, types.SimpleNamespace(start=lambda records, parts: [[buffer]]), [])
     batch = _Batch((types.SimpleNamespace(buffers=[buffer]),), lambda: "places", None)
-    upload._waiting.extend(_Piece(batch, slice(0, 1)) for _ in range(6))
+    group = LinkGroup(slice(0, 1), (0,), slice(0, 1))
+    upload._waiting.extend(_Piece(batch, group) for _ in range(6))
 
     def launched():
         before = len(links)

@@ -38,6 +38,8 @@ class CacheConfig:
     Attributes:
       host_bytes: host memory for cache entries; 0 stores none; with `disk`, `remote` or `peers`, entries then only pass
         through, up to 2 GiB at a time.
+      states_bytes: part of `host_bytes` for KV of images with the states behind them, in models with states (Qwen3.5 to
+        3.8); 0 stores no KV of their images; by default half of `host_bytes`.
       device_bytes: device memory for copies of the cache entries computed or loaded last; reserved before the KV pool;
         a hit copies nothing over the bus; no gain on a CPU; rounded down like the KV pool.
       disk: directory for cache entries that outlive the process; several processes may use it; written in the
@@ -73,6 +75,7 @@ class CacheConfig:
     """
 
     host_bytes: int | str = "4GiB"
+    states_bytes: int | str | None = None
     device_bytes: int | str = 0
     disk: str | os.PathLike[str] | None = None
     disk_bytes: int | str = "64GiB"
@@ -94,9 +97,9 @@ class CacheConfig:
         # How much is kept here.
         for name in ("host_bytes", "device_bytes", "disk_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
-        if self.max_bytes_per_salt is not None:
-            salt_bytes = parse_bytes(self.max_bytes_per_salt, "max_bytes_per_salt")
-            object.__setattr__(self, "max_bytes_per_salt", salt_bytes)
+        for name in ("states_bytes", "max_bytes_per_salt"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         # Where else.
         if not (self.disk is None or isinstance(self.disk, (str, os.PathLike))) or self.disk == "":
             raise ValueError(f"disk must be the path of a directory or None, got {self.disk!r}")
@@ -139,6 +142,11 @@ class CacheConfig:
     def memory_bytes(self) -> int:
         """Bytes of host memory for cache entries."""
         return _STAGING if self.passes_on else int(self.host_bytes)
+
+    @property
+    def memory_for_states(self) -> int:
+        """Bytes of this memory for KV with states."""
+        return self.memory_bytes // 2 if self.states_bytes is None else min(int(self.states_bytes), self.memory_bytes)
 
     @property
     def owner_bytes(self) -> int | None:

@@ -25,7 +25,8 @@ Part = tuple[str] | tuple[str, int]
 """Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""
 
 Buffers = tuple[npt.NDArray[Any], ...]
-"""Arrays of a record or a part: one, or two (codes and scales) if the KV is coded."""
+"""Arrays of a record or a part: one, or two (codes and scales) if the KV is coded, and last the states if it has some.
+"""
 
 CHECKSUM = "xxh3_64"
 _LARGE, _HUGE = 2**20, 2**24  # bytes
@@ -48,6 +49,7 @@ class Why(enum.Enum):
     cheaper_to_compute = "cheaper_to_compute"  # KV was found but not used (`load`)
     expired = "expired"  # older than `ttl`
     timeout = "timeout"  # the entry was not loaded in time (`timeout`)
+    no_state = "no_state"  # the states behind the image could not be loaded, see `Scheduler.admit`
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Meta:
       dtype, shape: dtype and shape of the data, with the token axis padded to a bucket size: KV before rotation [L, 2,
         T, K, D], or coded [L, 2, bytes] over all buffers; encoder output and DeepStack features [1 + J, T, M].
       buffers: bytes per token of the codes and of the scales; empty if the KV is not coded.
+      states: float32 values per part: states behind the image of the layers without KV that precede the part's layer
+        (`TextConfig.state_layers`). 0: the model has none.
       model: fingerprint of the model's configuration and weights.
       codec: dtype or codec of the KV, as in entry keys.
       checksums: checksum of each part without padding; empty until the record is filled.
@@ -78,6 +82,7 @@ class Meta:
     dtype: str
     shape: tuple[int, ...]
     buffers: tuple[int, ...] = ()
+    states: int = 0
     model: str = ""
     codec: str = ""
     checksums: tuple[int, ...] = ()
@@ -103,13 +108,25 @@ class Meta:
 
     @property
     def buffer_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the arrays; [L, 2, T, bytes] if the KV is coded."""
-        return tuple((*self.shape[:2], self.padded, size) for size in self.buffers) or (self.shape,)
+        """Shapes of the arrays: [L, 2, T, bytes] if the KV is coded, and last [L, states] if there are states."""
+        data = tuple((*self.shape[:2], self.padded, size) for size in self.buffers) or (self.shape,)
+        return (*data, (self.shape[0], self.states)) if self.states else data
+
+    @property
+    def buffer_dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """Dtypes of the arrays."""
+        data = (np.dtype(self.dtype),) * max(len(self.buffers), 1)
+        return (*data, np.dtype(np.float32)) if self.states else data
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the states of each part in bytes."""
+        return 4 * self.states
 
     @functools.cached_property
     def nbytes(self) -> int:
         """Size in host memory in bytes, with padding."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize + self.shape[0] * self.state_bytes
 
     @property
     def part_bytes(self) -> int:
@@ -139,11 +156,14 @@ def checksum(meta: Meta, part: Buffers) -> int:
 def blocks(meta: Meta, part: Buffers) -> Iterator[npt.NDArray[Any]]:
     """Yield the contiguous arrays of a part without padding, in their order outside memory.
 
-    For KV these are all buffers of the keys, then those of the values; for encoder output one array [T, M].
+    For KV these are all buffers of the keys, then those of the values, then the states; for encoder output one array
+    [T, M].
     """
-    for half in [part] if meta.context is None else zip(*part, strict=True):
+    data, states = (part[:-1], part[-1:]) if meta.states else (part, ())
+    for half in [data] if meta.context is None else zip(*data, strict=True):
         for buffer in half:
             yield buffer[: meta.tokens]
+    yield from states
 
 
 class State(enum.Enum):
@@ -172,7 +192,7 @@ class Record:
       is_kept: pinned by the user.
       held: number of requests and of tiers outside memory that are going to read it.
       writes: number of tiers among `held`.
-      missing: number of tokens whose KV is still missing.
+      missing: number of tokens whose KV is still missing, and 1 more for missing states.
       written: time when it was computed, in seconds since the epoch; None: it is not filled.
       lent: its memory as device arrays without a copy, by their first part.
     """
@@ -184,7 +204,7 @@ class Record:
         self.is_kept = False
         self.held = 0
         self.writes = 0
-        self.missing = meta.tokens
+        self.missing = meta.tokens + bool(meta.states)
         self.written: float | None = None
         self.lent: dict[int, Any] = {}
         self._arrived = 0  # number of parts
@@ -214,12 +234,22 @@ class Record:
     @functools.cached_property
     def buffers(self) -> Buffers:
         """Arrays of the record, see `Meta.buffer_shapes`; undefined after the image's tokens. Allocated when used."""
-        return tuple(_aligned(shape, np.dtype(self.meta.dtype)) for shape in self.meta.buffer_shapes)
+        return tuple(map(_aligned, self.meta.buffer_shapes, self.meta.buffer_dtypes))
 
     @property
     def data(self) -> npt.NDArray[Any]:
-        """First buffer, which is the only one if the KV is not coded."""
+        """First buffer: encoder output, or KV that is not coded."""
         return self.buffers[0]
+
+    @property
+    def kv(self) -> Buffers:
+        """Buffers of KV, without the states."""
+        return self.buffers[:-1] if self.meta.states else self.buffers
+
+    @property
+    def states(self) -> npt.NDArray[np.float32] | None:
+        """States behind the image, [L, n], see `Meta.states`; None if the model has none."""
+        return self.buffers[-1] if self.meta.states else None
 
     def part(self, number: int) -> Buffers:
         """Return the arrays of a part."""
@@ -240,8 +270,8 @@ class Record:
           rows: values in stored form, [n, K, D], or coded, [n, K, bytes] with all buffers of each head.
         """
         done = 0
-        for buffer in self.part(layer):
-            own = buffer[half]
+        for buffer in self.kv:
+            own = buffer[layer, half]
             width = own[0].size // rows.shape[1]
             own[tokens] = rows[..., done : done + width].reshape(len(tokens), *own.shape[1:])
             done += width
@@ -311,7 +341,10 @@ class Record:
     def is_finite(self, parts: slice = slice(None)) -> bool:
         """Return whether its parts, or some of them, have no NaN and no infinity."""
         for number in range(len(self.meta.parts))[parts]:
-            for rows in blocks(self.meta, self.part(number)[-1:]):  # of coded KV only the scales can be non-finite
+            part = self.part(number)
+            # Of coded KV only the scales can be non-finite.
+            checked = part[-1:] if self.meta.buffers else part
+            for rows in blocks(self.meta, checked):
                 if not is_finite(rows.view(np.float16) if self.meta.buffers else rows):
                     return False
         return True
@@ -473,9 +506,8 @@ def verified(meta: Meta, part: Part, buffers: Buffers) -> Buffers:
     Raises:
       DamagedError: it differs from what was written.
     """
-    is_whole = [(*buffer.shape, buffer.dtype) for buffer in buffers] == [
-        (*own[1:], meta.dtype) for own in meta.buffer_shapes
-    ]
+    own = zip(meta.buffer_shapes, meta.buffer_dtypes, strict=True)
+    is_whole = [(buffer.shape, buffer.dtype) for buffer in buffers] == [(shape[1:], dtype) for shape, dtype in own]
     expected = dict(zip(meta.parts, meta.checksums, strict=False)).get(part)
     if not is_whole or checksum(meta, buffers) != expected:
         raise DamagedError(f"{meta.name}: {part} is damaged")

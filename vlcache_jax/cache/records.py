@@ -343,7 +343,10 @@ class Records:
                     new[meta.entry].append(meta)
             limit, variants = self.config.max_contexts_per_image, self._variants
             displaced = [one for entry, own in new.items() for one in _displaced(variants.get(entry, ()), own, limit)]
-            made, gone = self.tier.allocate(metas, displaced, source)
+            admitted = self._admit(metas)
+            some, gone = self.tier.allocate([metas[i] for i in admitted], displaced, source)
+            placed = dict(zip(admitted, some, strict=True))
+            made = [placed.get(i) for i in range(len(metas))]
             for leaving, why in gone.items():
                 self._forget(leaving, why)
             self._counts.refused += made.count(None)
@@ -355,6 +358,29 @@ class Records:
                 else:
                     self._lost.put(meta.entry, (Why.too_large, meta.owner))
             return made
+
+    def _admit(self, metas: Sequence[Meta]) -> list[int]:
+        """Return the indices of the new records for which there is room in the share of records with states.
+
+        The least recently used ones of these are evicted for them.
+        """
+        if not any(meta.states for meta in metas):
+            return [*range(len(metas))]
+        names = {meta.name for meta in metas}
+        there = [record for record in self.tier.records() if record.meta.states and record.meta.name not in names]
+        left = self.config.memory_for_states - sum(record.meta.nbytes for record in there)
+        leaving = [record for record in there if not record.is_pinned]
+        admitted = []
+        for i, meta in enumerate(metas):
+            size = meta.nbytes if meta.states else 0
+            if size > left + sum(record.meta.nbytes for record in leaving):
+                continue
+            while size > left:
+                left += leaving[0].meta.nbytes
+                self.remove(leaving.pop(0), Why.evicted)
+            left -= size
+            admitted.append(i)
+        return admitted
 
     def publish(self, record: Record, checksums: tuple[int, ...] | None = None) -> None:
         """Mark a record as filled. A record that is not finite is withdrawn, unless `checksums` show that it was

@@ -20,11 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 class SavedTokens(NamedTuple):
-    """Tokens of a cache entry that a prefill chunk computed: row `rows[i]` of the chunk is token `tokens[i]`."""
+    """Tokens of a cache entry that a prefill chunk computed: row `rows[i]` of the chunk is token `tokens[i]`.
+
+    If the last token is among them and the model has states, `state_slot` is the slot with those after it.
+    """
 
     record: Record
     tokens: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
+    state_slot: int | None = None
 
 
 class _PendingCopy(NamedTuple):
@@ -94,14 +98,28 @@ class Writer:
                 jax.copy_to_host_async(layers[layer + 1 : layer + 2])
                 for half, values in enumerate(jax.tree.map(np.asarray, halves)):
                     heads = values[:, :: self._copies]
-                    for record, tokens, rows in wanted:
+                    for record, tokens, rows, _ in wanted:
                         record.put(layer, half, tokens, heads[rows])
-            for record, tokens, _ in wanted:
-                record.missing -= len(tokens)
-                if not record.missing:
-                    self._store.publish(record)
+            for part in wanted:
+                self._arrived(part.record, len(part.tokens))
 
         self._enqueue(jax.tree.leaves(layers), [part.record for part in saved], fill)
+
+    def states(self, record: Record, states: jax.Array) -> None:
+        """Request to fill a cache entry with the states behind its image, float32 [L, n] (`Meta.states`)."""
+
+        def fill() -> None:
+            if not record.is_settled and record.states is not None:
+                record.states[:] = np.asarray(states)
+                self._arrived(record, 1)
+
+        self._enqueue([states], [record], fill)
+
+    def _arrived(self, record: Record, count: int) -> None:
+        """Note that `count` of what a cache entry lacks has been copied, see `Record.missing`."""
+        record.missing -= count
+        if not record.missing:
+            self._store.publish(record)
 
     def begin(self, last: int | None = None) -> None:
         """Start requested copies. The results launched before them are no longer urgent, or the caller cannot wait.

@@ -26,6 +26,7 @@ class KVShape:
       width: values per head.
       dtype: dtype of KV in the pool.
       codec: codec of stored KV. None: KV is stored in full precision.
+      states: float32 values of the states that a cache entry holds for each layer with K,V, see `Meta.states`.
     """
 
     layers: int
@@ -33,12 +34,15 @@ class KVShape:
     width: int
     dtype: np.dtype
     codec: Codec | None = None
+    states: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: Any, codec: Codec | None = None) -> Self:
         """Return the layout for a model whose KV has the given dtype and codec."""
         text = config.text
-        return cls(len(text.paged_layers), text.num_kv_heads, text.head_dim, np.dtype(dtype), codec)
+        values = [sum(text.kind_of(layer).state_values for layer in layers) for layers in text.state_layers]
+        states = 0 if codec else max(values, default=0)  # coded KV cannot be exact, and only exact KV needs states
+        return cls(len(text.paged_layers), text.num_kv_heads, text.head_dim, np.dtype(dtype), codec, states)
 
     @property
     def codec_name(self) -> str | None:

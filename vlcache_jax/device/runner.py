@@ -41,8 +41,10 @@ from vlcache_jax.device.programs.memory import (
     EmptyPool,
     EmptyStates,
     HoldDecodeSlots,
+    LoadStates,
     OpenDecodeSlot,
     Restage,
+    StoreStates,
 )
 from vlcache_jax.device.programs.table import Fitting, Programs
 from vlcache_jax.device.programs.window import ANSWER, LISTS, CompressedWindow, Window
@@ -132,11 +134,17 @@ class Pool:
         if not stated:
             yield []
             return
-        with self.taken() as arrays:
-            own = [arrays[i] for i in stated]
+        with self.taken_layers(stated) as own:
             yield own
-            for i, states in zip(stated, own, strict=True):
-                arrays[i] = states
+
+    @contextlib.contextmanager
+    def taken_layers(self, layers: Sequence[int]) -> abc.Iterator[Halves]:
+        """Yield what some layers keep, as `taken` does."""
+        with self.taken() as arrays:
+            own = [arrays[i] for i in layers]
+            yield own
+            for i, kept in zip(layers, own, strict=True):
+                arrays[i] = kept
 
     def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
         """Copy pages.
@@ -149,11 +157,9 @@ class Pool:
             some, rest = rest[:size], rest[size:]
             source, target = np.zeros(size, np.int32), np.full(size, shapes.num_slots // PAGE, np.int32)
             source[: len(some)], target[: len(some)] = zip(*some, strict=True)
-            with self.taken() as arrays:
-                paged = [i for i, states in enumerate(self._states) if states is None]
-                copied = self._programs.run(CopyPages(size), [arrays[i] for i in paged], source, target)
-                for i, halves in zip(paged, copied, strict=True):
-                    arrays[i] = halves
+            paged = [i for i, states in enumerate(self._states) if states is None]
+            with self.taken_layers(paged) as halves:
+                halves[:] = self._programs.run(CopyPages(size), halves, source, target)
 
 
 class _Taken:
@@ -356,6 +362,17 @@ class Runner:
         heads = self.shapes.kv.heads // self.devices.copies
         turned = [buffer.reshape(*buffer.shape[:3], heads, -1) for buffer in buffers]
         return jax.device_put(turned, self.devices.sharding(self.devices.by_token(buffers[0].shape[2])), may_alias=True)
+
+    def load_states(self, parts: slice, stored: jax.Array, slot: int) -> None:
+        """Load states behind an image, float32 [parts, n], from some parts of a cache entry into a slot."""
+        layers = [layer for own in self.shapes.state_parts(parts) for layer in own]
+        with self.pool.taken_layers(layers) as states:
+            states[:] = self.run(LoadStates.for_parts(self.shapes, parts), states, stored, np.int32(slot))
+
+    def stored_states(self, slot: int) -> jax.Array:
+        """Return the states of a slot as a cache entry holds them, float32 [L, n]."""
+        with self.pool.taken_states() as states:
+            return self.run(StoreStates(), states, np.int32(slot))
 
     def places(
         self, slots: abc.Sequence[np.ndarray], positions: abc.Sequence[np.ndarray], size: int

@@ -200,7 +200,7 @@ def prefill_steps(
     images, image, image_row = _image_rows(prefills, length)
     shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
     begun = 0  # number of these images whose first rows are in a chunk
-    is_end = _block_ends(prefills, buckets.max_rows) if has_states else None
+    is_end = _block_ends(prefills, buckets.max_rows, depth) if has_states else None
 
     steps = []
     computed = np.flatnonzero(depth)
@@ -272,9 +272,14 @@ def _select(
     return selection, (*active[: check + 1], *(must + n for n in keep))
 
 
-def _block_ends(prefills: abc.Sequence[Prefill], max_rows: int) -> npt.NDArray[np.bool_]:
-    """Return for each token of all prompts whether it ends a block, see `block_ends`."""
-    return np.concatenate([block_ends(one.layout, len(one.sequence.layout), max_rows) for one in prefills])
+def _block_ends(prefills: abc.Sequence[Prefill], max_rows: int, depth: npt.NDArray[np.int16]) -> npt.NDArray[np.bool_]:
+    """Return for each token of all prompts whether it ends a block, see `block_ends`.
+
+    So does the last one before a linked image. The result of the tokens before it does not depend on those after it.
+    """
+    is_end = np.concatenate([block_ends(one.layout, len(one.sequence.layout), max_rows) for one in prefills])
+    is_end[:-1] |= (depth[:-1] > 0) & (depth[1:] == 0)
+    return is_end
 
 
 def _runs(
@@ -303,7 +308,9 @@ def _saved_tokens(
                 mine = place[start : start + use.span.length]
                 tokens = np.flatnonzero(mine >= 0)
                 if len(tokens):
-                    yield SavedTokens(use.saved, tokens, mine[tokens])
+                    is_last = tokens[-1] == use.span.length - 1
+                    slot = prefill.states.stores.get(use.span.stop) if is_last else None
+                    yield SavedTokens(use.saved, tokens, mine[tokens], slot)
         first += count
 
 

@@ -132,7 +132,7 @@ class Engine:
         self._decode_slots = DecodeSlots(runner)
         self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
         self._compactor = Compactor(runner, self.scheduler, self._prefiller, self._clock)
-        self._readiness = Readiness(shapes.depth[0], shapes.link_groups[0].stop, threads)
+        self._readiness = Readiness(shapes.depth[0], shapes.link_groups[0].count, threads)
         self._counts = EngineStats(pages.count)
         self._group: PrefillGroup | None = None  # the group whose chunks are being launched
         self._in_flight = InFlightResults()

@@ -322,7 +322,14 @@ class PageTree[Maker]:
     # Snapshots.
 
     def add_snapshot(
-        self, chain: Chain, place: int, maker: Maker | None = None, *, slot: int | None = None, is_decoded: bool = False
+        self,
+        chain: Chain,
+        place: int,
+        maker: Maker | None = None,
+        *,
+        slot: int | None = None,
+        is_decoded: bool = False,
+        is_needed: bool = False,
     ) -> Snapshot[Maker] | None:
         """Return a new snapshot after the first `place` tokens of a chain, see `StateSlots.add`.
 
@@ -336,7 +343,9 @@ class PageTree[Maker]:
             if place <= known.start + known.common:
                 if before == place:
                     return None
-                made = self._states.add(place, place - before, maker, slot=slot, is_decoded=is_decoded)
+                made = self._states.add(
+                    place, place - before, maker, slot=slot, is_decoded=is_decoded, is_needed=is_needed
+                )
                 if made is not None:
                     there = [(piece, held) for piece, held in known.parent.snapshots if not held.is_lost]
                     piece = chain.piece(known.start, place)

@@ -42,7 +42,9 @@ class BlockTable:
       pages: these pages as `Pages` objects.
       original: page to copy, until the prefill was launched.
       resumed: snapshot from which the prompt continues, until the prefill was launched.
-      snapshots: snapshots that its prefill takes.
+      snapshots: snapshots that its prefill takes or loads.
+      stated: by the ends of images that are linked or stored, the slots for the states behind them. Some may be
+        missing, because no slot was free.
       era: value of `Pages` when it was taken.
     """
 
@@ -61,6 +63,7 @@ class BlockTable:
     original: Page[BlockTable] | None = None
     resumed: Snapshot[BlockTable] | None = None
     snapshots: list[Snapshot[BlockTable]] = field(default_factory=list)
+    stated: dict[int, int] = field(default_factory=dict)
     era: tuple[int, int] = (0, 0)
 
     @property
@@ -182,9 +185,7 @@ class Pages:
             if chain is not None:
                 self._enter(block_table, chain, keep, block_table)
             if chain is not None and places is not None:
-                wanted = (place for place in places.chosen(cached, block_table.matched) if place <= keep)
-                made = [self._tree.add_snapshot(chain, place, block_table) for place in wanted]
-                block_table.snapshots = [one for one in made if one is not None]
+                self._take_snapshots(block_table, chain, keep, places)
             return block_table
 
     def fork(self, origin: BlockTable, prompt: int, length: int, *, spare: int = 0) -> BlockTable | None:
@@ -307,7 +308,7 @@ class Pages:
     def stats(self) -> PageStats:
         """Return the current use and the counters."""
         with self._lock:
-            states = self.states or StateSlots[BlockTable](0, 0)
+            states = StateSlots[BlockTable](0, 0) if self.states is None else self.states
             return PageStats(
                 self.count, self.count - self._available, len(self._residents), **self._counts,
                 max_snapshots=states.max_snapshots, snapshots=len(states), snapshot_evictions=states.evictions,
@@ -329,6 +330,23 @@ class Pages:
         block_table.resumed = snapshot
         if snapshot.maker is not None and snapshot.maker not in block_table.sources:
             block_table.sources.append(snapshot.maker)
+
+    def _take_snapshots(self, block_table: BlockTable, chain: Chain, keep: int, places: Places) -> None:
+        """Give a block table the snapshots that its prefill takes or loads, those that it needs first."""
+        assert self.states is not None
+        cached = block_table.cached
+        loaded, read = places.loaded(cached), places.read(cached)
+        wanted = dict.fromkeys([*loaded, *read, *places.chosen(cached, block_table.matched)])
+        for place in (place for place in wanted if place <= keep):
+            made = self._tree.add_snapshot(chain, place, block_table, is_needed=place in loaded)
+            if made is None and place in loaded:
+                made = self.states.add(place, place, block_table, is_needed=True)
+                if made is not None:
+                    self.states.drop(made)  # there is one in the tree, and this one is for the prefill alone
+            if made is not None:
+                block_table.snapshots.append(made)
+                if place in loaded or place in read:
+                    block_table.stated[place] = made.slot
 
     def _enter(self, block_table: BlockTable, chain: Chain, count: int, maker: BlockTable | None) -> None:
         """Enter pages into the tree, see `PageTree.keep`."""

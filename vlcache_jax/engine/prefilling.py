@@ -42,6 +42,7 @@ from vlcache_jax.device.programs.memory import (
     EmptyStates,
     HoldDecodeSlots,
     Link,
+    LoadStates,
     OpenDecodeSlot,
 )
 from vlcache_jax.device.runner import Clock, Runner
@@ -297,7 +298,9 @@ def _other_programs(runner: Runner, prefills: abc.Sequence[Prefill]) -> abc.Iter
     linked = collections.Counter(record.meta.padded for record, users in linked_images(prefills) for _ in users)
     for size, number in linked.items():
         for count in shapes.split_links(size, number):
-            yield from (Link(size, count, part.stop - part.start) for part in shapes.link_groups)
+            yield from (Link(size, count, group.count) for group in shapes.link_groups)
+    if linked:
+        yield from LoadStates.of(shapes)
 
 
 PATCHES_PER_CALL = 16384  # more patches in one encoder call save no time and take memory
@@ -475,6 +478,9 @@ class Prefiller:
         group.took.append(("prefill", self._clock.mark([forward_pass.x])))
         if step.saved:
             self.writer.kv(step.saved, self.copies.save(step, forward_pass.new_kv))
+            for saved in step.saved:
+                if saved.state_slot is not None:
+                    self.writer.states(saved.record, self.runner.stored_states(saved.state_slot))
         self.writer.throttle(2 * self.runner.transfer_bytes)
         later = {placement.image for other in group.steps for placement in other.placements}
         group.where = {image: place for image, place in group.where.items() if image in later}

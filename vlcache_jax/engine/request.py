@@ -115,6 +115,11 @@ class CacheReservation:
         self._lock = threading.Lock()
         self._users = 1
 
+    def cancel(self, record: Record) -> None:
+        """Cancel an entry to be filled, unless a sequence has begun to fill it."""
+        if record.state is State.reserved:
+            self._store.cancel(record)
+
     def enter(self) -> None:
         """Add a user of the reservation."""
         with self._lock:

@@ -56,12 +56,23 @@ class PromptStates(NamedTuple):
       first: index of its first token.
       source: slot of the states before that token; 0 if there are no tokens before it.
       copies: slots that receive a copy of the states, by the number of the prompt's tokens before it.
+      loads: slots that the states behind linked images are loaded into, by the number of tokens up to their end.
+      stores: slots with the states behind images that are saved, by the same number. They are among the copies.
     """
 
     slot: int
     first: int = 0
     source: int = 0
     copies: Mapping[int, Sequence[int]] = MappingProxyType({})
+    loads: Mapping[int, int] = MappingProxyType({})
+    stores: Mapping[int, int] = MappingProxyType({})
+
+    def before(self, place: int) -> int | None:
+        """Return the slot of the states from which a block after the first `place` tokens continues.
+
+        None: the block follows another one of the same prompt.
+        """
+        return self.source if place == self.first else self.loads.get(place)
 
 
 NO_STATES = PromptStates(0)
@@ -85,10 +96,10 @@ def make_runs(
     blocks = []  # start, length, source, target
     for begin, end in zip(starts.tolist(), ends.tolist(), strict=True):
         first, last = int(index[begin]), int(index[end])
-        slot, prompt_first, source, copies = states[int(owner[begin])]
-        if first == prompt_first:
-            blocks += [(begin, 0, source, target) for target in copies.get(first, ())]
-        blocks.append((begin, end + 1 - begin, source if first == prompt_first else slot, slot))
-        blocks += [(end + 1, 0, slot, target) for target in copies.get(last + 1, ())]
+        own = states[int(owner[begin])]
+        if (source := own.before(first)) is not None:
+            blocks += [(begin, 0, source, target) for target in own.copies.get(first, ())]
+        blocks.append((begin, end + 1 - begin, own.slot if source is None else source, own.slot))
+        blocks += [(end + 1, 0, own.slot, target) for target in own.copies.get(last + 1, ())]
     start, length, source, target = np.array(blocks, np.int32).T
     return Runs(order.astype(np.int32), start, length, source, target, len(blocks))

@@ -20,6 +20,7 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
+from vlcache_jax.cache.record import Why
 from vlcache_jax.compress.policies import make_observed
 from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.compressed_pages import CompressedPages
@@ -216,6 +217,8 @@ class Scheduler:
                 )
             if block_table is None:
                 break
+            if self.pages.states is not None and not block_table.is_fork:
+                self._drop_stateless(sequence, block_table)
             if sequence.report.ran is None:
                 self.pages.count_hit(block_table)
             firsts.setdefault(id(sequence.layout), block_table)
@@ -228,6 +231,30 @@ class Scheduler:
             self.prefilling.append(sequence)
             admitted.append(sequence)
         return admitted
+
+    def _drop_stateless(self, sequence: Sequence, block_table: BlockTable) -> None:
+        """Let a sequence neither link nor store images without a slot for the states behind them.
+
+        It also does not link images of which tokens are computed, because there are no states within them; and it does
+        not store images that pages hold. Their cache entries are cancelled, because other sequences wait for them.
+        """
+        progress, planned = sequence.progress, sequence.planned
+        plan, images = progress.plan, [*progress.images]
+        is_first = all(other.planned.request is not planned.request for other in self.running)
+        for i, use in enumerate(images):
+            has_slot = use.span.stop in block_table.stated
+            if use.linked is not None and use.span.stop > block_table.cached:
+                if not has_slot or plan.depth[use.span.tokens].any():
+                    images[i] = dataclasses.replace(use, linked=None, why=Why.no_state)
+                    plan = plan.computing(use.span.tokens, self._num_layers)
+            elif use.saved is not None and not use.saved.is_settled and not has_slot:
+                images[i] = dataclasses.replace(use, saved=None)
+                if is_first and planned.reservation is not None:
+                    planned.reservation.cancel(use.saved)
+        if any(one is not other for one, other in zip(images, progress.images, strict=True)):
+            self._fillers.remove(sequence)
+            self.replan(sequence, plan, images)
+            self._fillers.add(sequence)
 
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
@@ -248,7 +275,7 @@ class Scheduler:
                 chain = chain.extended(sequence.generated)
                 exact, max_cached = len(chain), len(chain) - 1
         return self.pages.take(
-            length, chain, max_cached=max_cached, keep=exact, usable=_usable(sequence), spare=spare,
+            length, chain, max_cached=max_cached, keep=exact, usable=_usable(sequence, keeps_states), spare=spare,
             places=places(sequence, self._max_rows) if keeps_states else None,
         )  # fmt: skip
 
@@ -454,27 +481,35 @@ def places(sequence: Sequence, max_rows: int) -> Places:
     if (compressor := sequence.planned.options.compress) is not None and compressor.alpha < 1:
         with contextlib.suppress(ValueError):  # which ends the request when it is to be compressed
             observed = prompt - make_observed(compressor, sequence.layout)
-    return Places(layout, prompt, block_ends(layout, prompt, max_rows), observed)
+    uses = sequence.progress.images
+    linked = [use.span for use in uses if use.linked is not None]
+    stored = [use.span for use in uses if use.saved is not None and not use.saved.is_settled]
+    return Places(layout, prompt, block_ends(layout, prompt, max_rows), observed, linked, stored)
 
 
 def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptStates:
     """Return what the prefill of an admitted sequence reads and writes of the states.
 
-    Its copies are its snapshots, and the states of sequences in `prefilling` that begin with the same prompt.
+    Its copies are its snapshots, except those that are loaded, and the states of sequences in `prefilling` that begin
+    with the same prompt.
     """
     slot, block_table = sequence.progress.state_slot, sequence.progress.block_table
     assert block_table is not None
     if block_table.is_fork:
         return PromptStates(slot, block_table.cached, slot)
+    ends = {use.span.stop: use for use in sequence.progress.images if use.span.stop in block_table.stated}
+    loads = {end: block_table.stated[end] for end, use in ends.items() if use.linked is not None}
+    stores = {end: block_table.stated[end] for end, use in ends.items() if use.saved is not None}
     copies = defaultdict(list)
     for snapshot in block_table.snapshots:
-        copies[snapshot.place].append(snapshot.slot)
+        if snapshot.place not in loads:
+            copies[snapshot.place].append(snapshot.slot)
     for other in prefilling:
         table = other.progress.block_table
         if table is not None and table.is_fork and block_table in table.sources:
             copies[table.cached].append(other.progress.state_slot)
     source = 0 if block_table.resumed is None else block_table.resumed.slot
-    return PromptStates(slot, block_table.cached, source, copies)
+    return PromptStates(slot, block_table.cached, source, copies, loads, stores)
 
 
 def is_after(sequence: Sequence, count: int) -> bool:
@@ -509,13 +544,15 @@ def is_needed(sequence: Sequence, running: Iterable[Sequence]) -> bool:
     return is_shared or any(use.saved is not None and use.saved.is_awaited for use in sequence.progress.images)
 
 
-def _usable(sequence: Sequence) -> int:
+def _usable(sequence: Sequence, keeps_states: bool) -> int:
     """Return how many leading tokens of a prompt may come from pages, as far as its images allow it.
 
     An approximate hit is linked whatever the pages hold, so that the state of the pool never changes an output. An
-    image whose KV is to be saved is computed completely, because pages hold no keys before rotation.
+    image whose KV is to be saved is computed completely, because pages hold no keys before rotation. With states it is
+    not: saving it costs more, and the next prompt is likely to continue from a snapshot.
     """
-    saved = {u.span.start for u in sequence.progress.images if u.saved is not None and not u.saved.is_ready}
+    uses = () if keeps_states else sequence.progress.images
+    saved = {use.span.start for use in uses if use.saved is not None and not use.saved.is_ready}
     for span in sequence.layout.images:
         if span.state == "approximate" or span.start in saved:
             return span.start

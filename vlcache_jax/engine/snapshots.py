@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import heapq
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.inputs.layout import Layout
+from vlcache_jax.inputs.layout import ImageSpan, Layout
 
 IMAGE_SPACING = 512  # least number of tokens between two snapshots of which the second is at the end of an image
 TEXT_SPACING = 2048  # the same for text
@@ -90,7 +91,14 @@ class StateSlots[Maker]:
             heapq.heappush(self._free, slot)
 
     def add(
-        self, place: int, saved: int, maker: Maker | None = None, *, slot: int | None = None, is_decoded: bool = False
+        self,
+        place: int,
+        saved: int,
+        maker: Maker | None = None,
+        *,
+        slot: int | None = None,
+        is_decoded: bool = False,
+        is_needed: bool = False,
     ) -> Snapshot[Maker] | None:
         """Return a new snapshot, which replaces the one that is worth least; None if it is worth least itself.
 
@@ -98,6 +106,7 @@ class StateSlots[Maker]:
           place, saved, maker, is_decoded: see `Snapshot`. A maker is its first user, since its prefill writes it.
           slot: slot of a sequence that has ended, with these states; the caller keeps it if the result is None.
             None: a new slot.
+          is_needed: whether it replaces another one even if it is worth less.
         """
         with self._lock:
             worth = self._age + saved
@@ -110,7 +119,7 @@ class StateSlots[Maker]:
                 if least is None:
                     return None
                 self._age = min(worth, least.worth)
-                if least.worth > worth:
+                if least.worth > worth and not is_needed:
                     return None
                 self.drop(least)
             made = Snapshot[Maker](
@@ -157,12 +166,24 @@ class Places:
       is_end: for each token, whether it ends a block, see `vlcache_jax.engine.runs`.
       observed: index of the first token that is computed again, from the last snapshot before it, to compress the
         prompt; 0 if there is none.
+      linked: images that may be linked, so that there are no states within them.
+      stored: images whose cache entries are filled with the states behind them.
     """
 
     layout: Layout
     prompt: int
     is_end: npt.NDArray[np.bool_]
     observed: int = 0
+    linked: Sequence[ImageSpan] = ()
+    stored: Sequence[ImageSpan] = ()
+
+    def loaded(self, cached: int) -> list[int]:
+        """Return where a prefill that begins with token `cached` loads states: the ends of linked images."""
+        return [span.stop for span in self.linked if span.stop > cached]
+
+    def read(self, cached: int) -> list[int]:
+        """Return where such a prefill takes snapshots for cache entries: the ends of stored images."""
+        return [span.stop for span in self.stored if span.start >= cached]
 
     def allows(self, place: int, is_decoded: bool) -> bool:
         """Return whether a prefill may continue from a snapshot at a place, see `Snapshot`.
@@ -196,4 +217,6 @@ class Places:
             ends = np.flatnonzero(self.is_end[: min(count, self.prompt)])
             found |= {int(end) + 1 for end in ends[-1:]}
         found |= {self.prompt - 1, *self.layout.turns[-1:]}
+        for span in self.linked:
+            found -= {place for place in found if span.start < place < span.stop}
         return sorted(place for place in found if cached < place < self.prompt)

@@ -18,7 +18,7 @@ import numpy as np
 from vlcache_jax.cache.device import DeviceTier, Index
 from vlcache_jax.cache.record import Record, State, TierError
 from vlcache_jax.device.buckets import round_up
-from vlcache_jax.device.programs.base import Stored
+from vlcache_jax.device.programs.base import LinkGroup, Stored
 from vlcache_jax.device.programs.memory import Code, EmptyTier, KeepLayer, KeepRows, Link, Recall
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Prefill, Step, linked_images
@@ -52,12 +52,12 @@ class DeviceCopies:
             jax.block_until_ready(self._now())
 
     def link(
-        self, layers: slice, images: abc.Sequence[list[jax.Array]], places: Array, where: jax.Array | None
+        self, group: LinkGroup, images: abc.Sequence[list[jax.Array]], places: Array, where: jax.Array | None
     ) -> jax.Array:
         """Write cached KV of images into some layers of the pool, and into the device tier if there is one.
 
         Args:
-          layers: the layers.
+          group: the layers.
           images: buffers of each image in these layers, see `Runner.put`; empty if the images are in the device tier.
           places: places of each image's tokens, see `Runner.places`. For images in the device tier, those of all
             together, [1, 4, n], n a bucket of `recall_buckets`.
@@ -68,20 +68,20 @@ class DeviceCopies:
         Returns:
           An array that is ready after the link.
         """
-        run, constants, size = self.runner.run, self.runner.constants[layers], places.shape[2]
-        with self.runner.pool.taken() as pool:
+        run, constants, size = self.runner.run, self.runner.constants[group.parts], places.shape[2]
+        with self.runner.pool.taken_layers(group.paged) as pool:
             if not images:
                 kept, _ = self._now()
                 program = Recall(size, len(constants))
-                pool[layers], done = run(program, pool[layers], kept[layers], where, places, constants)
+                pool[:], done = run(program, pool, kept[group.parts], where, places, constants)
             elif where is None:
                 link = Link(size, len(images), len(constants))
-                pool[layers], _, done = run(link, pool[layers], None, [*images], places, None, constants)
+                pool[:], _, done = run(link, pool, None, [*images], places, None, constants)
             else:
                 link = Link(size, len(images), len(constants))
                 kept, rows = self._take()
-                pool[layers], kept[layers], done = run(
-                    link, pool[layers], kept[layers], [*images], places, where, constants
+                pool[:], kept[group.parts], done = run(
+                    link, pool, kept[group.parts], [*images], places, where, constants
                 )
                 self._arrays = kept, rows
         return done
@@ -119,7 +119,7 @@ class DeviceCopies:
         nowhere = self.runner.shapes.kept_tokens + np.arange(max_rows, dtype=np.int32)
         place, row_place = nowhere.copy(), nowhere.copy()
         placements = {placement.image.key: placement for placement in step.placements}
-        for record, tokens, rows in step.saved:
+        for record, tokens, rows, _ in step.saved:
             if (own := self.tier.begin(record)) is None:
                 continue
             place[rows] = own[tokens]
@@ -160,32 +160,33 @@ class Transfers:
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, "vlcache-transfers")
 
-    def start(self, records: abc.Sequence[Record], layers: slice) -> Images | Future[Images]:
-        """Return some layers of cache entries on the device, or a future of them.
+    def start(self, records: abc.Sequence[Record], parts: slice) -> Images | Future[Images]:
+        """Return some parts of cache entries on the device, or a future of them.
 
         The future raises a TierError if an entry does not arrive.
         """
         if not records:
             return []
         if self._runner.reads_in_place:
-            coming = [one for one in records if one.state is not State.ready and not one.has_arrived(layers.stop)]
+            coming = [one for one in records if one.state is not State.ready and not one.has_arrived(parts.stop)]
             if not coming:
-                return [one.lent.get(layers.start) or self._lent(one, layers) for one in records]
+                return [one.lent.get(parts.start) or self._lent(one, parts) for one in records]
 
         def put() -> Images:
             for record in records:
-                if not record.wait_for(layers.stop):
+                if not record.wait_for(parts.stop):
                     raise TierError(f"cache entry {record.meta.name} could not be loaded")
-            here = {id(record): self._put(record, layers) for record in records}
+            here = {id(record): self._put(record, parts) for record in records}
             return [here[id(record)] for record in records]  # a prompt may show an image twice
 
         return self._thread.submit(put)
 
-    def _put(self, record: Record, layers: slice) -> list[jax.Array]:
-        return self._runner.put([buffer[layers] for buffer in record.buffers])
+    def _put(self, record: Record, parts: slice) -> list[jax.Array]:
+        kv = self._runner.put([buffer[parts] for buffer in record.kv])
+        return kv if record.states is None else [*kv, self._runner.devices.put(record.states[parts])]
 
-    def _lent(self, record: Record, layers: slice) -> list[jax.Array]:
-        record.lent[layers.start] = lent = self._put(record, layers)
+    def _lent(self, record: Record, parts: slice) -> list[jax.Array]:
+        record.lent[parts.start] = lent = self._put(record, parts)
         return lent
 
     def close(self) -> None:
@@ -204,12 +205,14 @@ class _Batch:
       where: for images in the device tier, the places to read; for others, the places to write. None if there is no
         device tier.
       promoted: cache entries that are copied to the device tier.
+      slots: for each image, the slot that the states behind it are loaded into; empty if the model has none.
     """
 
     records: tuple[Record, ...]
     places: abc.Callable[[], jax.Array | np.ndarray]
     where: jax.Array | None
     promoted: tuple[Record, ...] = ()
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,12 +220,12 @@ class _Piece:
     """Part of a batch: its images in some layers."""
 
     batch: _Batch
-    layers: slice
+    group: LinkGroup
 
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes to transfer for this piece."""
-        return sum([buffer[self.layers].nbytes for record in self.batch.records for buffer in record.buffers])
+        return sum([buffer[self.group.parts].nbytes for record in self.batch.records for buffer in record.buffers])
 
 
 class Upload:
@@ -239,7 +242,7 @@ class Upload:
         self._reads_in_place = copies.runner.reads_in_place
         batches = list(_batches(copies, linked_images(prefills)))
         groups = self._runner.shapes.link_groups
-        self._waiting = deque(_Piece(batch, layers) for layers in groups for batch in batches)
+        self._waiting = deque(_Piece(batch, group) for group in groups for batch in batches)
         self._started: deque[tuple[_Piece, Images | Future[Images]]] = deque()
         self._linked: deque[tuple[int, jax.Array]] = deque()  # bytes in use until the array is ready
 
@@ -258,8 +261,11 @@ class Upload:
             piece, coming = self._started.popleft()
             images, batch = coming if isinstance(coming, list) else coming.result(), piece.batch
             read += jax.tree.leaves(images)
-            done.append(self._copies.link(piece.layers, images, batch.places(), batch.where))
-            if piece.layers.stop == self._runner.config.text.num_layers:
+            kv = [image[:-1] for image in images] if batch.slots else images
+            done.append(self._copies.link(piece.group, kv, batch.places(), batch.where))
+            for image, slot in zip(images, batch.slots, strict=False):
+                self._runner.load_states(piece.group.parts, image[-1], slot)
+            if piece.group.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._copies.tier.fill(record, record.meta.tokens, 0)
             self._linked.append((0 if self._reads_in_place else piece.nbytes, done[-1]))
@@ -269,7 +275,7 @@ class Upload:
     def layers(self) -> int:
         """First layer with links that are not launched; the number of layers if all are launched."""
         pending = [piece for piece, _ in self._started] or self._waiting
-        return pending[0].layers.start if pending else self._runner.config.text.num_layers
+        return pending[0].group.layers.start if pending else self._runner.config.text.num_layers
 
     def wait(self) -> None:
         """Wait at most `PATIENCE` seconds for what the next link lacks: other requests may arrive or end meanwhile."""
@@ -300,7 +306,7 @@ class Upload:
     def _begin(self) -> _Piece:
         """Start the transfer of the next piece."""
         piece = self._waiting.popleft()
-        self._started.append((piece, self._transfers.start(piece.batch.records, piece.layers)))
+        self._started.append((piece, self._transfers.start(piece.batch.records, piece.group.parts)))
         return piece
 
 
@@ -335,7 +341,8 @@ def _batches(
             places = functools.partial(_places, runner, [(prefill, span) for _, prefill, span in some], size)
             records = tuple([record for record, _, _ in some])
             if not tier.num_pages:
-                yield _Batch(records, functools.cache(places), None)
+                slots = (prefill.states.loads.get(span.stop, 0) for _, prefill, span in some)
+                yield _Batch(records, functools.cache(places), None, slots=tuple(slot for slot in slots if slot))
                 continue
             new = [record for record in dict.fromkeys(records) if record not in promoted]
             promoted.update(new)

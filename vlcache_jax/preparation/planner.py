@@ -260,7 +260,7 @@ class MetaBuilder:
         data = self._kv.record(room)
         return Meta(
             entry, owner, context, canonical, grid, self._tokens(grid), str(data.dtype), data.shape,
-            self._kv.code_bytes, model=self._fingerprint(), codec=self._kv.stored_as,
+            self._kv.code_bytes, self._kv.states, model=self._fingerprint(), codec=self._kv.stored_as,
         )  # fmt: skip
 
     def of(self, found: Meta, grid: Grid) -> Meta:
@@ -290,6 +290,7 @@ class Planner:
       forms: builder of entry metadata.
       token_buckets: bucket sizes that entries are padded to.
       rates: rates for `CacheConfig.load` = "auto"; None: costs are not compared.
+      links_kv: link KV of images, and store it. False: only their encoder output is stored.
       keeps_pages: use the prefix cache for prompts.
       turn_token: ID of the token that begins a message; None: it is unknown.
     """
@@ -303,13 +304,13 @@ class Planner:
         forms: MetaBuilder,
         token_buckets: tuple[int, ...],
         rates: Rates | None = None,
+        links_kv: bool = True,
         keeps_pages: bool = True,
         turn_token: int | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
-        self._links_kv = not config.text.has_states  # K,V of an image continue a prompt only if each layer has K,V
-        self._keeps_pages = keeps_pages
-        self._turn_token = None if self._links_kv else turn_token
+        self._links_kv, self._keeps_pages = links_kv, keeps_pages
+        self._turn_token = turn_token if config.text.has_states else None
         self._config = config
         self._forms, self._token_buckets = forms, token_buckets
 

@@ -91,6 +91,7 @@ def read_header(header: bytes) -> Meta:
             dtype=about["dtype"],
             shape=shape,
             buffers=buffers,
+            states=int(about.get("states", "0")),
             model=about["model"],
             codec=about["codec"],
             checksums=checksums,
@@ -124,13 +125,21 @@ def _header(meta: Meta, digest: str) -> bytes:
     }
     if meta.context is not None:
         about["context"] = meta.context
+    if meta.states:
+        about["states"] = str(meta.states)
     tensors: dict[str, Any] = {"__metadata__": about}
     for i, (part, _) in enumerate(zip(meta.parts, meta.checksums, strict=True)):
         tensors[".".join(map(str, part))] = {
             "dtype": _DTYPES[meta.dtype],
             "shape": meta.shape[1:],
-            "data_offsets": (i * size, (i + 1) * size),
+            "data_offsets": (i * size, (i + 1) * size - meta.state_bytes),
         }
+        if meta.states:
+            tensors[f"states.{i}"] = {
+                "dtype": "F32",
+                "shape": (meta.states,),
+                "data_offsets": ((i + 1) * size - meta.state_bytes, (i + 1) * size),
+            }
     text = json.dumps(tensors, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH.size + len(text)) % 64)
     return LENGTH.pack(len(text)) + text

@@ -98,6 +98,26 @@ PAGE_BUCKETS = (16, 64, 256)  # buckets for pages of compressed prompts, besides
 MOVED_PAGES = (16, 64)  # numbers of compressed pages that one program moves to or from the host
 
 
+@dataclass(frozen=True)
+class LinkGroup:
+    """Layers that are linked together.
+
+    Attributes:
+      layers: the layers.
+      paged: those of them that keep KV.
+      parts: parts of a cache entry with their KV, and with the states of the others.
+    """
+
+    layers: slice
+    paged: tuple[int, ...]
+    parts: slice
+
+    @property
+    def count(self) -> int:
+        """Number of layers that keep KV."""
+        return len(self.paged)
+
+
 class Shapes:
     """The sizes of an engine, and the abstract arrays that follow from them.
 
@@ -179,8 +199,7 @@ class Shapes:
         pages = {min(-(-size // kernels.PAGE), max_pages) for size in buckets.rows}
         self.windows = tuple(sorted({*pages, max_pages}))
         self.page_buckets = (*(bucket for bucket in PAGE_BUCKETS if bucket < max_pages), max_pages)
-        group = -(-layers // LINK_GROUPS)
-        self.link_groups = tuple(slice(first, min(first + group, layers)) for first in range(0, layers, group))
+        self.link_groups = _link_groups(text.paged_layers, layers)
         self.recall_buckets = tuple(sorted({*self.token_buckets, *(count * largest for count in self.linked(largest))}))
         self.work_config = functools.cache(self._work_config)  # called for every decoded token
         # Arrays.
@@ -245,6 +264,15 @@ class Shapes:
         """Abstract states of the layers that have some."""
         text = self.config.text
         return [self.memory(i) for i in range(text.num_layers) if not text.kind_of(i).keeps_kv]
+
+    def state_parts(self, parts: slice) -> tuple[tuple[int, ...], ...]:
+        """Return, for some parts of a cache entry, the layers whose states each holds."""
+        return self.config.text.state_layers[parts]
+
+    @property
+    def links_kv(self) -> bool:
+        """Whether KV of images can be linked: in models with states together with these, in slots of snapshots."""
+        return not self.num_states or (self.kv.codec is None and bool(self.num_snapshots))
 
     @property
     def depth(self) -> tuple[int, bool]:
@@ -321,6 +349,17 @@ class Shapes:
         return cover(tokens, self.recall_buckets)
 
 
+def _link_groups(paged: tuple[int, ...], layers: int) -> tuple[LinkGroup, ...]:
+    """Return the groups of `layers` layers, of which `paged` keep KV. Each group ends with one of these."""
+    size, groups, first = -(-len(paged) // LINK_GROUPS), [], 0
+    for begin in range(0, len(paged), size):
+        own = paged[begin : begin + size]
+        stop = layers if begin + size >= len(paged) else own[-1] + 1
+        groups.append(LinkGroup(slice(first, stop), own, slice(begin, begin + len(own))))
+        first = stop
+    return tuple(groups)
+
+
 def abstract(tree: Any) -> Any:
     """Return a tree of abstract arrays like those of a tree."""
     return jax.tree.map(_abstract, tree)
@@ -381,8 +420,7 @@ class Demand:
             for layer, kept in enumerate(selecting.keep(layout, layers), selecting.check_layer + 1):
                 rows[layer] += kept
         shrinking = {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
-        # KV alone does not continue a prompt in models with states, so their engines link none.
-        return cls(shapes.buckets, policy.links and not text.has_states, shrinking, selecting, plan.shift)
+        return cls(shapes.buckets, policy.links and shapes.links_kv, shrinking, selecting, plan.shift)
 
 
 @dataclass(frozen=True)
