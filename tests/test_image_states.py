@@ -10,9 +10,18 @@ import pytest
 from tests.helper import SIZES, user
 from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
 from vlcache_jax.cache.record import Why
+from vlcache_jax.device import kv_shape
+from vlcache_jax.study.calibration import _measure
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 BUCKETS = BucketSizes(rows=(64, 256), patches=(256,), sequences=(4,), window=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_images_are_stored():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(kv_shape, "STATED_TOKENS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +156,9 @@ def test_damaged_states_are_not_loaded(directory, cold, pair, tmp_path):
 @pytest.mark.slow
 def test_states_that_are_not_finite_are_not_stored(llm, pair, monkeypatch):
     """The entry of the image is withdrawn; the output does not depend on it."""
-    runner = llm.service.device.runner
-    stored = runner.stored_states
-    monkeypatch.setattr(runner, "stored_states", lambda slot: stored(slot).at[0, 3].set(np.nan))
+    pool = llm.service.device.runner.pool
+    stored = pool.stored_states
+    monkeypatch.setattr(pool, "stored_states", lambda slot: stored(slot).at[0, 3].set(np.nan))
     ask(llm, pair[0])
     llm.cache.flush()
     assert not [one for one in llm.service.cache.store.tier.records() if one.meta.context is not None]
@@ -289,6 +298,17 @@ def test_compressed_prompts_link_images(directory, pair):
         assert found(output) == [LINKED] * 2
         assert not output.cache.exact
     assert values([output]) == values([expected])
+
+
+@pytest.mark.slow
+def test_rates_are_measured_with_states(directory):
+    """Each hit loads KV and states from host memory, without its prompt's pages."""
+    grids = (2, 3), (4, 5)
+    with open_llm(directory, state_snapshots=2, mm_processor_kwargs={"min_pixels": 1024}) as llm:
+        seconds, image = _measure(llm, grids, 1)
+        kv = llm.service.device.runner.shapes.kv
+        assert image.kv_bytes == kv.stored_bytes * 64 + kv.state_bytes  # padded to 64 tokens
+    assert [*seconds["hit"]] == [6, 20]
 
 
 @pytest.mark.slow

@@ -22,6 +22,10 @@ from vlcache_jax.preparation.planner import Planner
 
 # Lines of other versions stay: a version that was in use once must never stand for something else.
 GOLDEN = {3: "19e68e343ead6518a853e89992eb382ba3ff0181383f8c89107e1eca1a9adc2d"}
+STATED = "5c87ef4f6ce95da4d0649e120ac8f96f1335319978075eb032c06059cde31cbc"  # a file with states
+WHOLE = Meta(
+    "a" * 64, "b" * 64, "c" * 64, False, (1, 4, 6), 6, "bfloat16", (2, 2, 8, 2, 4), model="d" * 64, codec="bfloat16"
+)
 LIBRARIES = {"libraries-1": "a2b1b600316c983ea28d33610e1933080ae88070ac0c54870f64b516d8e024c1"}
 
 
@@ -68,11 +72,9 @@ def all_keys():
 
 def all_records():
     """Encoder rows, K, V, and coded ones."""
-    whole = Meta(
-        "a" * 64, "b" * 64, "c" * 64, False, (1, 4, 6), 6, "bfloat16", (2, 2, 8, 2, 4), (), "d" * 64, "bfloat16"
-    )
+    whole = WHOLE
     headers = {"buffers": "planes"}  # attributes that the header has under another name
-    yield [headers.get(field.name, field.name) for field in dataclasses.fields(Meta)]
+    yield [headers.get(field.name, field.name) for field in dataclasses.fields(Meta) if field.name != "states"]
     yield file_of(whole)
     yield file_of(dataclasses.replace(whole, dtype="uint8", shape=(2, 2, 8 * 12), buffers=(8, 4), codec="float32 int8"))
     rows = dataclasses.replace(whole, context=None, canonical=True, shape=(3, 8, 16))
@@ -87,6 +89,12 @@ def test_keys_and_records_belong_to_the_version():
     assert len(set(GOLDEN.values())) == len(GOLDEN)
 
 
+def test_states_came_later():
+    """Files without them are as they were, so the version stayed."""
+    assert digest(file_of(dataclasses.replace(WHOLE, states=5))) == STATED
+    assert b"states" not in file_of(WHOLE)
+
+
 def test_places_bear_the_version():
     assert {disk.FOLDER, object_store.FOLDER} == {f"vlcache-{FORMAT_VERSION}"}
     assert redis_store._key("space", "a").startswith(b"vlcache-%d:" % FORMAT_VERSION)
@@ -99,5 +107,5 @@ def test_libraries_belong_to_their_version():
 
 @pytest.mark.parametrize("change", [{"tokens": 5}, {"canonical": True}, {"owner": "e" * 64}, {"model": ""}])
 def test_a_digest_tells_records_apart(change):
-    meta = Meta("a" * 64, "b" * 64, "c" * 64, False, (1, 4, 6), 6, "float32", (2, 2, 6, 2, 4), (), "d" * 64, "float32")
+    meta = dataclasses.replace(WHOLE, dtype="float32", shape=(2, 2, 6, 2, 4), codec="float32")
     assert digest(file_of(meta)) != digest(file_of(dataclasses.replace(meta, **change)))

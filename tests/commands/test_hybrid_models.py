@@ -15,7 +15,6 @@ LINKS = "reuse must be 'exact' or 'off' for qwen3_5, got 'full'"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("calibrate {model}", f"model of `vlcache calibrate` {KEEPS_KV}"),
         ("schedule times {model} --out {out}", f"model of `vlcache schedule` {KEEPS_KV}"),
         ("schedule profile {model} --samples 1 --out {out}", f"model of `vlcache schedule` {KEEPS_KV}"),
         ("bench throughput {model} --reuse off --reuse full", LINKS),

@@ -22,8 +22,8 @@ from vlcache_jax import LLM
 from vlcache_jax.common import checks
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.programs import base, compile_cache, layers
-from vlcache_jax.device.programs.base import Shapes
 from vlcache_jax.device.programs.layers import Layer
+from vlcache_jax.device.runner import Runner
 from vlcache_jax.pallas_kernels import CODECS
 
 SCRIPT = pathlib.Path(__file__).with_name("opened_engine.py")
@@ -255,7 +255,7 @@ SIZES_OF_AN_ENGINE = {
     ],
     **{
         name: [lambda one: (one or 0) + 128]
-        for name in ("num_slots", "max_pages", "kept_tokens", "compressed_slots", "num_states", "num_snapshots")
+        for name in ("num_slots", "max_pages", "kept_tokens", "compressed_slots", "num_snapshots")
     },
     "buckets": [lambda one: dataclasses.replace(one, window=one.window + 1)],
     "implementation": [lambda one: "another"],
@@ -274,8 +274,8 @@ SIZES_OF_AN_ENGINE = {
 def test_no_size_of_an_engine_is_forgotten():
     """A program that another engine left would not take this one's arrays."""
     weights = {"visual", "text", "head"}  # `params`
-    told = SIZES_OF_AN_ENGINE.keys() - weights - {"kv", "num_states"} | {"params", "codec"}
-    assert told == inspect.signature(Shapes).parameters.keys() - {"is_host", "devices"}  # the files are for one CPU
+    told = SIZES_OF_AN_ENGINE.keys() - weights - {"kv"} | {"params", "codec"}
+    assert told == inspect.signature(Runner).parameters.keys() - {"devices"}  # the files are for one CPU
 
 
 @pytest.mark.parametrize("name", SIZES_OF_AN_ENGINE)

@@ -8,6 +8,8 @@ import pytest
 from tests.helper import user
 from tests.models import float8
 from tests.test_hybrids import BUCKETS, GREEDY, answers, open_llm
+from vlcache_jax import CacheConfig
+from vlcache_jax.device import kv_shape
 from vlcache_jax.testing import make_checkpoint
 
 pytestmark = pytest.mark.devices
@@ -19,6 +21,26 @@ HEADS = {
     "linear_num_value_heads": 8,
 }
 PLAIN = "in_proj_z", "in_proj_qkv"  # of the first two layers
+
+
+def test_states_behind_images_are_those_of_any_number_of_devices(tmp_path, textured_image, monkeypatch):
+    """One device loads from the disk what four stored there, and the other way around."""
+    monkeypatch.setattr(kv_shape, "STATED_TOKENS", 1)
+    directory = make_checkpoint(tmp_path / "model", "qwen3_5", seed=6, text=HEADS)
+    first, second = (user("What is in ", textured_image(90, 130, seed), "?") for seed in (1, 2))
+    options = {"buckets": dataclasses.replace(BUCKETS, rows=(256,)), "cache": CacheConfig(disk=tmp_path / "disk")}
+
+    def ask(llm, conversation):
+        [output] = llm.chat(conversation, GREEDY, use_tqdm=False)
+        llm.cache.flush()
+        return output.cache.images[0].kv, *answers([output])[0]
+
+    with open_llm(directory, **options) as one, open_llm(directory, tensor_parallel_size=4, **options) as four:
+        found = [[ask(one, first), ask(four, first)], [ask(four, second), ask(one, second)]]
+    for (stored, (tokens, expected)), (loaded, (same, chosen)) in found:
+        assert (stored, loaded) == ("none", "disk")
+        assert same == tokens
+        np.testing.assert_allclose(chosen, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("is_apart", [False, pytest.param(True, id="apart")])

@@ -49,7 +49,7 @@ class Why(enum.Enum):
     cheaper_to_compute = "cheaper_to_compute"  # KV was found but not used (`load`)
     expired = "expired"  # older than `ttl`
     timeout = "timeout"  # the entry was not loaded in time (`timeout`)
-    no_state = "no_state"  # the states behind the image could not be loaded, see `Scheduler.admit`
+    no_state = "no_state"  # no slot for the states after it, or some of its tokens are computed for their logits
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Meta:
       dtype, shape: dtype and shape of the data, with the token axis padded to a bucket size: KV before rotation [L, 2,
         T, K, D], or coded [L, 2, bytes] over all buffers; encoder output and DeepStack features [1 + J, T, M].
       buffers: bytes per token of the codes and of the scales; empty if the KV is not coded.
-      states: float32 values per part: states behind the image of the layers without KV that precede the part's layer
+      states: float32 values per part: states after the image of the layers without KV that precede the part's layer
         (`TextConfig.state_layers`). 0: the model has none.
       model: fingerprint of the model's configuration and weights.
       codec: dtype or codec of the KV, as in entry keys.
@@ -248,7 +248,7 @@ class Record:
 
     @property
     def states(self) -> npt.NDArray[np.float32] | None:
-        """States behind the image, [L, n], see `Meta.states`; None if the model has none."""
+        """States after the image, [L, n], see `Meta.states`; None if the model has none."""
         return self.buffers[-1] if self.meta.states else None
 
     def part(self, number: int) -> Buffers:

@@ -118,10 +118,12 @@ class MemoryTier:
     Args:
       capacity: maximum size in bytes.
       shares: quotas of payers within the capacity; None: no quotas.
+      for_states: maximum size in bytes of the records with states; None: the capacity.
     """
 
-    def __init__(self, capacity: int, *, shares: Quotas | None = None):
+    def __init__(self, capacity: int, *, shares: Quotas | None = None, for_states: int | None = None):
         self.capacity, self._shares = capacity, shares or Quotas()
+        self._for_states = capacity if for_states is None else for_states
         self.used = 0
         self.clashes = 0
         self._records: OrderedDict[str, Record] = OrderedDict()  # the least recently used first
@@ -166,6 +168,7 @@ class MemoryTier:
             free = self.capacity - self.used + sum(record.meta.nbytes for record in gone)
             fits = []
             taken: Counter[str] = Counter()  # bytes of new records by payer
+            taken_for_states = 0  # bytes of new records with states
             for meta in metas:
                 # First evict a record with the same name, then the least recently used ones.
                 there = self._records.get(_place(meta.name))
@@ -178,6 +181,12 @@ class MemoryTier:
                 while share < meta.nbytes and (record := next(own, None)) is not None:
                     leaving.append(record)
                     share += record.meta.nbytes
+                # Evict records with states until one with states fits in their share.
+                for_states = self._left_for_states([*gone, *leaving]) - taken_for_states if meta.states else math.inf
+                stated = (record for record in others if record.meta.states and record not in leaving)
+                while for_states < meta.nbytes and (record := next(stated, None)) is not None:
+                    leaving.append(record)
+                    for_states += record.meta.nbytes
                 # Then evict records of any payer until it fits in the capacity.
                 room = free + sum(record.meta.nbytes for record in leaving)
                 left = (record for record in others if record not in leaving)
@@ -185,11 +194,13 @@ class MemoryTier:
                     leaving.append(record)
                     room += record.meta.nbytes
                 # Evict nothing for a record that does not fit.
-                fits.append(min(room, share) >= meta.nbytes and not any(record.is_pinned for record in leaving))
+                least = min(room, share, for_states)
+                fits.append(least >= meta.nbytes and not any(record.is_pinned for record in leaving))
                 if fits[-1]:
                     gone += leaving
                     free = room - meta.nbytes
                     taken[who] += meta.nbytes
+                    taken_for_states += meta.nbytes if meta.states else 0
             whys = {
                 record: Why.displaced if record in displaced else Why.evicted for record in gone if self.remove(record)
             }
@@ -202,6 +213,11 @@ class MemoryTier:
         who = payer(owner)
         own = (record for record in self._records.values() if payer(record.meta.owner) == who and record not in gone)
         return quota - sum(record.meta.nbytes for record in own)
+
+    def _left_for_states(self, gone: Sequence[Record]) -> float:
+        """Return the bytes left for records with states when the records `gone` are evicted."""
+        stated = (record for record in self._records.values() if record.meta.states and record not in gone)
+        return self._for_states - sum(record.meta.nbytes for record in stated)
 
     def _insert(self, meta: Meta, source: str | None) -> Record:
         record = self._records[_place(meta.name)] = Record(meta, source)
@@ -262,7 +278,7 @@ class Records:
     ):
         self.config, self.shares = config, shares
         self.ages = Ages(config.ttl, clock)
-        self.tier = MemoryTier(config.memory_bytes, shares=shares)
+        self.tier = MemoryTier(config.memory_bytes, shares=shares, for_states=config.memory_for_states)
         self._lock = threading.RLock()
         self._counts = CacheStats()
         self._whys = Counter[str]()
@@ -343,10 +359,7 @@ class Records:
                     new[meta.entry].append(meta)
             limit, variants = self.config.max_contexts_per_image, self._variants
             displaced = [one for entry, own in new.items() for one in _displaced(variants.get(entry, ()), own, limit)]
-            admitted = self._admit(metas)
-            some, gone = self.tier.allocate([metas[i] for i in admitted], displaced, source)
-            placed = dict(zip(admitted, some, strict=True))
-            made = [placed.get(i) for i in range(len(metas))]
+            made, gone = self.tier.allocate(metas, displaced, source)
             for leaving, why in gone.items():
                 self._forget(leaving, why)
             self._counts.refused += made.count(None)
@@ -358,29 +371,6 @@ class Records:
                 else:
                     self._lost.put(meta.entry, (Why.too_large, meta.owner))
             return made
-
-    def _admit(self, metas: Sequence[Meta]) -> list[int]:
-        """Return the indices of the new records for which there is room in the share of records with states.
-
-        The least recently used ones of these are evicted for them.
-        """
-        if not any(meta.states for meta in metas):
-            return [*range(len(metas))]
-        names = {meta.name for meta in metas}
-        there = [record for record in self.tier.records() if record.meta.states and record.meta.name not in names]
-        left = self.config.memory_for_states - sum(record.meta.nbytes for record in there)
-        leaving = [record for record in there if not record.is_pinned]
-        admitted = []
-        for i, meta in enumerate(metas):
-            size = meta.nbytes if meta.states else 0
-            if size > left + sum(record.meta.nbytes for record in leaving):
-                continue
-            while size > left:
-                left += leaving[0].meta.nbytes
-                self.remove(leaving.pop(0), Why.evicted)
-            left -= size
-            admitted.append(i)
-        return admitted
 
     def publish(self, record: Record, checksums: tuple[int, ...] | None = None) -> None:
         """Mark a record as filled. A record that is not finite is withdrawn, unless `checksums` show that it was

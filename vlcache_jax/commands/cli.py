@@ -205,6 +205,7 @@ def run_command(
     compressed_kv_bytes: opt.CompressedKvBytes = "0",
     tensor_parallel_size: opt.TensorParallelSize = 1,
     host_bytes: opt.HostBytes = "4GiB",
+    states_bytes: opt.StatesBytes = None,
     device_bytes: opt.DeviceBytes = "0",
     disk: opt.Disk = None,
     disk_bytes: opt.DiskBytes = "64GiB",
@@ -243,7 +244,8 @@ def run_command(
         defaults: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(**defaults)
         cache = CacheConfig(
-            host_bytes=host_bytes, device_bytes=device_bytes, disk=disk, disk_bytes=disk_bytes, remote=remote,
+            host_bytes=host_bytes, states_bytes=states_bytes,
+            device_bytes=device_bytes, disk=disk, disk_bytes=disk_bytes, remote=remote,
             peers=peer or (), peer_token=os.environ.get("VLCACHE_PEER_TOKEN") if peer else None, codec=codec,
         )  # fmt: skip
         options: EngineOptions = {

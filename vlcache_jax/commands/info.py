@@ -85,7 +85,8 @@ def describe(
     kv = KVShape.of(config, size)
     slot = kv.slot_bytes
     rows = size.itemsize * (1 + vision.num_deepstack) * text.hidden_size * tokens
-    cached = "" if text.has_states else f"{_gigabytes(slot * tokens)} of KV and "
+    kept = f"{_gigabytes(slot * tokens + kv.state_bytes)} of KV{' and states' * text.has_states} and "
+    cached = kept if tokens >= kv.min_tokens else ""
     findings = [
         ("model", f"{config.model_type}, {source}"),
         (

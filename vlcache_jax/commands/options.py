@@ -181,6 +181,13 @@ Disk = Annotated[
 DiskBytes = Annotated[
     str, typer.Option(help="Maximum size of the directory, such as 64GiB.", rich_help_panel="Image cache")
 ]
+StatesBytes = Annotated[
+    str | None,
+    typer.Option(
+        help="Part of the host memory for KV with states (Qwen3.5 to 3.8). Default: half of it.",
+        rich_help_panel="Image cache",
+    ),
+]
 DeviceBytes = Annotated[
     str, typer.Option(help="GPU memory for copies of cached images, such as 20GB.", rich_help_panel="Image cache")
 ]

@@ -146,6 +146,18 @@ class Pool:
             for i, kept in zip(layers, own, strict=True):
                 arrays[i] = kept
 
+    def load_states(self, parts: slice, stored: jax.Array, slot: int) -> None:
+        """Load states after an image, float32 [parts, n], from some parts of a cache entry into a slot."""
+        shapes = self._programs.shapes
+        layers = [layer for own in shapes.state_parts(parts) for layer in own]
+        with self.taken_layers(layers) as states:
+            states[:] = self._programs.run(LoadStates.for_parts(shapes, parts), states, stored, np.int32(slot))
+
+    def stored_states(self, slot: int) -> jax.Array:
+        """Return the states of a slot as a cache entry holds them, float32 [L, n]."""
+        with self.taken_states() as states:
+            return self._programs.run(StoreStates(), states, np.int32(slot))
+
     def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
         """Copy pages.
 
@@ -362,17 +374,6 @@ class Runner:
         heads = self.shapes.kv.heads // self.devices.copies
         turned = [buffer.reshape(*buffer.shape[:3], heads, -1) for buffer in buffers]
         return jax.device_put(turned, self.devices.sharding(self.devices.by_token(buffers[0].shape[2])), may_alias=True)
-
-    def load_states(self, parts: slice, stored: jax.Array, slot: int) -> None:
-        """Load states behind an image, float32 [parts, n], from some parts of a cache entry into a slot."""
-        layers = [layer for own in self.shapes.state_parts(parts) for layer in own]
-        with self.pool.taken_layers(layers) as states:
-            states[:] = self.run(LoadStates.for_parts(self.shapes, parts), states, stored, np.int32(slot))
-
-    def stored_states(self, slot: int) -> jax.Array:
-        """Return the states of a slot as a cache entry holds them, float32 [L, n]."""
-        with self.pool.taken_states() as states:
-            return self.run(StoreStates(), states, np.int32(slot))
 
     def places(
         self, slots: abc.Sequence[np.ndarray], positions: abc.Sequence[np.ndarray], size: int

@@ -353,6 +353,34 @@ class PageTree[Maker]:
                 return made
         return None
 
+    def take_snapshots(
+        self, chain: Chain, keep: int, places: Places, maker: Maker, cached: int, matched: int
+    ) -> tuple[list[Snapshot[Maker]], dict[int, int]]:
+        """Return the new snapshots that a prefill takes or loads, and the slots that it needs, see `BlockTable.stated`.
+
+        Args:
+          chain: tokens of its prompt.
+          keep: number of tokens whose states others may use.
+          places: where it may take snapshots.
+          maker: its block table.
+          cached, matched: see `BlockTable`.
+        """
+        assert self._states is not None
+        loaded, read = places.loaded(cached), places.read(cached)
+        snapshots, stated = [], {}
+        wanted = dict.fromkeys([*loaded, *read, *places.chosen(cached, matched)])
+        for place in (place for place in wanted if place <= keep):
+            made = self.add_snapshot(chain, place, maker, is_needed=place in loaded)
+            if made is None and place in loaded:
+                made = self._states.add(place, place, maker, is_needed=True)
+                if made is not None:
+                    self._states.drop(made)  # there is one in the tree, and this one is for the prefill alone
+            if made is not None:
+                snapshots.append(made)
+                if place in loaded or place in read:
+                    stated[place] = made.slot
+        return snapshots, stated
+
     def _drop_snapshots(self, page: Page[Maker], which: Callable[[Piece], bool] = lambda piece: True) -> None:
         """Drop the snapshots after a page whose last tokens `which` accepts."""
         for piece, held in page.snapshots:

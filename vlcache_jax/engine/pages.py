@@ -43,7 +43,7 @@ class BlockTable:
       original: page to copy, until the prefill was launched.
       resumed: snapshot from which the prompt continues, until the prefill was launched.
       snapshots: snapshots that its prefill takes or loads.
-      stated: by the ends of images that are linked or stored, the slots for the states behind them. Some may be
+      stated: by the ends of images that are linked or stored, the slots for the states after them. Some may be
         missing, because no slot was free.
       era: value of `Pages` when it was taken.
     """
@@ -185,7 +185,8 @@ class Pages:
             if chain is not None:
                 self._enter(block_table, chain, keep, block_table)
             if chain is not None and places is not None:
-                self._take_snapshots(block_table, chain, keep, places)
+                found = self._tree.take_snapshots(chain, keep, places, block_table, cached, block_table.matched)
+                block_table.snapshots, block_table.stated = found
             return block_table
 
     def fork(self, origin: BlockTable, prompt: int, length: int, *, spare: int = 0) -> BlockTable | None:
@@ -330,23 +331,6 @@ class Pages:
         block_table.resumed = snapshot
         if snapshot.maker is not None and snapshot.maker not in block_table.sources:
             block_table.sources.append(snapshot.maker)
-
-    def _take_snapshots(self, block_table: BlockTable, chain: Chain, keep: int, places: Places) -> None:
-        """Give a block table the snapshots that its prefill takes or loads, those that it needs first."""
-        assert self.states is not None
-        cached = block_table.cached
-        loaded, read = places.loaded(cached), places.read(cached)
-        wanted = dict.fromkeys([*loaded, *read, *places.chosen(cached, block_table.matched)])
-        for place in (place for place in wanted if place <= keep):
-            made = self._tree.add_snapshot(chain, place, block_table, is_needed=place in loaded)
-            if made is None and place in loaded:
-                made = self.states.add(place, place, block_table, is_needed=True)
-                if made is not None:
-                    self.states.drop(made)  # there is one in the tree, and this one is for the prefill alone
-            if made is not None:
-                block_table.snapshots.append(made)
-                if place in loaded or place in read:
-                    block_table.stated[place] = made.slot
 
     def _enter(self, block_table: BlockTable, chain: Chain, count: int, maker: BlockTable | None) -> None:
         """Enter pages into the tree, see `PageTree.keep`."""

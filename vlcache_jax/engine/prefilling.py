@@ -480,7 +480,7 @@ class Prefiller:
             self.writer.kv(step.saved, self.copies.save(step, forward_pass.new_kv))
             for saved in step.saved:
                 if saved.state_slot is not None:
-                    self.writer.states(saved.record, self.runner.stored_states(saved.state_slot))
+                    self.writer.states(saved.record, self.runner.pool.stored_states(saved.state_slot))
         self.writer.throttle(2 * self.runner.transfer_bytes)
         later = {placement.image for other in group.steps for placement in other.placements}
         group.where = {image: place for image, place in group.where.items() if image in later}

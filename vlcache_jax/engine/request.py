@@ -103,17 +103,12 @@ class CacheReservation:
     """
 
     def __init__(
-        self,
-        store: Store,
-        handles: list[Handle],
-        made: list[Record],
-        new_request: str | None,
+        self, store: Store, handles: list[Handle], made: list[Record], new_request: str | None,
         items: list[Use] | None = None,
-    ):
+    ):  # fmt: skip
         self._items = [] if items is None else items
         self._store, self._handles, self._made, self._new_request = store, handles, made, new_request
-        self._lock = threading.Lock()
-        self._users = 1
+        self._lock, self._users = threading.Lock(), 1
 
     def cancel(self, record: Record) -> None:
         """Cancel an entry to be filled, unless a sequence has begun to fill it."""
@@ -145,8 +140,7 @@ class CacheReservation:
             if self._users:
                 return
         for record in self._made:
-            if record.state is State.reserved:
-                self._store.cancel(record)
+            self.cancel(record)
         Handle.release_all(self._handles)
         self._items.clear()
 

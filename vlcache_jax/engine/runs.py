@@ -56,8 +56,8 @@ class PromptStates(NamedTuple):
       first: index of its first token.
       source: slot of the states before that token; 0 if there are no tokens before it.
       copies: slots that receive a copy of the states, by the number of the prompt's tokens before it.
-      loads: slots that the states behind linked images are loaded into, by the number of tokens up to their end.
-      stores: slots with the states behind images that are saved, by the same number. They are among the copies.
+      loads: slots that the states after linked images are loaded into, by the number of tokens up to their end.
+      stores: slots with the states after images that are saved, by the same number. They are among the copies.
     """
 
     slot: int

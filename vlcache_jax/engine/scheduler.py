@@ -106,9 +106,8 @@ class Fillers:
 
     def remove(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""
-        for use in sequence.progress.images:
-            if use.saved is not None and self._found.get(id(use.saved)) is sequence:
-                del self._found[id(use.saved)]
+        for key in [key for key, filler in self._found.items() if filler is sequence]:
+            del self._found[key]
 
     def of(self, sequence: Sequence) -> list[Sequence]:
         """Return the sequences that are to fill the cache entries which a sequence links."""
@@ -218,7 +217,7 @@ class Scheduler:
             if block_table is None:
                 break
             if self.pages.states is not None and not block_table.is_fork:
-                self._drop_stateless(sequence, block_table)
+                self.replan(sequence, *images_with_states(sequence, self.running, block_table, self._num_layers))
             if sequence.report.ran is None:
                 self.pages.count_hit(block_table)
             firsts.setdefault(id(sequence.layout), block_table)
@@ -231,30 +230,6 @@ class Scheduler:
             self.prefilling.append(sequence)
             admitted.append(sequence)
         return admitted
-
-    def _drop_stateless(self, sequence: Sequence, block_table: BlockTable) -> None:
-        """Let a sequence neither link nor store images without a slot for the states behind them.
-
-        It also does not link images of which tokens are computed, because there are no states within them; and it does
-        not store images that pages hold. Their cache entries are cancelled, because other sequences wait for them.
-        """
-        progress, planned = sequence.progress, sequence.planned
-        plan, images = progress.plan, [*progress.images]
-        is_first = all(other.planned.request is not planned.request for other in self.running)
-        for i, use in enumerate(images):
-            has_slot = use.span.stop in block_table.stated
-            if use.linked is not None and use.span.stop > block_table.cached:
-                if not has_slot or plan.depth[use.span.tokens].any():
-                    images[i] = dataclasses.replace(use, linked=None, why=Why.no_state)
-                    plan = plan.computing(use.span.tokens, self._num_layers)
-            elif use.saved is not None and not use.saved.is_settled and not has_slot:
-                images[i] = dataclasses.replace(use, saved=None)
-                if is_first and planned.reservation is not None:
-                    planned.reservation.cancel(use.saved)
-        if any(one is not other for one, other in zip(images, progress.images, strict=True)):
-            self._fillers.remove(sequence)
-            self.replan(sequence, plan, images)
-            self._fillers.add(sequence)
 
     def _take(self, sequence: Sequence, first: BlockTable | None, spare: int) -> BlockTable | None:
         length = sequence.length
@@ -485,6 +460,30 @@ def places(sequence: Sequence, max_rows: int) -> Places:
     linked = [use.span for use in uses if use.linked is not None]
     stored = [use.span for use in uses if use.saved is not None and not use.saved.is_settled]
     return Places(layout, prompt, block_ends(layout, prompt, max_rows), observed, linked, stored)
+
+
+def images_with_states(
+    sequence: Sequence, running: Iterable[Sequence], block_table: BlockTable, num_layers: int
+) -> tuple[Plan, list[ImageUse]]:
+    """Return what a sequence computes and where its images come from, given the slots for the states after these.
+
+    Images without a slot are neither linked nor stored. Nor are images linked of which tokens are computed, because
+    there are no states within them, nor images stored that pages hold. Other sequences wait for what is stored, so
+    the cache entries of the rest are cancelled.
+    """
+    plan, images, planned = sequence.progress.plan, [*sequence.progress.images], sequence.planned
+    is_first = all(other.planned.request is not planned.request for other in running)
+    for i, use in enumerate(images):
+        has_slot = use.span.stop in block_table.stated
+        if use.linked is not None and use.span.stop > block_table.cached:
+            if not has_slot or plan.depth[use.span.tokens].any():
+                images[i] = dataclasses.replace(use, linked=None, why=Why.no_state)
+                plan = plan.computing(use.span.tokens, num_layers)
+        elif use.saved is not None and not use.saved.is_settled and not has_slot:
+            images[i] = dataclasses.replace(use, saved=None)
+            if is_first and planned.reservation is not None:
+                planned.reservation.cancel(use.saved)
+    return plan, images
 
 
 def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptStates:

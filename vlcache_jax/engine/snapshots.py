@@ -167,7 +167,7 @@ class Places:
       observed: index of the first token that is computed again, from the last snapshot before it, to compress the
         prompt; 0 if there is none.
       linked: images that may be linked, so that there are no states within them.
-      stored: images whose cache entries are filled with the states behind them.
+      stored: images whose cache entries are filled with the states after them.
     """
 
     layout: Layout

@@ -205,7 +205,7 @@ class _Batch:
       where: for images in the device tier, the places to read; for others, the places to write. None if there is no
         device tier.
       promoted: cache entries that are copied to the device tier.
-      slots: for each image, the slot that the states behind it are loaded into; empty if the model has none.
+      slots: for each image, the slot that the states after it are loaded into; empty if the model has none.
     """
 
     records: tuple[Record, ...]
@@ -264,7 +264,7 @@ class Upload:
             kv = [image[:-1] for image in images] if batch.slots else images
             done.append(self._copies.link(piece.group, kv, batch.places(), batch.where))
             for image, slot in zip(images, batch.slots, strict=False):
-                self._runner.load_states(piece.group.parts, image[-1], slot)
+                self._runner.pool.load_states(piece.group.parts, image[-1], slot)
             if piece.group.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._copies.tier.fill(record, record.meta.tokens, 0)

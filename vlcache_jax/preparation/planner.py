@@ -174,7 +174,7 @@ def identity_of(config: ModelConfig, device: str, kv: KVShape, count: int = 1) -
         "dtype": kv.dtype.name,
         "codec": kv.codec_name or "auto",
         "model": config.model_type,
-        "layers": kv.layers,
+        "layers": text.num_layers,
         "width": text.hidden_size,
         "mlp": text.intermediate_size,
         "heads": text.num_heads,
@@ -263,6 +263,11 @@ class MetaBuilder:
             self._kv.code_bytes, self._kv.states, model=self._fingerprint(), codec=self._kv.stored_as,
         )  # fmt: skip
 
+    @property
+    def min_tokens(self) -> int:
+        """Number of tokens of the smallest image whose KV is stored, see `KVShape.min_tokens`."""
+        return self._kv.min_tokens
+
     def of(self, found: Meta, grid: Grid) -> Meta:
         """Return the metadata that a found entry must have if its image has this grid; see `Form`."""
         side = self._config.vision.merge_size
@@ -312,7 +317,7 @@ class Planner:
         self._links_kv, self._keeps_pages = links_kv, keeps_pages
         self._turn_token = turn_token if config.text.has_states else None
         self._config = config
-        self._forms, self._token_buckets = forms, token_buckets
+        self._forms, self._token_buckets, self._min_tokens = forms, token_buckets, forms.min_tokens
 
     def plan(self, request: Request, options: ResolvedOptions) -> Planned:
         """Look a request up, plan it, and reserve cache entries for what it will compute.
@@ -443,7 +448,8 @@ class Planner:
             if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
                 meta = self._forms.encoder(image.key, owner, image.grid, self._padded(image))
                 wanted.setdefault(meta.name, (meta, i))  # a request may have an image twice
-            is_there = not self._links_kv or handle.is_coded or _has(handle, context, canonical)
+            is_stored = self._links_kv and image.num_tokens >= self._min_tokens
+            is_there = not is_stored or handle.is_coded or _has(handle, context, canonical)
             if use.linked is None and not is_there and (max_contexts is None or variants[image.key] < max_contexts):
                 variants[image.key] += 1
                 room = self._padded(image)

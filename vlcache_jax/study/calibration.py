@@ -21,10 +21,11 @@ from PIL import Image as Pictures
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.common.progress import Progress
+from vlcache_jax.device.checkpoint import links_images
 from vlcache_jax.pallas_kernels.split import FIRST
 from vlcache_jax.preparation.planner import Identity, Image, Rates
 from vlcache_jax.sampling import SamplingParams
-from vlcache_jax.study.model_support import check_keeps_kv, read_config
+from vlcache_jax.study.model_support import read_config
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
@@ -73,22 +74,21 @@ def calibrate(
       repeats: timed runs of each image, without reuse and linked, after two warm-up runs.
 
     Raises:
-      ValueError: an argument is invalid, layers of the model keep no KV, or a rate is not positive in each of
-        `ATTEMPTS` attempts.
+      ValueError: an argument is invalid, or a rate is not positive in each of `ATTEMPTS` attempts.
     """
     from vlcache_jax.llm import LLM
 
     cache = CacheConfig(codec=codec, load="kv")
     config = read_config(model)
-    check_keeps_kv(config, "vlcache calibrate")
-    vision = config.vision
+    vision, links = config.vision, links_images(config)
     pixels = [math.prod(grid) * (vision.patch_size * vision.merge_size) ** 2 for grid in grids]
     with LLM(
         model,
         dtype=dtype,
         cache=cache,
         tensor_parallel_size=tensor_parallel_size,
-        enable_prefix_caching=False,
+        enable_prefix_caching=not links,  # states after images are loaded into slots of snapshots
+        state_snapshots=None if links else 2,
         max_model_len=math.prod(grids[1]) + 64,
         max_num_seqs=1,
         mm_processor_kwargs={"min_pixels": pixels[0], "max_pixels": pixels[1]},
@@ -107,13 +107,15 @@ def calibrate(
             )
         transfer, hit = slopes.pop("transfer", 0.0), slopes.pop("hit")
         assert image.kv_bytes is not None
-        link = max(0.0, hit - transfer * image.kv_bytes / image.tokens)
+        states = llm.service.device.runner.shapes.kv.state_bytes  # for an image of any size
+        link = max(0.0, hit - transfer * (image.kv_bytes - states) / image.tokens)
         return Calibration(llm.service.device.identity, Rates({"host": transfer}, link=link, **slopes), image)
 
 
 def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[Seconds, Image]:
     """Return (seconds by rate and number of units, the larger image). Hits have one rate for transfer and link."""
     vision = llm.service.device.runner.config.vision
+    mode = "full" if links_images(llm.service.device.runner.config) else "exact"
     cell = vision.patch_size * vision.merge_size
     prompts = [
         {
@@ -129,7 +131,7 @@ def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[
             _run(llm, prompt, "exact")  # fills the cache
         for repeat in range(2 + repeats):  # the first ones compile
             for prompt, grid in zip(prompts, grids, strict=True):
-                cold, hit = _run(llm, prompt, "off"), _run(llm, prompt, "full")
+                cold, hit = _run(llm, prompt, "off"), _run(llm, prompt, mode)
                 bar.update()
                 tokens = math.prod(grid)
                 [found] = hit.cache.images
@@ -162,6 +164,7 @@ def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[
 
 def _run(llm: LLM, prompt: dict[str, Any], reuse: str) -> RequestOutput:
     llm.cache.flush()
+    llm.reset_prefix_cache()
     [output] = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0), reuse=reuse, use_tqdm=False)
     return output
 

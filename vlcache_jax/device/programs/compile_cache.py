@@ -325,7 +325,7 @@ def _processor() -> list[str]:
 def _sizes(shapes: Shapes) -> str:
     sizes = (
         shapes.config, shapes.num_slots, shapes.max_pages, shapes.buckets, shapes.implementation, shapes.kv,
-        shapes.kept_tokens, shapes.compressed_slots, shapes.num_states, shapes.num_snapshots,
+        shapes.kept_tokens, shapes.compressed_slots, shapes.num_snapshots,
     )  # fmt: skip
     weights = shapes.visual, shapes.normalization, shapes.text, shapes.head
     leaves, tree = jax.tree.flatten(weights)

@@ -232,7 +232,7 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
 
 @dataclass(frozen=True)
 class LoadStates(Program[Halves]):
-    """A program that loads the states behind an image, from some parts of its cache entry, into a slot.
+    """A program that loads the states after an image, from some parts of its cache entry, into a slot.
 
     Attributes:
       parts: for each part, the layers whose states it holds, as the first layers with states of the same shapes.
