@@ -88,6 +88,7 @@ def test_pages_are_of_one_lease_at_a_time(data):
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 3))
+@settings(deadline=None)
 def test_layers_that_keep_as_much_share_a_list(kept, prompts):
     kept = np.array(kept)[:, None].repeat(prompts, 1)
     classes = alike_layers(kept)

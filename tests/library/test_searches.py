@@ -59,7 +59,7 @@ def test_an_answer_goes_on_with_what_was_found(llm, retriever, chat_calls, textu
     searches = SearchOptions(retriever, top_k=2, max_rounds=1, required=True)
     [output] = llm.chat([QUESTION], GREEDY, use_tqdm=False, retrieve=searches)
     (_, _, [call]), (conversations, _, [last]) = chat_calls
-    assert _call(call.outputs[0].text) is not None
+    assert _call(call.outputs[0].text, TOOL) is not None
     [search] = output.searches
     assert [name for name, _ in search.hits] == ["0", "1"][: len(search.hits)]
     assert search.error is None
@@ -175,10 +175,18 @@ def test_what_is_wrong_is_said(llm, library, retriever, checkpoints):
         other.chat([QUESTION], retrieve=retriever)
 
 
+TOOL = {
+    "type": "function",
+    "function": {"name": SEARCH, "parameters": {"properties": {"query": {"type": "string"}, "k": {"type": "integer"}}}},
+}
+
+
 def test_calls():
     call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
-    assert _call("No call.") is None
-    assert _call(call.format("other", "{}")) is None
-    assert _call("Well. " + call.format(SEARCH, '{"query": "a", "k": 2}')) == {"query": "a", "k": 2}
-    assert _call(call.format(SEARCH, "{}")) == {}
-    assert _call(call.format("look", "{}") + call.format(SEARCH, "{}")) is None  # the client is to look first
+    assert _call("No call.", TOOL) is None
+    assert _call(call.format("other", "{}"), TOOL) is None
+    assert _call("Well. " + call.format(SEARCH, '{"query": "a", "k": 2}'), TOOL) == {"query": "a", "k": 2}
+    assert _call(call.format(SEARCH, "{}"), TOOL) == {}
+    assert _call(call.format("look", "{}") + call.format(SEARCH, "{}"), TOOL) is None  # the client is to look first
+    xml = f"<tool_call>\n<function={SEARCH}>\n<parameter=query>\n5\n</parameter>\n<parameter=k>\n2\n</parameter>\n"
+    assert _call(xml + "</function>\n</tool_call>", TOOL) == {"query": "5", "k": 2}

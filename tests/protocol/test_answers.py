@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache_jax.engine.completions import spelled
@@ -106,6 +106,7 @@ def test_tokens_of_thinking_are_counted(tokenizer):
     prompt=st.sampled_from(["", "<think>\n"]),
     tells=st.booleans(),
 )
+@settings(deadline=None)
 def test_streamed_is_whole(tokenizer, pieces, prompt, tells):
     expected = whole(answer(tokenizer, returns_thoughts=tells), ["".join(pieces)], prompt)
     for texts in (pieces, list("".join(pieces))):
@@ -120,6 +121,7 @@ CALL = f'<tool_call>{{"name": "f", "arguments": {ARGUMENTS}}}</tool_call>'
 
 
 @given(st.lists(st.integers(1, 2 * len(CALL) - 1), max_size=6))
+@settings(deadline=None)
 def test_streamed_calls_are_whole(tokenizer, cuts):
     """An event has one piece of a call; the pieces have all of its arguments, however many come in one event."""
     edges = sorted({0, *cuts, 2 * len(CALL)})

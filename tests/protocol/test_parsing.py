@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache_jax.inputs.prompt import is_opened, thinks
@@ -52,6 +52,7 @@ PIECES = st.sampled_from(
 
 @pytest.mark.parametrize("name", PARSERS)
 @given(text=st.lists(PIECES, max_size=12).map("".join), data=st.data())
+@settings(deadline=None)
 def test_streamed_is_whole_for_any_cut(name, text, data):
     expected = whole(PARSERS[name](), text)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -87,6 +88,7 @@ def test_pieces_of_one_event_are_joined_by_call():
 
 
 @given(st.lists(st.sampled_from([WEATHER, NONE, BRACES, "Some <b>text</b>", "{}"]), max_size=6))
+@settings(deadline=None)
 def test_no_tag_leaks_from_right_answers(parts):
     content, calls = called("\n".join(parts))
     assert not any(tag in content for tag in ("<tool_call>", "</tool_call>"))

@@ -469,7 +469,7 @@ def images_with_states(
 
     Images without a slot are neither linked nor stored. Nor are images linked of which tokens are computed, because
     there are no states within them, nor images stored that pages hold. Other sequences wait for what is stored, so
-    the cache entries of the rest are cancelled.
+    the cache entries of the rest are cancelled. Of several outputs of a request, the first one stores its images.
     """
     plan, images, planned = sequence.progress.plan, [*sequence.progress.images], sequence.planned
     is_first = all(other.planned.request is not planned.request for other in running)
@@ -479,7 +479,7 @@ def images_with_states(
             if not has_slot or plan.depth[use.span.tokens].any():
                 images[i] = dataclasses.replace(use, linked=None, why=Why.no_state)
                 plan = plan.computing(use.span.tokens, num_layers)
-        elif use.saved is not None and not use.saved.is_settled and not has_slot:
+        elif use.saved is not None and not use.saved.is_settled and not (has_slot and is_first):
             images[i] = dataclasses.replace(use, saved=None)
             if is_first and planned.reservation is not None:
                 planned.reservation.cancel(use.saved)

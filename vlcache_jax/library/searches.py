@@ -28,6 +28,7 @@ from vlcache_jax.outputs import RequestDelta, RequestOutput, SearchBegun, Search
 from vlcache_jax.protocol.deltas import ParsedAnswer
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.tools import SEARCH, forced_call
+from vlcache_jax.protocol.xml_tools import is_xml
 from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 from vlcache_jax.service import Service
@@ -145,7 +146,9 @@ class SearchOptions:
         rows = [_Conversation(given, own) for given, own in zip(conversations, params, strict=True)]
         given = more.get("tools") or ()
         tools = self.add_tool(given)
-        forced = forced_call(tools, {"type": "function", "function": {"name": SEARCH}}) if self.required else None
+        xml = is_xml(more.get("chat_template") or llm.service.renderer.chat_template)
+        search = {"type": "function", "function": {"name": SEARCH}}
+        forced = forced_call(tools, search, is_xml=xml) if self.required else None
         for number in range(self.max_rounds + 1):
             going = [row for row in rows if row.goes_on]
             if not going:
@@ -156,7 +159,7 @@ class SearchOptions:
                 **{**more, "options": options, "tools": tools, "on_error": "return"},
             )
             for row, output in zip(going, outputs, strict=True):
-                row.take(output, searches=number < self.max_rounds)
+                row.take(output, self.tool if number < self.max_rounds else None)
             searching = [(row, self._start(row.call, llm.service)) for row in going if row.goes_on]
             start = time.monotonic()
             for row, future in searching:
@@ -201,7 +204,7 @@ class SearchOptions:
                         reason = one.finish_reason or reason
                     yield delta
             text = "".join(pieces)
-            call = _call(text) if reason == "stop" and number < self.max_rounds else None
+            call = _call(text, self.tool) if reason == "stop" and number < self.max_rounds else None
             if call is None or (max_output_tokens is not None and used >= max_output_tokens):
                 return
             yield SearchBegun()
@@ -303,14 +306,14 @@ class _Conversation:
             params.structured_outputs = StructuredOutputs(grammar=forced)
         return params
 
-    def take(self, output: RequestOutput, *, searches: bool) -> None:
-        """Record the output of a turn, and whether another one follows."""
+    def take(self, output: RequestOutput, tool: Mapping[str, Any] | None) -> None:
+        """Record the output of a turn, and whether another one follows; `tool` is that of searches if one may."""
         self.output, self.goes_on = output, False
-        if output.error is not None or not searches:
+        if output.error is not None or tool is None:
             return
         [answer] = output.outputs
         self.used += len(answer.token_ids)
-        call = _call(answer.text)
+        call = _call(answer.text, tool)
         has_room = self.sampling.max_tokens is None or self.used < self.sampling.max_tokens
         if call is not None and answer.finish_reason == "stop" and has_room:
             self.call, self.goes_on, self.text = call, True, answer.text
@@ -321,12 +324,15 @@ class _Conversation:
         self.added += found.messages
 
 
-def _call(text: str) -> Mapping[str, Any] | None:
+def _call(text: str, tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the arguments of an output's last call if all of its calls are searches; {} if they are not JSON.
 
     Other calls are returned to the caller.
+
+    Args:
+      tool: the tool of searches, see `SearchOptions.tool`.
     """
-    parser = AnswerParser("", has_tools=True)
+    parser = AnswerParser("", has_tools=True, xml_tools=[tool] if is_xml(text) else None)
     calls = ParsedAnswer.of([*parser.push(text), *parser.finish()]).calls
     if not calls or {call["function"]["name"] for call in calls} != {SEARCH}:
         return None

@@ -259,6 +259,7 @@ class ChatAnswer(Answer):
                 chat_template=self.chat_template if self.parts.thoughts else None,
                 prompt=prompt,
                 has_tools=self.parts.calls,
+                xml_tools=self.parts.xml_tools,
                 is_held=self.parts.is_held,
                 is_single=self.parts.is_single,
                 tokenizer=self.tokenizer,
@@ -405,12 +406,15 @@ class ChatFormat:
       chat_template: Jinja text; None for that of the checkpoint.
       calls: True to parse tool calls.
       thoughts: True to parse reasoning.
+      xml_calls: True if the model writes calls as `xml_tools` reads them, False if as JSON; None: the chat template
+        shows it.
     """
 
     renderer: PromptRenderer
     chat_template: str | None = None
     calls: bool = True
     thoughts: bool = True
+    xml_calls: bool | None = None
 
     def request(self, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
         """Return the request of a body; see `ChatRequest.parse`.
@@ -420,7 +424,7 @@ class ChatFormat:
         Raises:
           ApiError: a field is wrong, unknown or not supported.
         """
-        request = ChatRequest.parse(body, defaults, self._template({}))
+        request = ChatRequest.parse(body, defaults, self._template({}), self.xml_calls)
         held = request.params.structured_outputs
         if held is None or self.thoughts:
             return request

@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+JSON_FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Format of JSON in the models' training data."""
+
 
 @dataclass(frozen=True)
 class CallDelta:

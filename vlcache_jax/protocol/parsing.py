@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.engine.completions import Detokenizer
 from vlcache_jax.inputs.prompt import CLOSE, OPEN, is_opened, thinks
 from vlcache_jax.protocol.deltas import Delta, unfinished
 from vlcache_jax.protocol.tools import ToolParser
+from vlcache_jax.protocol.xml_tools import XmlToolParser
 
 
 class ReasoningParser:
@@ -135,6 +136,7 @@ class AnswerParser:
         parsed.
       prompt: text of the prompt, which shows whether it ends within reasoning.
       has_tools: True to parse tool calls.
+      xml_tools: offered tools, if the model writes calls as `protocol.xml_tools` reads them. None: calls are JSON.
       is_single: True to return only the first of several calls.
       is_held: True if structured outputs constrain the answer. It then has reasoning only if the prompt opens it.
       tokenizer: tokenizer of the model. None: thinking tokens are not counted.
@@ -147,6 +149,7 @@ class AnswerParser:
         chat_template: str | None = None,
         prompt: str = "",
         has_tools: bool = False,
+        xml_tools: Sequence[Mapping[str, Any]] | None = None,
         is_held: bool = False,
         is_single: bool = False,
         tokenizer: Any = None,
@@ -157,7 +160,9 @@ class AnswerParser:
         if chat_template is not None and thinks(chat_template) and (opened or not is_held):
             self._reasoning = ReasoningParser(is_opened=opened)
             self._tokens = None if tokenizer is None else ThinkingTokens(tokenizer, is_opened=opened)
-        self._tools = ToolParser(answer_id) if has_tools else None
+        self._tools: ToolParser | XmlToolParser | None = None
+        if has_tools:
+            self._tools = ToolParser(answer_id) if xml_tools is None else XmlToolParser(answer_id, xml_tools)
         self._max_calls = 1 if is_single else math.inf
 
     def push(self, text: str) -> list[Delta]:

@@ -22,6 +22,7 @@ from vlcache_jax.protocol.schema import (
     sampling_params,
 )
 from vlcache_jax.protocol.tools import forced_call
+from vlcache_jax.protocol.xml_tools import is_xml
 from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 
@@ -96,6 +97,7 @@ class OutputParts:
       returns_thoughts: True to return the reasoning.
       is_held: True if structured outputs constrain the answer. Its text is then content from the beginning.
       is_single: True to return at most one call.
+      xml_tools: offered tools, if the model writes calls as `protocol.xml_tools` reads them. None: calls are JSON.
     """
 
     calls: bool = False
@@ -103,6 +105,7 @@ class OutputParts:
     returns_thoughts: bool = True
     is_held: bool = False
     is_single: bool = False
+    xml_tools: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,17 @@ class ChatRequest:
     parts: OutputParts = field(default_factory=OutputParts)
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any], defaults: Mapping[str, Any], chat_template: str | None = None) -> Self:
+    def parse(
+        cls, body: Mapping[str, Any], defaults: Mapping[str, Any], chat_template: str | None = None,
+        xml_calls: bool | None = None,
+    ) -> Self:  # fmt: skip
         """Parse the body of a request for a chat completion.
 
         Args:
           body: the JSON object.
           defaults: sampling parameters that the body does not set. A `seed` of -1 counts as not set.
           chat_template: Jinja text, used if the body has none. It shows whether thinking can be turned off.
+          xml_calls: see `ChatFormat`.
 
         Raises:
           ApiError: a field is wrong, unknown or not supported.
@@ -146,9 +153,11 @@ class ChatRequest:
         _read_logprobs(sampling, given.get("top_logprobs"))
         _read_format(sampling, given.get("response_format"))
         is_held = "structured_outputs" in sampling
-        _read_choice(sampling, given)
+        used_template = str(given.get("chat_template") or chat_template or "")
+        xml_calls = is_xml(used_template) if xml_calls is None else xml_calls
+        _read_choice(sampling, given, xml_calls)
         template, choice = template_options(given), given.get("tool_choice")
-        if (effort := _read_effort(given, str(given.get("chat_template") or chat_template or ""))) is not None:
+        if (effort := _read_effort(given, used_template)) is not None:
             template["chat_template_kwargs"] = effort
         if choice != "none":  # a grammar forces calls, not the template
             template.pop("tool_choice", None)
@@ -164,6 +173,7 @@ class ChatRequest:
                 returns_thoughts=given.get("include_reasoning", True),
                 is_held=is_held,
                 is_single=not given.get("parallel_tool_calls", True),
+                xml_tools=read_tools(given.get("tools")) if xml_calls else None,
             ),
         )
 
@@ -265,12 +275,12 @@ def _read_format(sampling: dict[str, Any], given: Any) -> None:
         sampling["structured_outputs"] = held
 
 
-def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any]) -> None:
+def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any], xml_calls: bool) -> None:
     """Set `structured_outputs` from a `tool_choice` that forces calls."""
     parallel = given.get("parallel_tool_calls", True)
     try:
         read_tools(given.get("tools"))
-        grammar = forced_call(given.get("tools"), given.get("tool_choice"), parallel=parallel)
+        grammar = forced_call(given.get("tools"), given.get("tool_choice"), parallel=parallel, is_xml=xml_calls)
         held = None if grammar is None else StructuredOutputs(grammar=grammar)
     except ValueError as error:
         message = _FORM.sub("tools", str(error))

@@ -1,4 +1,4 @@
-"""Parser of tool calls in outputs, and the grammar that forces them.
+"""Parser of tool calls in outputs, and the grammar that forces them. `xml_tools` has those of another form.
 
 A call is JSON between `<tool_call>` tags, in the format of Qwen's and Hermes' models.
 """
@@ -12,9 +12,9 @@ from typing import Any
 
 from vlcache_jax.common.checks import short
 from vlcache_jax.inputs.messages import read_tools, tool_names
-from vlcache_jax.protocol.deltas import CallDelta, Delta, unfinished
+from vlcache_jax.protocol import xml_tools
+from vlcache_jax.protocol.deltas import CLOSE, JSON_FORMAT, OPEN, CallDelta, Delta, unfinished
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SEARCH = "search_library"
 """Name of the tool with which an answer searches a library."""
 _SPACE = " \t\r\n"  # white space of JSON
@@ -290,11 +290,7 @@ def _append_content(content: str, deltas: list[Delta]) -> None:
         deltas.append(Delta(content=content))
 
 
-_JSON_FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Format of JSON in the models' training data."""
-
-
-def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True) -> str | None:
+def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True, is_xml: bool = False) -> str | None:
     """Return the grammar of an answer that must call tools, in llguidance's Lark syntax.
 
     Args:
@@ -302,6 +298,7 @@ def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True) -> str |
       tool_choice: OpenAI's choice. "required" forces any tool, `{"type": "function", "function": {"name": ...}}` the
         named one. The form of `/v1/responses`, `{"type": "function", "name": ...}`, is also accepted.
       parallel: True to allow several calls, if no tool is named.
+      is_xml: True if the model writes calls as `xml_tools` reads them.
 
     Returns:
       The grammar; None if no call is forced (None, "auto", "none").
@@ -319,6 +316,8 @@ def forced_call(tools: Any, tool_choice: Any, *, parallel: bool = True) -> str |
         if name not in tool_names(offered):
             raise ValueError(f"tool_choice must name one of {', '.join(tool_names(offered))}, got {short(name)}")
         offered = [tool for tool in offered if tool["function"]["name"] == name]
+    if is_xml:
+        return xml_tools.forced_call(offered, several=is_any and parallel)
     rules = ["start: call" + (r' ("\n" call)*' if is_any and parallel else "")]
     calls = " | ".join(f"call_{i}" for i in range(len(offered)))
     rules.append(f"call: {json.dumps(OPEN + chr(10))} ({calls}) {json.dumps(chr(10) + CLOSE)}")
@@ -340,4 +339,4 @@ def _named(tool_choice: Any) -> str:
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of a function's arguments."""
     parameters = function.get("parameters") or {"properties": {}, "additionalProperties": False}
-    return {**parameters, "type": "object", "x-guidance": _JSON_FORMAT}
+    return {**parameters, "type": "object", "x-guidance": JSON_FORMAT}

@@ -11,6 +11,7 @@ from typing import Any
 
 from vlcache_jax.common.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
 from vlcache_jax.inputs.prompt import template_text
+from vlcache_jax.protocol import xml_tools
 from vlcache_jax.server.tenants import Tenants
 
 
@@ -45,8 +46,9 @@ class ServerConfig:
       allow_reuse: reuse modes that requests may choose, in addition to the server's own; may be repeated.
       allow_compress: compression methods that requests may choose, such as `vl-cache-0.1`; may be repeated.
       max_n: maximum number of outputs per request.
-      tool_call_parser: "hermes": return text in `<tool_call>` tags as tool calls, if the request has tools; "none":
-        leave it as text.
+      tool_call_parser: form of tool calls, which are returned as such if the request has tools: "hermes" (JSON in
+        `<tool_call>` tags), "qwen3_coder" or "qwen3_xml" (XML in these tags), "auto" (the form in the chat template),
+        "none" (calls stay text).
       reasoning_parser: "auto": return the model's reasoning as `reasoning`, if the chat template supports it; "none":
         leave it as text.
       chat_template: Jinja template, or a file with it, in place of the checkpoint's template.
@@ -80,7 +82,7 @@ class ServerConfig:
     allow_reuse: Sequence[str] = ()
     allow_compress: Sequence[str] = ()
     max_n: int = 128
-    tool_call_parser: str = "hermes"
+    tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     chat_template: str | None = None
     embedder: str | None = None
@@ -118,7 +120,8 @@ class ServerConfig:
             if self.api_key:
                 raise ValueError("api_key and api_keys are mutually exclusive, got both: put the key into the file")
             Tenants.load(self.api_keys, self.admin_key)  # before a model is opened
-        for name, known in (("tool_call_parser", ("hermes", "none")), ("reasoning_parser", ("auto", "none"))):
+        parsers = ("auto", "hermes", *xml_tools.FORMS, "none")
+        for name, known in (("tool_call_parser", parsers), ("reasoning_parser", ("auto", "none"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {short(getattr(self, name))}")
         check_whole("port", self.port, 0, 65535)

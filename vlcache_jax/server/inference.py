@@ -19,6 +19,7 @@ from vlcache_jax.common.checks import short
 from vlcache_jax.common.json_files import AT_ONCE
 from vlcache_jax.inputs.prompt import TemplateOptions, template_text
 from vlcache_jax.outputs import OutputCollector, RequestDelta, SearchBegun, SearchRound
+from vlcache_jax.protocol import xml_tools
 from vlcache_jax.protocol.answers import Answer, ChatFormat, CompletionAnswer, answer_id
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
@@ -301,6 +302,7 @@ class Chats(Inference[ChatRequest]):
             engine.service.renderer,
             None if config.chat_template is None else template_text(config.chat_template),
             calls=config.tool_call_parser != "none",
+            xml_calls=None if config.tool_call_parser == "auto" else config.tool_call_parser in xml_tools.FORMS,
             thoughts=config.reasoning_parser != "none",
         )
 
