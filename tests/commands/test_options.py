@@ -115,11 +115,11 @@ def test_devices_that_there_are_not(run, tmp_path, command, checkpoints):
 def test_sizes_of_a_run(handed, run, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"question": "?"}\n')
     words = ("run", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-    sizes = ("--device-bytes", "3MB", "--disk", tmp_path / "disk", "--disk-bytes", "5GB")
+    sizes = ("--states-bytes", "1GB", "--device-bytes", "3MB", "--disk", tmp_path / "disk", "--disk-bytes", "5GB")
     [recipe, _], _ = handed("vlcache_jax.commands.run.run", *words, *sizes)
     cache = recipe.options["cache"]
-    assert (cache.device_bytes, cache.disk_bytes) == (3_000_000, 5_000_000_000)
-    for option in ("--device-bytes", "--disk-bytes"):
+    assert (cache.states_bytes, cache.device_bytes, cache.disk_bytes) == (10**9, 3_000_000, 5_000_000_000)
+    for option in ("--states-bytes", "--device-bytes", "--disk-bytes"):
         assert f"error: {option[2:].replace('-', '_')} must be" in run(*words, option, "many").stderr
 
 
