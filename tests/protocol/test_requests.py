@@ -97,6 +97,8 @@ LEVELS = "{{ reasoning_effort }}</think>"
         (HYBRID, "medium", {"a": 1}, {"a": 1}),
         (HYBRID, None, {"enable_thinking": True}, {"enable_thinking": True}),
         (ALWAYS, "medium", {}, {}),
+        (HYBRID + LEVELS, "none", {}, {"enable_thinking": False}),
+        (HYBRID + LEVELS, "low", {}, {"reasoning_effort": "low"}),
         ("{{ messages }}", "none", {}, {}),  # it does not think
         *((LEVELS, effort, {"a": 1}, {"a": 1, "reasoning_effort": effort}) for effort in ("none", "low", "xhigh")),
     ],

@@ -49,6 +49,7 @@ from vlcache_jax.inputs.messages import (
     written_out,
 )
 from vlcache_jax.inputs.processor import overrule
+from vlcache_jax.inputs.qwen3_5_template import FORMS, qwen3_5_template
 from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, read_video
 
 if TYPE_CHECKING:
@@ -519,7 +520,7 @@ def _parts(messages: Sequence[Any]) -> int:
 
 
 def template_text(given: str | os.PathLike[str]) -> str:
-    """Return a template, or the content of the file that is named.
+    """Return a template, the content of the file that is named, or our template of a form in `qwen3_5_template`.
 
     Requests of clients must not name files, since any file could be named.
 
@@ -529,6 +530,8 @@ def template_text(given: str | os.PathLike[str]) -> str:
     # A misspelled path must not be rendered as a template, so only Jinja syntax or several lines are a text.
     if isinstance(given, str) and any(sign in given for sign in "{}\n"):
         return given
+    if given in FORMS:
+        return qwen3_5_template(str(given))
     path = Path(given).expanduser()
     check_readable("chat_template", path)
     text = path.read_text(encoding="utf-8", errors="surrogateescape")

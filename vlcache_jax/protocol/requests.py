@@ -302,12 +302,12 @@ def _read_effort(given: Mapping[str, Any], chat_template: str) -> dict[str, Any]
     effort, own = given.get("reasoning_effort"), given.get("chat_template_kwargs") or {}
     if effort is None or not isinstance(own, Mapping):
         return None
-    if "reasoning_effort" in chat_template:
+    if effort == "none" and "enable_thinking" in chat_template:
+        name, value = "enable_thinking", False
+    elif "reasoning_effort" in chat_template:
         name, value = "reasoning_effort", effort
     elif effort == "medium" or (effort == "none" and not thinks(chat_template)):
         return None
-    elif effort == "none" and "enable_thinking" in chat_template:
-        name, value = "enable_thinking", False
     else:
         remedy = "use a model that does not think" if effort == "none" else "remove it"
         raise ApiError(

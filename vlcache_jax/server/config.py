@@ -51,7 +51,8 @@ class ServerConfig:
         "none" (calls stay text).
       reasoning_parser: "auto": return the model's reasoning as `reasoning`, if the chat template supports it; "none":
         leave it as text.
-      chat_template: Jinja template, or a file with it, in place of the checkpoint's template.
+      chat_template: Jinja template, a file with it, or a prompt form such as `qwen3.6`, in place of the checkpoint's
+        template.
       embedder: model that finds images for `file_search`, such as `Qwen/Qwen3-VL-Embedding-2B`; by default the served
         model.
       warmup: compile all programs before `/ready` reports success.
