@@ -8,7 +8,7 @@ but for the sentences that describe tools and the thinking effort, which are oth
 | `qwen3.5-small` | 3.5 with 0.8B and 2B | off | dropped | as Python writes them |
 | `qwen3.5` | other 3.5 | on | dropped | as Python writes them |
 | `qwen3.6` | 3.6 | on | dropped, or kept with `preserve_thinking` | JSON |
-| `qwen3.8` | 3.8 | on, with `reasoning_effort` xhigh, medium or low | kept, or dropped with `preserve_thinking=false` | JSON |
+| `qwen3.8` | 3.8 | on, by `reasoning_effort` | kept, or dropped with `preserve_thinking=false` | JSON |
 """
 
 from __future__ import annotations
@@ -162,15 +162,12 @@ def qwen3_5_template(form: str) -> str:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     keeps = {"qwen3.6": "preserve_thinking is defined and preserve_thinking is true",
              "qwen3.8": "preserve_thinking is not defined or preserve_thinking is true"}  # fmt: skip
-    off, on = (
-        "enable_thinking is defined and enable_thinking is false",
-        "enable_thinking is defined and enable_thinking is true",
-    )
+    given = "enable_thinking is defined and enable_thinking is"
     rules = {
         "as_json": str(form in keeps).lower(),
         "has_effort": str(form == "qwen3.8").lower(),
         "keeps_thoughts": keeps.get(form, "false"),
-        "thinks": on if form == "qwen3.5-small" else f"not ({off})",
+        "thinks": f"{given} true" if form == "qwen3.5-small" else f"not ({given} false)",
         **{name: json.dumps(text) for name, text in
            (("tools_head", HEAD), ("tools_end", CALLS), ("xhigh", XHIGH), ("low", LOW))},
     }  # fmt: skip
