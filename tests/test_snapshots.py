@@ -10,6 +10,7 @@ import pytest
 from tests.helper import SIZES, give_decode_slots, user
 from vlcache_jax import LLM, BucketSizes, SamplingParams
 from vlcache_jax.engine import snapshots
+from vlcache_jax.inputs.qwen3_5_template import FORMS, qwen3_5_template
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 BUCKETS = BucketSizes(rows=(64, 256), patches=(256,), sequences=(4,), window=4)
@@ -219,3 +220,59 @@ def test_a_number_that_a_model_cannot_use_is_refused(checkpoints, directory):
         open_llm(checkpoints("qwen3_vl"), state_snapshots=4)
     with pytest.raises(ValueError, match=r"state_snapshots must be at most \d+, got 1000000000000: each keeps"):
         open_llm(directory, state_snapshots=10**12)
+
+
+def tool_turn(turn, image):
+    """A call, its result with an image, and an answer."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {"page": turn}}}
+    return [
+        {"role": "assistant", "content": "", "reasoning_content": "Which one?", "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": f"Page {turn}"}, {"type": "image", "image": image}]},
+    ]
+
+
+@pytest.fixture(scope="module")
+def long_engine(directory):
+    """Room for prompts with descriptions of tools, of which each character is a token."""
+    with open_llm(directory, max_model_len=4096, kv_cache_bytes=2**25) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("thinks", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("has_tools", [False, True], ids=["images", "tools"])
+def test_dialogues_by_the_published_forms(long_engine, textured_image, form, thinks, has_tools):
+    """Each turn goes on at the last message at whose start it is still equal to an earlier prompt.
+
+    Templates remove thinking from earlier turns, at the latest when the user writes again.
+    """
+    options = {"chat_template": qwen3_5_template(form), "chat_template_kwargs": {"enable_thinking": thinks}}
+    if has_tools:
+        options["tools"] = [{"type": "function", "function": {"name": "look"}}]
+    conversation, prompts = [{"role": "system", "content": "Be terse."}], []
+    found, total = 0, 0
+    llm = long_engine
+    llm.reset_mm_cache()
+    begins = llm.get_tokenizer().get_vocab()["<|im_start|>"]
+    for turn in range(5):
+        image = textured_image(64 + 32 * turn, 96, turn)
+        conversation += user(image, words(10, turn)) if not (has_tools and turn) else user(words(10, turn))
+        for _ in range(1 + has_tools):
+            output = run(llm, conversation, **options)
+            tokens = output.prompt_token_ids.tolist()
+            alike = max((common(tokens, other) for other in prompts), default=0)
+            shared = max((place for place in range(alike + 1) if tokens[place] == begins), default=0)
+            found, total = found + min(output.num_cached_tokens, shared), total + shared
+            prompts.append(tokens)
+            if has_tools and conversation[-1]["role"] == "user":
+                conversation += tool_turn(turn, image)
+        conversation.append({"role": "assistant", "content": output.outputs[0].text, "reasoning_content": "So."})
+    assert total > 500
+    assert found >= 0.95 * total
+
+
+def common(tokens, other):
+    """Number of equal tokens at the beginning of both."""
+    pairs = enumerate(zip(tokens, other, strict=False))
+    return next((i for i, (one, two) in pairs if one != two), min(len(tokens), len(other)))

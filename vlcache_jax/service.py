@@ -21,7 +21,7 @@ import numpy.typing as npt
 from vlcache_jax import kernel_selftest
 from vlcache_jax.cache.config import open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
-from vlcache_jax.cache.items import Items
+from vlcache_jax.cache.items import Item, Items
 from vlcache_jax.cache.keys import Quotas
 from vlcache_jax.cache.record import Tier
 from vlcache_jax.cache.store import Store
@@ -143,6 +143,11 @@ class Preparation:
     sequences: SequenceBuilder
     threads: Executor
     quick_threads: Executor
+
+    def tokens(self, item: Item) -> int:
+        """Return the number of tokens of a library item's image."""
+        size = item.image_key
+        return self.processor.num_tokens(self.processor.grid(size.height, size.width, item.limits))
 
 
 @dataclass(eq=False)

@@ -231,16 +231,16 @@ class Channel:
         self.looks.forget(entry)
         return deleted
 
-    def pin(self, entry: str, is_pinned: bool) -> int:
-        """Pin or unpin an image's records in the tier; return the number of its KV records there."""
-        count = 0
+    def pin(self, entry: str, is_pinned: bool) -> list[str]:
+        """Pin or unpin an image's records in the tier; return their names."""
+        names = []
         for one in self.looks.found(entry):
             try:
                 self.tier.pin(one.meta.name, is_pinned)
-                count += one.meta.context is not None
+                names.append(one.meta.name)
             except Exception as error:
                 self.fault(error)
-        return count
+        return names
 
     def pinned(self, entry: str) -> set[str]:
         """Return the names of an image's records that are pinned in the tier."""

@@ -260,9 +260,10 @@ class Store(Records):
             if record.source is None:
                 self._keep(record, [channel for channel in self.channels if channel.tier.is_local])
 
-    def keep_outside(self, entry: str, is_pinned: bool) -> int:
-        """Pin or unpin an image's records in the tiers of this machine; return the number of its KV records there."""
-        return sum(channel.pin(entry, is_pinned) for channel in self.channels if channel.tier.is_local)
+    def keep_outside(self, entry: str, is_pinned: bool) -> list[str]:
+        """Pin or unpin an image's records in the tiers of this machine; return their names."""
+        local = (channel for channel in self.channels if channel.tier.is_local)
+        return [name for channel in local for name in channel.pin(entry, is_pinned)]
 
     def is_owner(self, owner: str, entry: str) -> bool:
         """Return whether a known entry key was made with the owner's salt, also by records in other tiers."""

@@ -480,6 +480,7 @@ class Prefiller:
             self.writer.kv(step.saved, self.copies.save(step, forward_pass.new_kv))
             for saved in step.saved:
                 if saved.state_slot is not None:
+                    self.writer.throttle(2 * self.runner.transfer_bytes)  # a chunk may end many images
                     self.writer.states(saved.record, self.runner.pool.stored_states(saved.state_slot))
         self.writer.throttle(2 * self.runner.transfer_bytes)
         later = {placement.image for other in group.steps for placement in other.placements}

@@ -399,7 +399,7 @@ class Library:
         if isinstance(vectors, ValueError):
             return vectors
         try:
-            _pin(self.service, item.entry, self._tier)
+            _pin(self.service, item, self._tier)
             if item.file is not None and pending.encoded is not None:
                 self._items.keep(item.file, pending.encoded)
         except ValueError as failure:
@@ -443,17 +443,19 @@ def _vectors(
     return found
 
 
-def _pin(service: Service, entry: str, tier: str) -> None:
-    """Pin an image's cache entries in a tier. Raises ValueError if they do not fit there."""
-    store = service.cache.store
+def _pin(service: Service, item: Item, tier: str) -> None:
+    """Pin an item's cache entries in a tier. Raises ValueError if they do not fit there."""
+    store, entry = service.cache.store, item.entry
+    kind = "kv/" if service.preparation.planner.stores_kv(service.preparation.tokens(item)) else "enc/"
     if tier != "disk":
         store.keep(entry, True)
-        kept = [one for one in store.records(entry) if one.meta.context is not None]
+        kept = [one for one in store.records(entry) if one.meta.name.startswith(kind)]
         if not kept:
             raise ValueError("image must fit in host memory, but its cache entries were evicted: raise host_bytes")
         if tier == "device" and not service.cache.tier.keep(kept, store.config.pinned_share):
             raise ValueError("image must fit in the part of device_bytes that pinned_share allows: raise one of them")
-    if not store.keep_outside(entry, True) and tier == "disk":
+    outside = [name for name in store.keep_outside(entry, True) if name.startswith(kind)]
+    if not outside and tier == "disk":
         raise ValueError("image must fit on the disk, but its cache entries could not be written there: see the log")
 
 

@@ -266,10 +266,9 @@ class SearchOptions:
 
     def _fitting(self, hits: Sequence[Hit], service: Service) -> list[Hit]:
         """Return the first hits whose images fit in `max_tokens`."""
-        processor, left, found = service.preparation.processor, self.max_tokens, []
+        left, found = self.max_tokens, []
         for hit in hits:
-            item = self.retriever.library.get(hit.id)
-            left -= processor.num_tokens(processor.grid(item.image_key.height, item.image_key.width, item.limits))
+            left -= service.preparation.tokens(self.retriever.library.get(hit.id))
             if left < 0:
                 break
             found.append(hit)

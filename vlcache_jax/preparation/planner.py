@@ -319,6 +319,10 @@ class Planner:
         self._config = config
         self._forms, self._token_buckets, self._min_tokens = forms, token_buckets, forms.min_tokens
 
+    def stores_kv(self, tokens: int) -> bool:
+        """Return whether the KV of an image of this size is stored; if not, its encoder output is."""
+        return self._links_kv and tokens >= self._min_tokens
+
     def plan(self, request: Request, options: ResolvedOptions) -> Planned:
         """Look a request up, plan it, and reserve cache entries for what it will compute.
 
@@ -448,8 +452,7 @@ class Planner:
             if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
                 meta = self._forms.encoder(image.key, owner, image.grid, self._padded(image))
                 wanted.setdefault(meta.name, (meta, i))  # a request may have an image twice
-            is_stored = self._links_kv and image.num_tokens >= self._min_tokens
-            is_there = not is_stored or handle.is_coded or _has(handle, context, canonical)
+            is_there = not self.stores_kv(image.num_tokens) or handle.is_coded or _has(handle, context, canonical)
             if use.linked is None and not is_there and (max_contexts is None or variants[image.key] < max_contexts):
                 variants[image.key] += 1
                 room = self._padded(image)
