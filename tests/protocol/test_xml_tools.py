@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlcache_jax.inputs.prompt import PromptRenderer
+from vlcache_jax.inputs.prompt import PromptRenderer, calls_in_xml
 from vlcache_jax.protocol.deltas import ParsedAnswer
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.requests import ChatRequest
-from vlcache_jax.protocol.xml_tools import XmlToolParser, forced_call, is_xml, read_value
+from vlcache_jax.protocol.xml_tools import XmlToolParser, forced_call, read_value
 
 WEATHER = {
     "type": "function",
@@ -249,9 +249,9 @@ def test_the_grammar_is_valid_for_any_schema(takes, schema):
 
 
 def test_a_template_shows_the_form():
-    assert is_xml("... <tool_call>\n<function=' + name + '> ...")
-    assert not is_xml('{"name": <function-name>}')
-    assert not is_xml(None)
+    assert calls_in_xml("... <tool_call>\n<function=' + name + '> ...")
+    assert not calls_in_xml('{"name": <function-name>}')
+    assert not calls_in_xml(None)
 
 
 TEMPLATE = "{{ '<tool_call><function=' + call.name }} {% if thinks %}</think>{% endif %}"

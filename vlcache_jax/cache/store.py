@@ -262,8 +262,7 @@ class Store(Records):
 
     def keep_outside(self, entry: str, is_pinned: bool) -> list[str]:
         """Pin or unpin an image's records in the tiers of this machine; return their names."""
-        local = (channel for channel in self.channels if channel.tier.is_local)
-        return [name for channel in local for name in channel.pin(entry, is_pinned)]
+        return [name for channel in self.channels if channel.tier.is_local for name in channel.pin(entry, is_pinned)]
 
     def is_owner(self, owner: str, entry: str) -> bool:
         """Return whether a known entry key was made with the owner's salt, also by records in other tiers."""

@@ -58,6 +58,11 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "<think>", "</think>"
 
 
+def calls_in_xml(chat_template: str | None) -> bool:
+    """Return whether a template's model writes tool calls in XML form, see `vlcache_jax.protocol.xml_tools`."""
+    return chat_template is not None and "<function=" in chat_template
+
+
 def thinks(chat_template: str) -> bool:
     """Return whether a template's model may reason: such a template removes the reasoning of earlier turns."""
     return CLOSE in chat_template

@@ -22,13 +22,13 @@ from vlcache_jax.calls.groups import RequestError
 from vlcache_jax.common.checks import check_flags, check_whole, is_a, short
 from vlcache_jax.common.renamed import renamed
 from vlcache_jax.inputs.messages import read_tools, tool_names
+from vlcache_jax.inputs.prompt import calls_in_xml
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.llm import LLM, ConversationLike
 from vlcache_jax.outputs import RequestDelta, RequestOutput, SearchBegun, Searched, SearchRound
 from vlcache_jax.protocol.deltas import ParsedAnswer
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.tools import SEARCH, forced_call
-from vlcache_jax.protocol.xml_tools import is_xml
 from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 from vlcache_jax.service import Service
@@ -146,7 +146,7 @@ class SearchOptions:
         rows = [_Conversation(given, own) for given, own in zip(conversations, params, strict=True)]
         given = more.get("tools") or ()
         tools = self.add_tool(given)
-        xml = is_xml(more.get("chat_template") or llm.service.renderer.chat_template)
+        xml = calls_in_xml(more.get("chat_template") or llm.service.renderer.chat_template)
         search = {"type": "function", "function": {"name": SEARCH}}
         forced = forced_call(tools, search, is_xml=xml) if self.required else None
         for number in range(self.max_rounds + 1):
@@ -331,7 +331,7 @@ def _call(text: str, tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
     Args:
       tool: the tool of searches, see `SearchOptions.tool`.
     """
-    parser = AnswerParser("", has_tools=True, xml_tools=[tool] if is_xml(text) else None)
+    parser = AnswerParser("", has_tools=True, xml_tools=[tool] if calls_in_xml(text) else None)
     calls = ParsedAnswer.of([*parser.push(text), *parser.finish()]).calls
     if not calls or {call["function"]["name"] for call in calls} != {SEARCH}:
         return None

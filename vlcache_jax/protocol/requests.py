@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from vlcache_jax.common.checks import short
 from vlcache_jax.inputs.messages import read_tools
-from vlcache_jax.inputs.prompt import TemplateOptions, thinks
+from vlcache_jax.inputs.prompt import TemplateOptions, calls_in_xml, thinks
 from vlcache_jax.protocol.schema import (
     ABSENT_IN_CHAT,
     ABSENT_IN_TEXT,
@@ -22,7 +22,6 @@ from vlcache_jax.protocol.schema import (
     sampling_params,
 )
 from vlcache_jax.protocol.tools import forced_call
-from vlcache_jax.protocol.xml_tools import is_xml
 from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams, StructuredOutputs
 
@@ -154,7 +153,7 @@ class ChatRequest:
         _read_format(sampling, given.get("response_format"))
         is_held = "structured_outputs" in sampling
         used_template = str(given.get("chat_template") or chat_template or "")
-        xml_calls = is_xml(used_template) if xml_calls is None else xml_calls
+        xml_calls = calls_in_xml(used_template) if xml_calls is None else xml_calls
         _read_choice(sampling, given, xml_calls)
         template, choice = template_options(given), given.get("tool_choice")
         if (effort := _read_effort(given, used_template)) is not None:

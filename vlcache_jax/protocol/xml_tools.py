@@ -29,11 +29,6 @@ _BOOLEANS = {"true": True, "false": False}
 _ANY = frozenset(("null", "boolean", "integer", "number", "object", "array"))
 
 
-def is_xml(chat_template: str | None) -> bool:
-    """Return whether a template's model writes tool calls in this form."""
-    return chat_template is not None and FUNCTION in chat_template
-
-
 class XmlToolParser:
     """Incremental parser of tool calls in XML form. The joined deltas do not depend on the pieces of the text.
 
