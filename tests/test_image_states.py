@@ -11,6 +11,7 @@ from tests.helper import SIZES, user
 from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.device import kv_shape
+from vlcache_jax.library import Library
 from vlcache_jax.study.calibration import _measure
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -298,6 +299,18 @@ def test_compressed_prompts_link_images(directory, pair):
         assert found(output) == [LINKED] * 2
         assert not output.cache.exact
     assert values([output]) == values([expected])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_libraries_pin_what_is_stored(directory, textured_image, tmp_path, monkeypatch, tier):
+    """Of a small image only the encoder output."""
+    monkeypatch.setattr(kv_shape, "STATED_TOKENS", 10)
+    with open_llm(directory, cache=CacheConfig(disk=tmp_path)) as llm:
+        library = Library(llm, "pages", tier=tier)
+        library.add(textured_image(64, 96, 1), "small")
+        library.add(textured_image(128, 96, 1), "large")
+        assert (llm.cache.stats().kv_records, llm.cache.stats().encoder_records) == (1, 2)
 
 
 @pytest.mark.slow
