@@ -371,7 +371,7 @@ def test_the_encoder(runner) -> None:
 
 @pytest.mark.parametrize(("size", "count"), [pytest.param(4096, 1, marks=pytest.mark.thorough), (1024, 16)])
 def test_linking_layers_together(runner, size: int, count: int) -> None:
-    layers = runner.shapes.link_groups[0].stop
+    layers = runner.shapes.link_groups[0].count
     compiled = compile_for(runner, Link(size, count, layers))
     assert compiled.spills == 0
     assert compiled.alias == layers * POOL_BYTES
@@ -385,7 +385,7 @@ def test_linking_from_the_device_and_into_it(codec: str | None) -> None:
     """Nothing of the device tier is copied, and a link that also writes into it does so in place."""
     tokens, size = 65536, 4096
     runner = abstract_runner(CONFIG, codec=CODECS.get(codec or ""), kept_tokens=tokens)
-    layers = runner.shapes.link_groups[0].stop
+    layers = runner.shapes.link_groups[0].count
     kept = runner.shapes.kept, runner.shapes.kept_rows
     of_layer = sum(buffer.size * buffer.dtype.itemsize for buffer in kept[0][0])
     angles = 8 * 2**20
