@@ -1,4 +1,4 @@
-"""Cache entries of images hold the states behind them: exact reuse in models with states, outside the KV pool."""
+"""Cache entries of images hold the states after them: exact reuse in models with states, outside the KV pool."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ LINKED = ("exact", "host", None)
 
 
 def test_images_are_linked_with_the_states_behind_them_to_the_last_bit(llm, cold, pair):
-    """Text between them is computed from the state behind the image before it."""
+    """Text between them is computed from the state after the image before it."""
     [first] = ask(llm, pair[0])
     assert found(first) == [("miss", "none", Why.unknown_image)] * 2
     llm.reset_prefix_cache()
@@ -108,7 +108,7 @@ def test_an_image_in_another_context_is_computed(llm, cold, pair, textured_image
 
 @pytest.mark.slow
 def test_one_unknown_image_between_known_ones(llm, cold, textured_image):
-    """What is behind it has another context."""
+    """Images after it have another context."""
     images = [textured_image(64, 96, seed) for seed in range(4)]
     ask(llm, user("A ", images[0], " b ", images[1], " c ", images[2], " d"))
     llm.reset_prefix_cache()
@@ -258,7 +258,7 @@ def test_an_image_at_the_end_of_a_prompt(llm, cold, textured_image):
 
 @pytest.mark.slow
 def test_the_share_of_host_memory_for_states(directory, cold, textured_image):
-    """What was used least recently leaves; encoder output has the rest."""
+    """The entry that was used least recently leaves, and encoder output has the rest."""
     images = [textured_image(64, 96, seed) for seed in range(4)]
     prompts = [user(f"Page {i}: ", image, " what?") for i, image in enumerate(images)]
     with open_llm(directory) as llm:
@@ -304,7 +304,7 @@ def test_compressed_prompts_link_images(directory, pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_libraries_pin_what_is_stored(directory, textured_image, tmp_path, monkeypatch, tier):
-    """Of a small image only the encoder output."""
+    """A small image has only encoder output."""
     monkeypatch.setattr(kv_shape, "STATED_TOKENS", 10)
     with open_llm(directory, cache=CacheConfig(disk=tmp_path)) as llm:
         library = Library(llm, "pages", tier=tier)
@@ -326,7 +326,7 @@ def test_rates_are_measured_with_states(directory):
 
 @pytest.mark.slow
 def test_random_loads_with_aborts_resets_and_few_slots(directory, cold, textured_image, tmp_path):
-    """What runs to its end has the tokens of a cold run, whatever others do and whatever is lost meanwhile."""
+    """Each request has the tokens of a cold run, whatever others do and whatever is lost meanwhile."""
     rng = np.random.default_rng(3)
     images = [textured_image(64, 64 + 32 * (seed % 2), seed) for seed in range(3)]
     prompts = []

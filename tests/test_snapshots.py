@@ -243,7 +243,7 @@ def long_engine(directory):
 @pytest.mark.parametrize("thinks", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize("has_tools", [False, True], ids=["images", "tools"])
 def test_dialogues_by_the_published_forms(long_engine, textured_image, form, thinks, has_tools):
-    """Each turn goes on at the last message at whose start it is still equal to an earlier prompt.
+    """Each turn continues at the last message at whose start it is still equal to an earlier prompt.
 
     Templates remove thinking from earlier turns, at the latest when the user writes again.
     """

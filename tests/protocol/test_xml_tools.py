@@ -38,7 +38,7 @@ TOOLS = (WEATHER, PING)
 
 
 def call(name, **parameters):
-    """As the templates of the models write it."""
+    """Return a call as the templates of the models write it."""
     written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items())
     return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
 
@@ -246,6 +246,12 @@ def test_the_grammar_is_valid_for_any_schema(takes, schema):
     value = '{"a": 2}' if schema.get("type") == "object" else "2"
     assert takes(call("f", a=value), tool)
     assert takes(call("f"), tool)
+
+
+@pytest.mark.parametrize("parameters", [{"properties": []}, {"properties": {"a": {}}, "required": 1},
+                                        {"properties": {"a": {"type": "string", "enum": [1]}}}])  # fmt: skip
+def test_a_wrong_schema_still_makes_a_grammar(takes, parameters):
+    assert takes(call("f"), {"type": "function", "function": {"name": "f", "parameters": parameters}})
 
 
 def test_a_template_shows_the_form():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,6 +83,11 @@ class ParsedAnswer:
             for head, pieces in zip(heads, arguments, strict=True)
         ]
         return cls("".join(content), "".join(reasoning), calls)
+
+
+def call_id(answer_id: str, index: int) -> str:
+    """Return the id of a tool call, by its index in an answer."""
+    return f"call_{hashlib.sha256(f'{answer_id}:{index}'.encode()).hexdigest()[:24]}"
 
 
 def joined_pieces(pieces: Iterable[CallDelta]) -> list[CallDelta]:

@@ -5,7 +5,6 @@ A call is JSON between `<tool_call>` tags, in the format of Qwen's and Hermes' m
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from vlcache_jax.common.checks import short
 from vlcache_jax.inputs.messages import read_tools, tool_names
 from vlcache_jax.protocol import xml_tools
-from vlcache_jax.protocol.deltas import CLOSE, JSON_FORMAT, OPEN, CallDelta, Delta, unfinished
+from vlcache_jax.protocol.deltas import CLOSE, JSON_FORMAT, OPEN, CallDelta, Delta, call_id, unfinished
 
 SEARCH = "search_library"
 """Name of the tool with which an answer searches a library."""
@@ -125,8 +124,7 @@ class ToolParser:
             deltas.append(Delta(call=CallDelta(self.calls - 1, arguments)))
             return
         call.is_returned = True
-        digest = hashlib.sha256(f"{self._answer_id}:{self.calls}".encode()).hexdigest()
-        deltas.append(Delta(call=CallDelta(self.calls, "", f"call_{digest[:24]}", call.name)))
+        deltas.append(Delta(call=CallDelta(self.calls, "", call_id(self._answer_id, self.calls), call.name)))
         deltas.append(Delta(call=CallDelta(self.calls, arguments)))
         self.calls += 1
 

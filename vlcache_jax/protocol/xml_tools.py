@@ -8,14 +8,13 @@ schema allows no null.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vlcache_jax.protocol.deltas import CLOSE, JSON_FORMAT, OPEN, CallDelta, Delta, unfinished
+from vlcache_jax.protocol.deltas import CLOSE, JSON_FORMAT, OPEN, CallDelta, Delta, call_id, unfinished
 
 FORMS = ("qwen3_coder", "qwen3_xml")
 """Names of the form in options of servers."""
@@ -205,8 +204,7 @@ class XmlToolParser:
 
     def _append(self, arguments: str, deltas: list[Delta]) -> None:
         if not self._has_arguments:
-            digest = hashlib.sha256(f"{self._answer_id}:{self.calls}".encode()).hexdigest()
-            deltas.append(Delta(call=CallDelta(self.calls, "", f"call_{digest[:24]}", self._name)))
+            deltas.append(Delta(call=CallDelta(self.calls, "", call_id(self._answer_id, self.calls), self._name)))
             self.calls += 1
         deltas.append(Delta(call=CallDelta(self.calls - 1, arguments)))
 
@@ -341,7 +339,9 @@ def forced_call(offered: Sequence[Mapping[str, Any]], *, several: bool) -> str:
 def _function_rules(number: int, function: Mapping[str, Any]) -> Iterator[str]:
     """Yield the rules of a call of one function."""
     schema = function.get("parameters") or {}
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    properties, required = (schema.get(name) for name in ("properties", "required"))
+    properties = properties if isinstance(properties, Mapping) else {}
+    required = required if isinstance(required, list) else []
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     uses = []
     for i, (key, own) in enumerate(properties.items()):
@@ -351,7 +351,7 @@ def _function_rules(number: int, function: Mapping[str, Any]) -> Iterator[str]:
         end = _quoted(f"\n{_VALUE_END}\n")
         types, known = _types(own), own if isinstance(own, Mapping) else {}
         values = known.get("enum")
-        if types == {"string"} and isinstance(values, list) and values:
+        if types == {"string"} and isinstance(values, list) and values and all(isinstance(one, str) for one in values):
             yield f"{rule}_value: ({' | '.join(map(_quoted, values))}) {end}"
         elif "string" in types or not (types or "$ref" in known):
             yield f"{rule}_value[suffix={end}]: /(?s:.*)/"

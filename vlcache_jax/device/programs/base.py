@@ -271,7 +271,7 @@ class Shapes:
 
     @property
     def links_kv(self) -> bool:
-        """Whether KV of images can be linked: in models with states together with these, in slots of snapshots."""
+        """True if KV of images can be linked. In models with states it needs these, in slots of snapshots."""
         return not self.num_states or (self.kv.codec is None and bool(self.num_snapshots))
 
     @property
