@@ -341,8 +341,9 @@ def _batches(
             places = functools.partial(_places, runner, [(prefill, span) for _, prefill, span in some], size)
             records = tuple([record for record, _, _ in some])
             if not tier.num_pages:
-                slots = (prefill.states.loads.get(span.stop, 0) for _, prefill, span in some)
-                yield _Batch(records, functools.cache(places), None, slots=tuple(slot for slot in slots if slot))
+                stated = [(prefill, span) for record, prefill, span in some if record.meta.states]
+                slots = tuple([prefill.states.loads[span.stop] for prefill, span in stated])
+                yield _Batch(records, functools.cache(places), None, slots=slots)
                 continue
             new = [record for record in dict.fromkeys(records) if record not in promoted]
             promoted.update(new)
