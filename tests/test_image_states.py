@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -351,3 +353,44 @@ def test_random_loads_with_aborts_resets_and_few_slots(directory, cold, textured
         assert cached.tiers["disk"].loaded > 0
         states = llm.service.cache.pages.states
         assert len(states._free) + len(states) == BUCKETS.max_sequences + 4
+
+
+KILLED = """
+import sys
+from tests.test_image_states import BUCKETS, GREEDY, SIZES, conversations
+from vlcache_jax import LLM, CacheConfig
+from vlcache_jax.device import kv_shape
+
+kv_shape.STATED_TOKENS = 1
+cache = CacheConfig(disk=sys.argv[2], host_bytes=2**19)
+with LLM(sys.argv[1], **SIZES | {"buckets": BUCKETS, "use_tqdm": False, "cache": cache, "state_snapshots": 2}) as llm:
+    for number in range(1000):
+        llm.chat(conversations(number % 7), GREEDY, use_tqdm=False)
+        print(number, flush=True)
+"""
+
+
+def conversations(seed):
+    """Two questions about images of their own."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (2, 64, 96, 3), np.uint8)
+    return [user(f"Page {seed}: ", image, f" and {i}?") for i, image in enumerate(images)]
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_it_stores_states_leaves_nothing_wrong(directory, cold, tmp_path):
+    for kills in range(3):
+        command = [sys.executable, "-c", KILLED, str(directory), str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(2 + 3 * kills):
+                assert process.stdout.readline()
+            process.kill()
+        cache = CacheConfig(disk=tmp_path)
+        with open_llm(directory, cache=cache) as llm:
+            for seed in range(7):
+                outputs, expected = (ask(one, *conversations(seed)) for one in (llm, cold))
+                assert values(outputs) == values(expected)
+            stats = llm.cache.stats()
+            assert stats.tiers["disk"].loaded > 0
+            assert (stats.corrupt, stats.failed, stats.tiers["disk"].damaged) == (0, 0, 0)

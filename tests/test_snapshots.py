@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.helper import SIZES, give_decode_slots, user
-from vlcache_jax import LLM, BucketSizes, SamplingParams
+from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
+from vlcache_jax.device import kv_shape
 from vlcache_jax.engine import snapshots
 from vlcache_jax.inputs.qwen3_5_template import FORMS, qwen3_5_template
 
@@ -215,6 +216,78 @@ def test_few_slots_are_no_error(directory, cold, count, textured_image):
         assert (found[-1] > 0) is (count > 0)
 
 
+@pytest.fixture
+def few_slots(directory, monkeypatch):
+    """An engine with two snapshots on the device, which moves even short ones to host memory."""
+    monkeypatch.setattr(kv_shape, "STATED_TOKENS", 16)
+    with open_llm(directory, state_snapshots=2) as engine:
+        yield engine
+
+
+def test_evicted_snapshots_return_from_host_memory(few_slots, cold, textured_image):
+    """Four dialogues in turn, each of which continues where its last prompt ended, less the answer's header."""
+    llm, ends = few_slots, [0] * 4
+    begins = llm.get_tokenizer().get_vocab()["<|im_start|>"]
+    conversations = [user(f"{seed}: ", textured_image(64, 96, seed), words(20, seed)) for seed in range(4)]
+    for turn in range(3):
+        for i, conversation in enumerate(conversations):
+            output = run(llm, conversation)
+            assert values(output) == values(run(cold, conversation))
+            assert output.num_cached_tokens == ends[i]
+            llm.cache.flush()
+            ends[i] = int(np.flatnonzero(output.prompt_token_ids == begins)[-1])
+            conversations[i] = [*conversation, {"role": "assistant", "content": f"{i}"}, *user(words(20, turn))]
+    stats = llm.stats()
+    assert stats.snapshot_returns == 8
+    assert llm.cache.stats().snapshot_records >= 4
+    llm.reset_prefix_cache()
+    assert llm.cache.stats().snapshot_records == 0
+
+
+def test_snapshots_in_host_memory_go_with_their_image_and_their_pages(few_slots, cold, textured_image):
+    llm, images = few_slots, [textured_image(64, 96, seed) for seed in range(4)]
+    conversations = [user(f"{seed}: ", image, words(20, seed)) for seed, image in enumerate(images)]
+    for conversation in conversations:
+        run(llm, conversation)
+    llm.cache.flush()
+    count = llm.cache.stats().snapshot_records
+    assert count > 0
+    for image in images:
+        llm.cache.delete(image)
+    assert llm.cache.stats().snapshot_records < count
+    assert values(run(llm, conversations[0])) == values(run(cold, conversations[0]))
+    llm.reset_mm_cache()
+    assert llm.cache.stats().snapshot_records == 0
+
+
+@pytest.mark.parametrize("cache", [{"states_bytes": 0}, {"host_bytes": 0}, {"codec": "int8"}])
+def test_without_host_memory_evicted_snapshots_are_forgotten(directory, cold, monkeypatch, cache):
+    monkeypatch.setattr(kv_shape, "STATED_TOKENS", 16)
+    conversations = [user(words(40, seed)) for seed in range(3)]
+    with open_llm(directory, state_snapshots=1, cache=CacheConfig(**cache)) as llm:
+        for conversation in conversations * 2:
+            assert values(run(llm, conversation)) == values(run(cold, conversation))
+        assert llm.stats().snapshot_evictions > 0
+        assert (llm.stats().snapshot_returns, llm.cache.stats().snapshot_records) == (0, 0)
+
+
+def test_a_lost_device_loses_snapshots_in_host_memory_too(few_slots, cold, monkeypatch):
+    llm, conversations = few_slots, [user(words(40, seed)) for seed in range(3)]
+
+    def fail(slot):
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.service.device.runner.pool, "stored_states", fail)
+        run(llm, conversations[0])
+        run(llm, conversations[1])
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            run(llm, conversations[2])
+    assert llm.cache.stats().snapshot_records == 0
+    for conversation in conversations:
+        assert values(run(llm, conversation)) == values(run(cold, conversation))
+
+
 def test_a_number_that_a_model_cannot_use_is_refused(checkpoints, directory):
     with pytest.raises(ValueError, match=r"state_snapshots must be None or 0 for qwen3_vl, .* got 4"):
         open_llm(checkpoints("qwen3_vl"), state_snapshots=4)
@@ -270,6 +343,20 @@ def test_dialogues_by_the_published_forms(long_engine, textured_image, form, thi
         conversation.append({"role": "assistant", "content": output.outputs[0].text, "reasoning_content": "So."})
     assert total > 500
     assert found >= 0.95 * total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_many_questions_about_one_document_by_the_published_forms(long_engine, textured_image, form):
+    """From the third one on, all continue where the questions begin, up to the last end of a block."""
+    llm, image = long_engine, textured_image(96, 128, 1)
+    llm.reset_mm_cache()
+    asked = [user(image, words(150), f"{number}: is it {words(3, number)}?") for number in range(64)]
+    outputs = llm.chat(asked, GREEDY, use_tqdm=False, chat_template=qwen3_5_template(form))
+    first, second = (output.prompt_token_ids.tolist() for output in outputs[:2])
+    shared = common(first, second)
+    found = sum(min(output.num_cached_tokens, shared) for output in outputs[2:])
+    assert found >= 0.95 * 62 * (shared - shared % 64)
 
 
 def common(tokens, other):

@@ -24,6 +24,7 @@ from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.items import Item, Items
 from vlcache_jax.cache.keys import Quotas
 from vlcache_jax.cache.record import Tier
+from vlcache_jax.cache.snapshots import HostSnapshots
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls.caller import Caller
@@ -552,13 +553,17 @@ def _open_cache(
     runner, memory = device.runner, device.memory
     token_bytes = kept_token_bytes(runner.config, runner.shapes.kv, runner.devices.count)
     tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * token_bytes)
-    states = StateSlots[BlockTable].of(memory.buckets.max_sequences, runner.shapes.num_snapshots)
-    pages = Pages(memory.num_slots // PAGE, states=states)
     store = Store(
         config.cache, tiers, shares=shares,
         room=partial(round_up, sizes=runner.token_buckets), limit=partial(time_limit, rates),
-        forgotten=tier.drop, expired=pages.drop, form=forms.of, together=runner.shapes.link_groups[0].count,
+        forgotten=tier.drop, expired=lambda entry: pages.drop(entry), form=forms.of,
+        together=runner.shapes.link_groups[0].count,
     )  # fmt: skip
+    kv, host = runner.shapes.kv, None
+    if kv.states and config.cache.memory_for_states and not config.cache.passes_on:
+        host = HostSnapshots(store, kv.layers, kv.states)
+    states = StateSlots[BlockTable].of(memory.buckets.max_sequences, runner.shapes.num_snapshots, host)
+    pages = Pages(memory.num_slots // PAGE, states=states)
     return Cache(store, Writer(store, runner.devices.copies), tier, pages)
 
 

@@ -50,7 +50,7 @@ def test_a_gpu_encodes_in_the_largest_calls(patches, on_host, on_gpu):
     """It would read all weights again for a small one, where a processor would compute padding."""
     for is_host, calls in ((True, on_host), (False, on_gpu)):
         runner = SimpleNamespace(buckets=BucketSizes((16,), patches, (1,)), is_host=is_host)
-        assert Prefiller(runner, None, None, None)._calls == calls
+        assert Prefiller(runner, None, None, None, None)._calls == calls
 
 
 def test_rows_of_images_are_scored():

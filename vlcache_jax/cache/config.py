@@ -38,8 +38,8 @@ class CacheConfig:
     Attributes:
       host_bytes: host memory for cache entries; 0 stores none; with `disk`, `remote` or `peers`, entries then only pass
         through, up to 2 GiB at a time.
-      states_bytes: part of `host_bytes` for KV of images with the states after them, in models with states (Qwen3.5 to
-        3.8); 0 stores no KV of their images; by default half of `host_bytes`.
+      states_bytes: part of `host_bytes` for states of models with states (Qwen3.5 to 3.8): KV of images with the states
+        after them, and snapshots evicted from the device; 0 stores neither; by default half of `host_bytes`.
       device_bytes: device memory for copies of the cache entries computed or loaded last; reserved before the KV pool;
         a hit copies nothing over the bus; no gain on a CPU; rounded down like the KV pool.
       disk: directory for cache entries that outlive the process; several processes may use it; written in the

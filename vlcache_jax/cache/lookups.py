@@ -340,6 +340,7 @@ class CacheStats:
       failed: records that could not be filled.
       not_finite: records with NaN or infinities, which were not stored.
       encoder_records, kv_records, pinned: current number of records.
+      snapshot_records: current number of snapshots of states in host memory.
       pinned_bytes: bytes of records that users pin.
       bytes, capacity: used and available host memory in bytes.
       left_bytes: bytes of evicted records that requests in flight still read, in addition to `bytes`.
@@ -364,6 +365,7 @@ class CacheStats:
     not_finite: int = 0
     encoder_records: int = 0
     kv_records: int = 0
+    snapshot_records: int = 0
     pinned: int = 0
     pinned_bytes: int = 0
     bytes: int = 0

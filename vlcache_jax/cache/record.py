@@ -62,7 +62,7 @@ class Meta:
       context: digest of the image's prefix when its KV was computed; None for encoder output, which does not depend on
         it.
       canonical: every token before and in the image was computed, or reused exactly.
-      grid, tokens: patch grid and number of tokens of the image.
+      grid, tokens: patch grid and number of tokens of the image; no tokens: a snapshot of states, see `HostSnapshots`.
       dtype, shape: dtype and shape of the data, with the token axis padded to a bucket size: KV before rotation [L, 2,
         T, K, D], or coded [L, 2, bytes] over all buffers; encoder output and DeepStack features [1 + J, T, M].
       buffers: bytes per token of the codes and of the scales; empty if the KV is not coded.
@@ -90,6 +90,8 @@ class Meta:
     @functools.cached_property
     def name(self) -> str:
         """Name of the record, by which it is found."""
+        if self.is_snapshot:
+            return f"snapshot/{self.entry}"
         return f"enc/{self.entry}" if self.context is None else f"kv/{self.entry}/{self.context}"
 
     @property
@@ -132,6 +134,11 @@ class Meta:
     def part_bytes(self) -> int:
         """Size of each part in bytes without padding, as stored outside host memory."""
         return self.with_room(self.tokens).nbytes // len(self.parts)
+
+    @property
+    def is_snapshot(self) -> bool:
+        """True if it belongs to no image, and only holds states of a prompt."""
+        return not self.tokens
 
     @property
     def is_exact(self) -> bool:

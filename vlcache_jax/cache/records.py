@@ -247,10 +247,12 @@ class MemoryTier:
         """Return current counts, by their names in `CacheStats`."""
         records = [record for record in self.records() if record.is_ready]
         kv = sum(record.meta.context is not None for record in records)
+        snapshots = sum(record.meta.is_snapshot for record in records)
         return {
             "clashes": self.clashes,
-            "encoder_records": len(records) - kv,
+            "encoder_records": len(records) - kv - snapshots,
             "kv_records": kv,
+            "snapshot_records": snapshots,
             "pinned": sum(not record.is_free for record in records),
             "pinned_bytes": self.pinned_bytes,
             "bytes": self.used,

@@ -106,7 +106,7 @@ class Writer:
         self._enqueue(jax.tree.leaves(layers), [part.record for part in saved], fill)
 
     def states(self, record: Record, states: jax.Array) -> None:
-        """Request to fill a cache entry with the states after its image, float32 [L, n] (`Meta.states`)."""
+        """Request to fill a cache entry with the states after its image, or a snapshot, float32 [L, n] (`Meta.states`)."""
 
         def fill() -> None:
             if not record.is_settled and record.states is not None:
@@ -118,7 +118,9 @@ class Writer:
     def _arrived(self, record: Record, count: int) -> None:
         """Note that `count` of what a cache entry lacks has been copied, see `Record.missing`."""
         record.missing -= count
-        if not record.missing:
+        if record.meta.is_snapshot:
+            record.complete()
+        elif not record.missing:
             self._store.publish(record)
 
     def begin(self, last: int | None = None) -> None:

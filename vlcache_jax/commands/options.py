@@ -184,7 +184,7 @@ DiskBytes = Annotated[
 StatesBytes = Annotated[
     str | None,
     typer.Option(
-        help="Part of the host memory for KV with states (Qwen3.5 to 3.8). Default: half of it.",
+        help="Part of the host memory for states (Qwen3.5 to 3.8), with KV of images or alone. Default: half of it.",
         rich_help_panel="Image cache",
     ),
 ]

@@ -130,7 +130,7 @@ class Engine:
         self.scheduler = Scheduler(pages, *sizes, shapes.depth[0], compressed_slots=shapes.compressed_slots)
         self._clock = Clock()
         self._decode_slots = DecodeSlots(runner)
-        self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
+        self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier), pages.states)
         self._compactor = Compactor(runner, self.scheduler, self._prefiller, self._clock)
         self._readiness = Readiness(shapes.depth[0], shapes.link_groups[0].count, threads)
         self._counts = EngineStats(pages.count)

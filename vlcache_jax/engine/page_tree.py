@@ -211,13 +211,15 @@ class PageTree[Maker]:
         Args:
           places: where a prompt with this chain may continue.
         """
+        states = self._states
+        assert states is not None
         path: list[Page[Maker]] = []
         usable: list[Snapshot[Maker]] = []
         matched = 0
         for known in self._known(chain):
             path.append(known.page)
             matched += known.common
-            snapshots = (one for one in _snapshots(known) if one.place <= limit)
+            snapshots = (one for one in self._snapshots(known) if one.place <= limit and states.can_use(one))
             usable += (one for one in snapshots if places.allows(one.place, one.is_decoded))
         last = max(usable, key=lambda one: one.place, default=None)
         length = 0 if last is None else last.place
@@ -331,25 +333,23 @@ class PageTree[Maker]:
         is_decoded: bool = False,
         is_needed: bool = False,
     ) -> Snapshot[Maker] | None:
-        """Return a new snapshot after the first `place` tokens of a chain, see `StateSlots.add`.
+        """Return a new snapshot after the first `place` tokens of a chain, see `Snapshot` and `StateSlots.add`.
 
         None if pages do not hold these tokens, if there is one already, or if all others are worth more.
         """
         assert self._states is not None
         before = 0
         for known in self._known(chain):
-            own = [held.place for held in _snapshots(known) if held.place <= place]
+            own = [held.place for held in self._snapshots(known) if held.place <= place]
             before = max([before, *own])
             if place <= known.start + known.common:
                 if before == place:
                     return None
-                made = self._states.add(
-                    place, place - before, maker, slot=slot, is_decoded=is_decoded, is_needed=is_needed
-                )
-                if made is not None:
-                    there = [(piece, held) for piece, held in known.parent.snapshots if not held.is_lost]
-                    piece = chain.piece(known.start, place)
-                    known.parent.snapshots = [*there, (piece, made)]
+                made = Snapshot(place, place - before, chain.owner, is_decoded, maker)
+                if not self._states.add(made, slot=slot, is_needed=is_needed):
+                    return None
+                there = [(piece, held) for piece, held in known.parent.snapshots if not held.is_lost]
+                known.parent.snapshots = [*there, (chain.piece(known.start, place), made)]
                 return made
         return None
 
@@ -372,14 +372,24 @@ class PageTree[Maker]:
         for place in (place for place in wanted if place <= keep):
             made = self.add_snapshot(chain, place, maker, is_needed=place in loaded)
             if made is None and place in loaded:
-                made = self._states.add(place, place, maker, is_needed=True)
-                if made is not None:
-                    self._states.drop(made)  # there is one in the tree, and this one is for the prefill alone
+                alone = Snapshot(place, place, chain.owner, maker=maker)
+                if self._states.add(alone, is_needed=True):
+                    self._states.drop(alone)  # there is one in the tree, and this one is for the prefill alone
+                    made = alone
             if made is not None:
                 snapshots.append(made)
                 if place in loaded or place in read:
                     stated[place] = made.slot
         return snapshots, stated
+
+    def _snapshots(self, known: _Known[Maker]) -> list[Snapshot[Maker]]:
+        """Return the snapshots among the known tokens of a page."""
+        assert self._states is not None
+        return [
+            held
+            for piece, held in known.parent.snapshots
+            if self._states.has(held) and piece.length <= known.common and piece.common(known.piece) == piece.length
+        ]
 
     def _drop_snapshots(self, page: Page[Maker], which: Callable[[Piece], bool] = lambda piece: True) -> None:
         """Drop the snapshots after a page whose last tokens `which` accepts."""
@@ -388,15 +398,6 @@ class PageTree[Maker]:
                 assert self._states is not None
                 self._states.drop(held)
         page.snapshots = [(piece, held) for piece, held in page.snapshots if not held.is_lost]
-
-
-def _snapshots[Maker](known: _Known[Maker]) -> list[Snapshot[Maker]]:
-    """Return the snapshots among the known tokens of a page."""
-    return [
-        held
-        for piece, held in known.parent.snapshots
-        if not held.is_lost and piece.length <= known.common and piece.common(known.piece) == piece.length
-    ]
 
 
 def _ids(page: Page[Any]) -> bytes:

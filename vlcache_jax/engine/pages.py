@@ -37,7 +37,7 @@ class BlockTable:
       is_computed: whether its prefill was launched, so that later programs find the KV.
       is_proven: whether its results were read and are finite.
       is_ended: whether it was released.
-      is_fork: whether it began with the full prompt of another block table.
+      origin: block table with whose full prompt it began; None if it is no fork.
       table: page of the pool for each logical page, int32 [B].
       pages: these pages as `Pages` objects.
       original: page to copy, until the prefill was launched.
@@ -57,7 +57,7 @@ class BlockTable:
     is_computed: bool = False
     is_proven: bool = False
     is_ended: bool = False
-    is_fork: bool = False
+    origin: BlockTable | None = None
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     pages: list[Page[BlockTable]] = field(default_factory=list)
     original: Page[BlockTable] | None = None
@@ -65,6 +65,11 @@ class BlockTable:
     snapshots: list[Snapshot[BlockTable]] = field(default_factory=list)
     stated: dict[int, int] = field(default_factory=dict)
     era: tuple[int, int] = (0, 0)
+
+    @property
+    def is_fork(self) -> bool:
+        """True if it began with the full prompt of another block table."""
+        return self.origin is not None
 
     @property
     def is_ready(self) -> bool:
@@ -98,6 +103,7 @@ class PageStats:
       preemptions: requests preempted because pages were short, and resumed later.
       max_snapshots, snapshots: largest and current number of snapshots of states.
       snapshot_evictions: snapshots evicted for others, or not taken because all others are worth more.
+      snapshot_returns: evicted snapshots that returned from host memory.
     """
 
     pages: int
@@ -112,6 +118,7 @@ class PageStats:
     max_snapshots: int = 0
     snapshots: int = 0
     snapshot_evictions: int = 0
+    snapshot_returns: int = 0
 
 
 class Pages:
@@ -140,6 +147,8 @@ class Pages:
         with self._lock:
             self._era = (self._era[0] + 1, 0)
             self._tree.clear()
+            if self.states is not None:
+                self.states.take_moves()
             self._free = [(number, Page[BlockTable](number)) for number in range(self._first, self._first + self.count)]
             self._residents: OrderedDict[Page[BlockTable], None] = OrderedDict()  # the least recently used first
 
@@ -193,7 +202,7 @@ class Pages:
         """Return a block table that begins with all `prompt` tokens of `origin`, without comparing them; see `take`."""
         with self._lock:
             shared = prompt // self.size
-            block_table = BlockTable(shared, prompt - 1, prompt - 1, is_fork=True, era=origin.era)
+            block_table = BlockTable(shared, prompt - 1, prompt - 1, origin=origin, era=origin.era)
             source = origin.pages[shared] if prompt % self.size > 1 else None
             if not self._fill(block_table, origin.pages[:shared], source, length, spare):
                 return None
@@ -313,6 +322,7 @@ class Pages:
             return PageStats(
                 self.count, self.count - self._available, len(self._residents), **self._counts,
                 max_snapshots=states.max_snapshots, snapshots=len(states), snapshot_evictions=states.evictions,
+                snapshot_returns=states.returns,
             )  # fmt: skip
 
     # The tree.

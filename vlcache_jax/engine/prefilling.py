@@ -55,9 +55,11 @@ from vlcache_jax.engine.batching import (
     linked_images,
     prefill_steps,
 )
+from vlcache_jax.engine.pages import BlockTable
 from vlcache_jax.engine.request import Generation, ImageUse, Sequence
 from vlcache_jax.engine.scheduler import Scheduler, note_begun
-from vlcache_jax.engine.uploads import DeviceCopies, Transfers, Upload
+from vlcache_jax.engine.snapshots import StateSlots
+from vlcache_jax.engine.uploads import DeviceCopies, Transfers, Upload, move_snapshots, store_states
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import Work
 from vlcache_jax.reuse.selection import Selection
@@ -369,10 +371,14 @@ class Prefiller:
       writer: writer that fills cache entries with computed KV and encoder output.
       clock: clock of the device times.
       copies: programs that move cached data.
+      states: slots of states; None if the model has none.
     """
 
-    def __init__(self, runner: Runner, writer: Writer, clock: Clock, copies: DeviceCopies):
+    def __init__(
+        self, runner: Runner, writer: Writer, clock: Clock, copies: DeviceCopies, states: StateSlots[BlockTable] | None
+    ):
         self.runner, self.writer, self._clock, self.copies = runner, writer, clock, copies
+        self._states = states
         self._transfers = Transfers(runner)
         self._ahead: dict[Sequence, _EncodedAhead] = {}  # of sequences that wait for cache entries
         first, *sizes = runner.buckets.patches
@@ -427,7 +433,7 @@ class Prefiller:
         return usable_buckets(self.runner, prefills, self._calls, encoded)
 
     def begin(self, prefills: abc.Sequence[Prefill], buckets: BucketSizes) -> PrefillGroup:
-        """Copy pages and start the upload of cached images; return the new group.
+        """Copy pages, move snapshots and start the upload of cached images; return the new group.
 
         Args:
           prefills: prefills of the group.
@@ -436,6 +442,8 @@ class Prefiller:
         note_begun(prefills)
         if pairs := copied_pages(prefills):
             self.runner.pool.copy_pages(pairs)
+        if self._states is not None:
+            move_snapshots(self.runner, self.writer, self._states.take_moves())
         group = PrefillGroup(prefills, buckets, Upload(self.copies, self._transfers, prefills))
         for ahead in (self._ahead.pop(prefill.sequence, None) for prefill in prefills):
             if ahead is not None:
@@ -480,8 +488,7 @@ class Prefiller:
             self.writer.kv(step.saved, self.copies.save(step, forward_pass.new_kv))
             for saved in step.saved:
                 if saved.state_slot is not None:
-                    self.writer.throttle(2 * self.runner.transfer_bytes)  # a chunk may end many images
-                    self.writer.states(saved.record, self.runner.pool.stored_states(saved.state_slot))
+                    store_states(self.runner, self.writer, saved.record, saved.state_slot)
         self.writer.throttle(2 * self.runner.transfer_bytes)
         later = {placement.image for other in group.steps for placement in other.placements}
         group.where = {image: place for image, place in group.where.items() if image in later}

@@ -505,7 +505,7 @@ def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptState
             copies[snapshot.place].append(snapshot.slot)
     for other in prefilling:
         table = other.progress.block_table
-        if table is not None and table.is_fork and block_table in table.sources:
+        if table is not None and table.origin is block_table:
             copies[table.cached].append(other.progress.state_slot)
     source = 0 if block_table.resumed is None else block_table.resumed.slot
     return PromptStates(slot, block_table.cached, source, copies, loads, stores)

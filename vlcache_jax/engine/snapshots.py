@@ -6,7 +6,8 @@ prompt with the same beginning continues from the last such snapshot, if its K,V
 pages. The slot of an ended output becomes a snapshot without a copy.
 
 The order of eviction is GreedyDual (Young 1994): a snapshot is worth the tokens that it saves, and the worth of those
-evicted since counts against it until it is used again.
+evicted since counts against it until it is used again. An evicted snapshot that saves enough moves to host memory, and
+returns to a slot when a prompt continues from it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import heapq
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.snapshots import HostSnapshots
+from vlcache_jax.device import kv_shape
 from vlcache_jax.inputs.layout import ImageSpan, Layout
 
 IMAGE_SPACING = 512  # least number of tokens between two snapshots of which the second is at the end of an image
@@ -32,25 +36,40 @@ class Snapshot[Maker]:
     """States of a sequence after the first tokens of a prompt.
 
     Attributes:
-      slot: slot of the pool of states that holds them.
       place: number of these tokens.
       saved: number of tokens that it saves, compared with the snapshot before it.
+      owner: digest of the salt of the prompt.
       is_decoded: whether decode steps computed some of the tokens. The states then differ by rounding from those of a
         prefill, which computes blocks of tokens.
       maker: block table whose prefill writes it and is not proven yet; None if it is complete.
+      slot: slot of the pool of states that holds them; 0: only host memory does.
+      record: copy in host memory, which may be evicted; None if there was none.
       users: number of block tables that are to read or write it, and are not launched yet.
       worth: see `StateSlots`.
       is_lost: whether no prompt can find it any more.
     """
 
-    slot: int
     place: int
     saved: int
+    owner: str = ""
     is_decoded: bool = False
     maker: Maker | None = None
+    slot: int = 0
+    record: Record | None = None
     users: int = 0
     worth: float = 0.0
     is_lost: bool = False
+
+
+class StateMove(NamedTuple):
+    """Copy of states between a slot and host memory, to be launched before the slot is written again.
+
+    If `is_load`, the record is filled and is copied to the slot. Otherwise the slot is copied to the record.
+    """
+
+    slot: int
+    record: Record
+    is_load: bool
 
 
 class StateSlots[Maker]:
@@ -58,26 +77,30 @@ class StateSlots[Maker]:
 
     Args:
       sequences: maximum number of running sequences, each with a slot.
-      snapshots: maximum number of snapshots.
+      snapshots: maximum number of snapshots in slots.
+      host: host memory for evicted snapshots; None: they are forgotten.
 
     Attributes:
       evictions: number of snapshots evicted for others, or not taken because all others are worth more.
+      returns: number of snapshots that returned from host memory.
     """
 
-    def __init__(self, sequences: int, snapshots: int):
-        self.max_snapshots, self.evictions = snapshots, 0
+    def __init__(self, sequences: int, snapshots: int, host: HostSnapshots | None = None):
+        self.max_snapshots, self.evictions, self.returns = snapshots, 0, 0
+        self._host = host
         self._free = list(range(1, 1 + sequences + snapshots))
         self._snapshots: set[Snapshot[Maker]] = set()
+        self._moves: list[StateMove] = []
         self._age = 0.0  # worth of the last evicted snapshot
         self._lock = threading.RLock()
 
     @classmethod
-    def of(cls, sequences: int, snapshots: int | None) -> Self | None:
+    def of(cls, sequences: int, snapshots: int | None, host: HostSnapshots | None = None) -> Self | None:
         """Return the slots of a model; None if it has no states, and so no number of snapshots."""
-        return None if snapshots is None else cls(sequences, snapshots)
+        return None if snapshots is None else cls(sequences, snapshots, host)
 
     def __len__(self) -> int:
-        """Number of snapshots."""
+        """Number of snapshots in slots."""
         return len(self._snapshots)
 
     def take(self) -> int:
@@ -90,49 +113,50 @@ class StateSlots[Maker]:
         with self._lock:
             heapq.heappush(self._free, slot)
 
-    def add(
-        self,
-        place: int,
-        saved: int,
-        maker: Maker | None = None,
-        *,
-        slot: int | None = None,
-        is_decoded: bool = False,
-        is_needed: bool = False,
-    ) -> Snapshot[Maker] | None:
-        """Return a new snapshot, which replaces the one that is worth least; None if it is worth least itself.
+    def add(self, snapshot: Snapshot[Maker], *, slot: int | None = None, is_needed: bool = False) -> bool:
+        """Give a new snapshot a slot, in which it replaces the one that is worth least.
 
         Args:
-          place, saved, maker, is_decoded: see `Snapshot`. A maker is its first user, since its prefill writes it.
-          slot: slot of a sequence that has ended, with these states; the caller keeps it if the result is None.
+          snapshot: the snapshot. A maker is its first user, since its prefill writes it.
+          slot: slot of a sequence that has ended, with these states; the caller keeps it if the result is False.
             None: a new slot.
           is_needed: whether it replaces another one even if it is worth less.
+
+        Returns:
+          Whether it has a slot. It has none if it is worth least itself, or if all others are being used.
         """
         with self._lock:
-            worth = self._age + saved
-            if not self.max_snapshots:
-                return None
-            while len(self._snapshots) >= self.max_snapshots:
-                others = (one for one in self._snapshots if not one.users)
-                least = min(others, key=lambda one: one.worth, default=None)
-                self.evictions += 1
-                if least is None:
-                    return None
-                self._age = min(worth, least.worth)
-                if least.worth > worth and not is_needed:
-                    return None
-                self.drop(least)
-            made = Snapshot[Maker](
-                self.take() if slot is None else slot, place, saved, is_decoded, maker, int(maker is not None), worth
-            )
-            self._snapshots.add(made)
-            return made
+            snapshot.worth, snapshot.users = self._age + snapshot.saved, int(snapshot.maker is not None)
+            return self._enter(snapshot, slot, is_needed)
+
+    def has(self, snapshot: Snapshot[Maker]) -> bool:
+        """Return whether a snapshot still exists, in a slot or in host memory."""
+        with self._lock:
+            if not (snapshot.slot or snapshot.is_lost or self._is_in_host(snapshot)):
+                self.drop(snapshot)
+            return not snapshot.is_lost
+
+    def can_use(self, snapshot: Snapshot[Maker]) -> bool:
+        """Return whether a snapshot has a slot, or can return to one."""
+        with self._lock:
+            if snapshot.slot or snapshot.is_lost:
+                return not snapshot.is_lost
+            has_slot = len(self) < self.max_snapshots or any(not one.users for one in self._snapshots)
+            return has_slot and self._is_in_host(snapshot) and snapshot.record is not None and snapshot.record.is_ready
 
     def use(self, snapshot: Snapshot[Maker]) -> None:
-        """Note that a block table will read a snapshot, whose slot then stays until `leave`."""
+        """Note that a block table will read a snapshot that `can_use` allows, whose slot then stays until `leave`."""
         with self._lock:
-            snapshot.users += 1
             snapshot.worth = self._age + snapshot.saved
+            if not snapshot.slot:
+                assert self._host is not None
+                assert snapshot.record is not None
+                if not self._enter(snapshot, None, True):
+                    raise RuntimeError("all slots of snapshots are in use")
+                self._host.touch(snapshot.record)
+                self._moves.append(StateMove(snapshot.slot, snapshot.record, True))
+                self.returns += 1
+            snapshot.users += 1
 
     def leave(self, snapshot: Snapshot[Maker]) -> None:
         """Note that what reads or writes a snapshot for a block table was launched, or never will be."""
@@ -144,14 +168,57 @@ class StateSlots[Maker]:
     def drop(self, snapshot: Snapshot[Maker]) -> None:
         """Forget a snapshot."""
         with self._lock:
-            if not snapshot.is_lost:
-                snapshot.is_lost = True
-                if not snapshot.users:
-                    self._give_back(snapshot)
+            if snapshot.is_lost:
+                return
+            snapshot.is_lost = True
+            if self._host is not None and snapshot.record is not None:
+                self._host.drop(snapshot.record)
+            if snapshot.slot and not snapshot.users:
+                self._give_back(snapshot)
+
+    def take_moves(self) -> list[StateMove]:
+        """Return the copies to launch, in their order, before any program that writes states."""
+        with self._lock:
+            moves, self._moves = self._moves, []
+            return moves
+
+    def _enter(self, snapshot: Snapshot[Maker], slot: int | None, is_needed: bool) -> bool:
+        if not self.max_snapshots:
+            return False
+        while len(self._snapshots) >= self.max_snapshots:
+            others = (one for one in self._snapshots if not one.users)
+            least = min(others, key=lambda one: one.worth, default=None)
+            self.evictions += 1
+            if least is None:
+                return False
+            self._age = min(snapshot.worth, least.worth)
+            if least.worth > snapshot.worth and not is_needed:
+                return False
+            self._evict(least)
+        snapshot.slot = self.take() if slot is None else slot
+        self._snapshots.add(snapshot)
+        return True
+
+    def _evict(self, snapshot: Snapshot[Maker]) -> None:
+        """Take the slot of a snapshot, which stays in host memory if it saves enough and there is room."""
+        if self._host is None or snapshot.maker is not None or snapshot.saved < kv_shape.STATED_TOKENS:
+            self.drop(snapshot)
+        elif self._is_in_host(snapshot):
+            self._give_back(snapshot)
+        elif (record := self._host.take(snapshot.owner)) is None:
+            self.drop(snapshot)
+        else:
+            snapshot.record = record
+            self._moves.append(StateMove(snapshot.slot, record, False))
+            self._give_back(snapshot)
+
+    def _is_in_host(self, snapshot: Snapshot[Maker]) -> bool:
+        return self._host is not None and snapshot.record is not None and self._host.holds(snapshot.record)
 
     def _give_back(self, snapshot: Snapshot[Maker]) -> None:
         self._snapshots.remove(snapshot)
         self.release(snapshot.slot)
+        snapshot.slot = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,14 @@ import numpy as np
 
 from vlcache_jax.cache.device import DeviceTier, Index
 from vlcache_jax.cache.record import Record, State, TierError
+from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.programs.base import LinkGroup, Stored
 from vlcache_jax.device.programs.memory import Code, EmptyTier, KeepLayer, KeepRows, Link, Recall
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Prefill, Step, linked_images
 from vlcache_jax.engine.readiness import PATIENCE
+from vlcache_jax.engine.snapshots import StateMove
 from vlcache_jax.inputs.layout import ImageSpan
 
 Array = jax.Array | np.ndarray
@@ -147,6 +149,23 @@ class DeviceCopies:
         """Return the arrays for a program that takes and returns them."""
         arrays, self._arrays = self._now(), None
         return arrays
+
+
+def store_states(runner: Runner, writer: Writer, record: Record, slot: int) -> None:
+    """Request to fill a record with the states of a slot."""
+    writer.throttle(2 * runner.transfer_bytes)  # a chunk may end many images
+    writer.states(record, runner.pool.stored_states(slot))
+
+
+def move_snapshots(runner: Runner, writer: Writer, moves: abc.Iterable[StateMove]) -> None:
+    """Launch copies of snapshots to host memory and from there, in their order."""
+    for slot, record, is_load in moves:
+        if not is_load:
+            store_states(runner, writer, record, slot)
+            continue
+        for group in runner.shapes.link_groups:
+            states = runner.devices.put(record.buffers[-1][group.parts])
+            runner.pool.load_states(group.parts, states, slot)
 
 
 class Transfers:

@@ -115,9 +115,10 @@ class _Gauges(Collector):
         ]
         counters: list[tuple[str, str, float]] = []
         if stats.max_snapshots:
-            gauges.append(("state_snapshots", "Number of snapshots of states", stats.snapshots))
+            gauges.append(("state_snapshots", "Number of snapshots of states on the device", stats.snapshots))
             counters += [
                 ("state_snapshot_evictions", "Number of snapshots evicted or not taken", stats.snapshot_evictions),
+                ("state_snapshot_returns", "Number of snapshots loaded from host memory", stats.snapshot_returns),
                 ("unresumed_tokens", "Prompt tokens with KV that were computed again", stats.unresumed_tokens),
             ]
         if stats.compressed_pages:
