@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import shutil
 import time
 
 import jax
@@ -97,6 +98,18 @@ def give_compressed_pages(llm, count=None):
 def give_decode_slots(llm, count):
     """At most so many answers run together. (A bucket sizes of fewer has programs of its own.)"""
     del llm.service.engine.scheduler._decode_slots[count:]
+
+
+def with_thinking_tags(directory, target):
+    """A copy of a checkpoint whose tags of thinking are tokens, as those of Qwen3 are."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(directory, target)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
+    tokenizer.save_pretrained(target)
+    return target
 
 
 def user(*parts):

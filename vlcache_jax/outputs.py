@@ -21,8 +21,9 @@ from vlcache_jax.engine.completions import RequestMetrics as RequestMetrics
 from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
 from vlcache_jax.engine.completions import spelled
 from vlcache_jax.engine.compressed_pages import Compression as Compression
-from vlcache_jax.engine.request import Generation, ImageUse, Planned, PooledSequence, ScoredSequence
+from vlcache_jax.engine.request import Generation, ImageUse, Planned
 from vlcache_jax.engine.request import Sequence as Running
+from vlcache_jax.engine.scoring import PooledSequence, ScoredSequence
 from vlcache_jax.reuse.policies import Plan, active_rows
 
 

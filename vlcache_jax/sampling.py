@@ -286,6 +286,7 @@ NUMBERS: dict[str, tuple[Any, float, float]] = {
     "seed": (numbers.Integral, -(2**63), 2**64 - 1),
     "max_tokens": (numbers.Integral, 1, 2**31 - 1),
     "min_tokens": (numbers.Integral, 0, 2**31 - 1),
+    "thinking_token_budget": (numbers.Integral, -1, 2**31 - 1),
     "repetition_penalty": (numbers.Real, 1e-9, 1e9),
     "presence_penalty": (numbers.Real, -2, 2),
     "frequency_penalty": (numbers.Real, -2, 2),
@@ -323,6 +324,8 @@ class SamplingParams:
       max_tokens: maximum number of generated tokens; `max_model_len` limits it, too. Default 256. None: no other limit.
       min_tokens: minimum number of tokens: no end token and no stop token comes before, and earlier stop strings have
         no effect. Default 0.
+      thinking_token_budget: maximum number of thinking tokens. At this number a sentence and `</think>` are forced,
+        about 20 tokens that count towards `max_tokens`. Then the model answers. Default None, or -1: no other limit.
       stop: a string or a list of strings that end the output, up to 64 of up to 1024 characters. Default: none.
       include_stop_str_in_output: include the stop string in the text. Default False.
       stop_token_ids: up to 4096 token IDs that end the output, in addition to the checkpoint's end tokens. Default:
@@ -357,6 +360,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 256
     min_tokens: int = 0
+    thinking_token_budget: int | None = None
     stop: str | Sequence[str] | None = ()
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] | None = ()
@@ -445,7 +449,7 @@ def _checked(name: str, value: Any) -> Any:
         what = "an integer" if kind is numbers.Integral else "a number"
         raise ValueError(f"{name} must be {what} from {low} to {high}, got {short(value)}")
     # Published examples write -1 for the default.
-    return {"top_k": 0, "seed": None}.get(name, value) if value == -1 else value
+    return {"top_k": 0, "seed": None, "thinking_token_budget": None}.get(name, value) if value == -1 else value
 
 
 def _checked_list(name: str, given: Any, item_type: Any, max_items: int) -> tuple[Any, ...] | None:

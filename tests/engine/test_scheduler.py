@@ -16,8 +16,9 @@ from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.engine.batching import prefill_steps
 from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.request import Generation, ImageUse, ScoredSequence, Sequence
+from vlcache_jax.engine.request import Generation, ImageUse, Sequence
 from vlcache_jax.engine.scheduler import _LEAST_RUN, Scheduler, note_begun, order
+from vlcache_jax.engine.scoring import ScoredSequence
 from vlcache_jax.engine.snapshots import StateSlots
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 
 import pytest
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
 
-from tests.helper import SIZES, assert_nothing_left, user
+from tests.helper import SIZES, assert_nothing_left, user, with_thinking_tags
 from tests.server.helper import running
 from vlcache_jax import AsyncLLM, SamplingParams, StructuredOutputs
+from vlcache_jax.engine.thinking import CLOSING
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
-TAGS = ("<think>", "</think>")
 _TURNS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content.split('</think>')[-1] }}"
@@ -45,11 +42,7 @@ HELD = {
 
 @pytest.fixture(scope="module")
 def engine(checkpoints, tmp_path_factory):
-    """One whose tags of thinking are tokens, as those of Qwen3 are."""
-    directory = shutil.copytree(checkpoints("qwen3_vl"), tmp_path_factory.mktemp("thinking") / "model")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
-    tokenizer.save_pretrained(directory)
+    directory = with_thinking_tags(checkpoints("qwen3_vl"), tmp_path_factory.mktemp("thinking") / "model")
     engine = AsyncLLM(directory, use_tqdm=False, **SIZES)
     yield engine
     engine.service.close()
@@ -228,3 +221,35 @@ def test_thinking_is_off_or_the_request_is_refused(engine, served):
             assert found["error"]["message"].startswith(
                 f"{param} must be a value that the chat template supports, got 'none'"
             )
+
+
+@pytest.mark.parametrize("budget", [0, 7])
+def test_a_budget_closes_thinking_in_chats_and_responses(served, bias, budget):
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 140, "logit_bias": bias("z")}
+    body["thinking_token_budget"] = budget
+    status, found = served.json("POST", CHAT, body)
+    assert status == 200, found
+    [choice] = found["choices"]
+    assert choice["message"]["reasoning"] == ("z" * budget + CLOSING).partition("</think>")[0].strip("\n")
+    assert set(choice["message"]["content"]) == {"z"}
+    tokens = found["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert 100 < tokens - budget < 120
+    chunks = streamed(served, CHAT, body)
+    assert joined(chunks, 0)["content"] == choice["message"]["content"]
+    assert joined(chunks, 0)["reasoning"] == choice["message"]["reasoning"]
+    more = {"thinking_token_budget": budget, "logit_bias": body["logit_bias"], "max_output_tokens": 140}
+    status, found = served.json("POST", RESPONSES, {"input": "Hello", "temperature": 0, **more})
+    assert status == 200, found
+    whole = {item["type"]: item["content"][0]["text"] for item in found["output"]}
+    assert whole == {"reasoning": choice["message"]["reasoning"], "message": choice["message"]["content"]}
+
+
+def test_a_budget_that_cannot_be_is_refused(served):
+    for wrong in (-2, 1.5, "9"):
+        status, found = served.json("POST", CHAT, {"messages": HELLO, "thinking_token_budget": wrong})
+        assert (status, found["error"]["param"]) == (400, "thinking_token_budget")
+    body = {"messages": HELLO, "thinking_token_budget": 3}
+    body["structured_outputs"] = {"choice": ["red"], "enable_in_reasoning": True}
+    status, found = served.json("POST", CHAT, body)
+    assert status == 400
+    assert "enable_in_reasoning" in found["error"]["message"]

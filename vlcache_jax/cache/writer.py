@@ -106,7 +106,7 @@ class Writer:
         self._enqueue(jax.tree.leaves(layers), [part.record for part in saved], fill)
 
     def states(self, record: Record, states: jax.Array) -> None:
-        """Request to fill a cache entry with the states after its image, or a snapshot, float32 [L, n] (`Meta.states`)."""
+        """Request to fill a cache entry with the states after its image, or a snapshot, float32 [L, n]."""
 
         def fill() -> None:
             if not record.is_settled and record.states is not None:

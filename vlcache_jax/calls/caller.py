@@ -16,7 +16,8 @@ from vlcache_jax.common.checks import is_a
 from vlcache_jax.common.progress import Progress, interruptible
 from vlcache_jax.engine.compile_ahead import Ahead
 from vlcache_jax.engine.engine import Loop
-from vlcache_jax.engine.request import Generation, Planned, PooledSequence, Request, ScoredSequence
+from vlcache_jax.engine.request import Generation, Planned, Request
+from vlcache_jax.engine.scoring import PooledSequence, ScoredSequence
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.outputs import HiddenState, Reporter, RequestOutput, Score
 from vlcache_jax.preparation.identification import Identifier

@@ -264,7 +264,6 @@ SAMPLING = VllmNames(
         "prompt_logprob_start": (),
         "prompt_logprob_token_ids": (),
         "repetition_detection": (),
-        "thinking_token_budget": (-1,),
         "trace_decode_token_ids": (),
         "truncate_prompt_tokens": (-1,),
         "use_beam_search": (),

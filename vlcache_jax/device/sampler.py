@@ -116,6 +116,14 @@ class Choosing(NamedTuple):
 
 
 COLUMNS = 12
+_HAS_BIAS, _HAS_WORDS = 1 << 2, 1 << 3  # flags of packed rows
+
+
+def hold_row(packed: npt.NDArray[np.int32], *, is_forced: bool) -> None:
+    """Let a packed row obey `hold_decode_slots` for now. A forced token may be part of a bad word."""
+    packed[4] |= _HAS_BIAS
+    if is_forced:
+        packed[4] &= ~_HAS_WORDS
 
 
 def choice_of(packed: npt.NDArray[np.int32]) -> Choice:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vlcache_jax.common.checks import check_text, short
 from vlcache_jax.device.programs.window import ANSWER
 from vlcache_jax.device.runner import Runner
-from vlcache_jax.device.sampler import ENDS, IN_PROMPT, MAX_BAD_LENGTH, MAX_BAD_WORDS, ONCE, Choosing
+from vlcache_jax.device.sampler import ENDS, IN_PROMPT, MAX_BAD_LENGTH, MAX_BAD_WORDS, ONCE, Choosing, hold_row
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.sampling import SamplingParams
 
@@ -38,8 +38,10 @@ class DecodeSlots:
         """Write what the outputs need into their decode slots; return their sampling parameters, int32 [n, C]."""
         for answer in answers:
             decode_slot, params = answer.progress.decode_slot, answer.params
-            is_plain = answer.matcher is None and not (
-                params.has_penalty or params.logit_bias or params.allowed_token_ids or params.bad_words
+            is_plain = (
+                answer.matcher is None
+                and answer.thinking is None
+                and not (params.has_penalty or params.logit_bias or params.allowed_token_ids or params.bad_words)
             )
             if not is_plain or self._ends.get(decode_slot) != answer.end_tokens:
                 self._open(answer, answer.token_ids)
@@ -56,7 +58,7 @@ class DecodeSlots:
     def go_on(
         self, answers: abc.Sequence[Generation], tokens: abc.Sequence[abc.Sequence[int]]
     ) -> npt.NDArray[np.int32]:
-        """Prepare decode slots of outputs with a grammar to sample one more token.
+        """Prepare decode slots of outputs with forced tokens to sample one more token.
 
         Args:
           answers: the outputs.
@@ -72,18 +74,22 @@ class DecodeSlots:
         return self.rows(answers)[:, ANSWER:]
 
     def hold(self, answers: abc.Sequence[Generation], counts: abc.Sequence[int]) -> None:
-        """Write the tokens that grammars allow after `counts` tokens into the decode slots of these outputs."""
+        """Write the tokens allowed after `counts` tokens into the decode slots of those outputs that are held."""
         held = {
             one.progress.decode_slot: (one.allowed(count), one.params.logit_bias or ())
             for one, count in zip(answers, counts, strict=True)
-            if one.matcher is not None
+            if one.is_held
         }
         if held:
             self._runner.hold(held)
 
     def rows(self, answers: abc.Sequence[Generation]) -> npt.NDArray[np.int32]:
         """Return what a decode program needs for each open decode slot; see `vlcache_jax.device.programs.window`."""
-        return np.stack([self._rows[answer.progress.decode_slot] for answer in answers])
+        rows = np.stack([self._rows[answer.progress.decode_slot] for answer in answers])
+        for row, answer in zip(rows, answers, strict=True):
+            if answer.thinking is not None and answer.is_held:
+                hold_row(row[ANSWER:], is_forced=bool(answer.thinking.closing))
+        return rows
 
     def _open(self, answer: Generation, tokens: abc.Sequence[int]) -> None:
         size = self._runner.config.text.vocab_size

@@ -293,7 +293,7 @@ def _other_programs(runner: Runner, prefills: abc.Sequence[Prefill]) -> abc.Iter
     shapes = runner.shapes
     yield from (EmptyPool(), EmptyEncoderRows(), EmptyDecodeState(), OpenDecodeSlot())
     yield from EmptyStates.of(shapes)
-    held = sum(isinstance(one.sequence, Generation) and one.sequence.matcher is not None for one in prefills)
+    held = sum(isinstance(one.sequence, Generation) and one.sequence.is_held for one in prefills)
     if held:
         yield HoldDecodeSlots(runner.fitting.held(held))
     yield from (CopyPages(size) for size in cover(len(copied_pages(prefills)), runner.buckets.sequences))

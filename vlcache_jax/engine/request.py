@@ -27,6 +27,7 @@ from vlcache_jax.engine.compressed_pages import CompressedBlockTable, Compressio
 from vlcache_jax.engine.grammars import Bits, Matcher
 from vlcache_jax.engine.page_tree import Chain, PlacedImage
 from vlcache_jax.engine.pages import BlockTable
+from vlcache_jax.engine.thinking import Thinking
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.request_options import ResolvedOptions
@@ -406,6 +407,7 @@ class Generation(Sequence):
       bad_words: token ids of each banned word.
       detokenizer: converter of its tokens to text.
       matcher: source of the tokens that a grammar allows; None if all are allowed.
+      thinking: limit of its thinking; None if there is none.
       token_ids, logprobs: generated tokens and their log-probabilities so far.
       prompt_logprobs: log-probabilities of the prompt's tokens after the first, if requested.
       lock: held while the output changes, because other threads may read it.
@@ -417,6 +419,7 @@ class Generation(Sequence):
     bad_words: abc.Sequence[abc.Sequence[int]]
     detokenizer: Detokenizer
     matcher: Matcher | None = None
+    thinking: Thinking | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -440,6 +443,8 @@ class Generation(Sequence):
                 self.fail(NOT_ALLOWED if token == sampler.NOT_ALLOWED else NOT_FINITE)
                 break
             self.token_ids.append(token)
+            if self.thinking is not None:
+                self.thinking.append(token)
             count = len(self.token_ids)
             if token in self.end_tokens and count >= self.params.min_tokens:
                 self.end.finish_reason = "stop"
@@ -500,23 +505,39 @@ class Generation(Sequence):
         # Its first token was returned already. After a restart the full KV would decide on the second one.
         return super().may_begin_again and not (self.awaits_compression and self.token_ids)
 
+    @property
+    def is_held(self) -> bool:
+        """True if not all tokens may be allowed next, so that the host has to look at each token."""
+        launched = max(self.progress.scheduled, self.length) - len(self.layout)
+        return self.matcher is not None or (self.thinking is not None and self.thinking.is_near(launched))
+
     def allowed(self, count: int) -> Bits | None:
-        """Return the tokens allowed after `count` tokens, if it `may_go_on`; None if they are not known.
+        """Return the tokens allowed after `count` tokens, if it `is_held` and `may_go_on`; None if they are not known.
 
         Args:
           count: a number of tokens, at least `length`.
         """
-        return None if self.matcher is None else self.matcher.mask(count - self.length)
+        ahead = count - self.length
+        if self.thinking is not None:
+            allowed, closing = self.thinking.allowed(ahead), self.thinking.closing
+            if self.matcher is None or allowed is None or ahead < len(closing):
+                return allowed
+            if closing:  # the grammar has to see these tokens first
+                return None
+        return None if self.matcher is None else self.matcher.mask(ahead)
 
     @property
     def forced(self) -> abc.Sequence[int]:
-        """Tokens that the grammar forces next, if it `may_go_on`, up to a point after which the output continues.
+        """Tokens that are forced next, if it `may_go_on`, up to a point after which the output continues.
 
         Empty if log-probabilities are requested or the prompt is compressed: then single decode steps compute these
         tokens.
         """
-        is_decoded = self.params.logprobs is not None or self.planned.options.compress is not None
-        if self.matcher is None or is_decoded:
+        if self.params.logprobs is not None or self.planned.options.compress is not None:
+            return ()
+        if self.thinking is not None and (closing := self.thinking.closing):
+            return closing if self.matcher is None else closing[:-1]
+        if self.matcher is None:
             return ()
         following = self.matcher.allowed()
         return following.forced if following.after is not None else following.forced[:-1]
@@ -543,57 +564,3 @@ class Generation(Sequence):
     def restart(self) -> None:
         if not self.token_ids:
             self.prompt_logprobs.clear()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ScoredSequence(Sequence):
-    """Prompt that ends in a continuation to be scored. Its plan requests the logits that predict the continuation.
-
-    Attributes:
-      keep_logits: whether to keep the logits.
-      logprobs: log-probability of each token of the continuation.
-      greedy: whether each of them is the most likely token.
-      logits: logits that predict each of them, float32 [V], if kept.
-    """
-
-    keep_logits: bool
-    logprobs: list[np.float32] = field(default_factory=list)
-    greedy: list[np.bool_] = field(default_factory=list)
-    logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.logprobs) == np.count_nonzero((depth := self.progress.plan.depth) == depth.max())
-
-    def append(self, logprob: np.float32, is_greedy: np.bool_, logits: npt.NDArray[np.float32] | None) -> None:
-        """Append the score of a token."""
-        self.logprobs.append(logprob)
-        self.greedy.append(is_greedy)
-        if logits is not None and self.keep_logits:
-            self.logits.append(logits)
-        if not np.isfinite(logprob):
-            self.fail(NOT_FINITE)
-
-    def restart(self) -> None:
-        for scores in (self.logprobs, self.greedy, self.logits):
-            scores.clear()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PooledSequence(Sequence):
-    """Prompt whose last hidden state after the final norm is requested, float32 [M]."""
-
-    hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.hidden)
-
-    def append(self, hidden: npt.NDArray[np.float32]) -> None:
-        """Store the hidden state of the last token."""
-        self.hidden.append(hidden)
-        if not np.isfinite(hidden).all():
-            self.fail(NOT_FINITE)
-
-    def restart(self) -> None:
-        self.hidden.clear()

@@ -21,7 +21,8 @@ from vlcache_jax.engine.compressed_pages import Compression
 from vlcache_jax.engine.decode_slots import DecodeSlots
 from vlcache_jax.engine.prefilling import ForwardPass, LaunchedStep
 from vlcache_jax.engine.readiness import PrefillPlan
-from vlcache_jax.engine.request import Generation, PooledSequence, ScoredSequence, Sequence
+from vlcache_jax.engine.request import Generation, Sequence
+from vlcache_jax.engine.scoring import PooledSequence, ScoredSequence
 from vlcache_jax.reuse.policies import Plan
 
 
@@ -122,7 +123,7 @@ class Tokens(Results):
       sampled: tokens that each program sampled, [B], or that a decode program sampled, [tokens, B], in order.
       launched: the prefill chunk that they follow; None if they continue outputs.
       first: row of the first output.
-      forced: for each output, tokens before the sampled ones that its grammar forced.
+      forced: for each output, tokens before the sampled ones that were forced.
 
     Attributes:
       size: rows of the programs, including padding.
@@ -342,13 +343,13 @@ def _within[T: tuple[Any, ...]](count: int, given: abc.Sequence[T]) -> abc.Itera
 
 
 def free(decoding: abc.Iterable[Sequence]) -> list[Generation]:
-    """Return the outputs that can grow and that no grammar constrains."""
-    return [one for one in decoding if isinstance(one, Generation) and one.matcher is None and one.can_grow]
+    """Return the outputs that can grow and may have any token."""
+    return [one for one in decoding if isinstance(one, Generation) and not one.is_held and one.can_grow]
 
 
 def held(decoding: abc.Iterable[Sequence], until: float = 0.0) -> list[Generation]:
-    """Return the outputs under a grammar whose next allowed tokens are known, or become known by the time `until`."""
-    found = [one for one in decoding if isinstance(one, Generation) and one.matcher is not None and one.can_grow]
+    """Return the other outputs whose next allowed tokens are known, or become known by the time `until`."""
+    found = [one for one in decoding if isinstance(one, Generation) and one.is_held and one.can_grow]
     return [one for one in found if one.may_go_on(until - time.perf_counter()) and _is_known(one)]
 
 

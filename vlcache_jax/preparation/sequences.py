@@ -14,8 +14,10 @@ from vlcache_jax.common.json_files import FLAG, check_fields, optional, read_obj
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.completions import Detokenizer, token_bytes
 from vlcache_jax.engine.decode_slots import bad_word_tokens, bias_row, words_array
-from vlcache_jax.engine.grammars import Grammars, Matcher
-from vlcache_jax.engine.request import Generation, ImageUse, Planned, PooledSequence, ScoredSequence
+from vlcache_jax.engine.grammars import Grammars, Matcher, bits
+from vlcache_jax.engine.request import Generation, ImageUse, Planned
+from vlcache_jax.engine.scoring import PooledSequence, ScoredSequence
+from vlcache_jax.engine.thinking import Thinking, ThinkingTags
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.sampling import SamplingParams, StructuredOutputsConfig
@@ -63,6 +65,7 @@ class SequenceBuilder:
         self._end_tokens = end_tokens
         self._random = np.random.default_rng(seed)
         self._structured = structured.over(StructuredOutputsConfig.of(generation.get(_HELD)))
+        self._thinking_tags = ThinkingTags.of(tokenizer)
         self.grammars = Grammars(tokenizer, end_tokens, config.text.vocab_size)
 
     def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int] | ValueError]:
@@ -137,6 +140,17 @@ class SequenceBuilder:
             raise ValueError(
                 f"{name} allowed_token_ids must have at most {vocab_size} ids, the size of the vocabulary, got {count}"
             )
+        if resolved.thinking_token_budget is not None:
+            if self._thinking_tags is None:
+                raise ValueError(
+                    f"{name} thinking_token_budget must be None for a tokenizer without the tokens <think> and "
+                    f"</think>, got {resolved.thinking_token_budget}"
+                )
+            if resolved.structured_outputs is not None and resolved.structured_outputs.enable_in_reasoning:
+                raise ValueError(
+                    f"{name} thinking_token_budget must be None if structured_outputs.enable_in_reasoning is true, "
+                    f"got {resolved.thinking_token_budget}"
+                )
         try:
             bias_row(resolved, vocab_size)
             self._bad_words(resolved)
@@ -184,12 +198,23 @@ class SequenceBuilder:
                 bad_words=self._bad_words(params),
                 detokenizer=self.detokenizer(params),
                 matcher=self._matcher(params, planned) if params.structured_outputs is not None else None,
+                thinking=None if params.thinking_token_budget is None else self._thinking(params, planned),
             )
             for i in range(params.n)
         ]
 
     def _matcher(self, params: SamplingParams, planned: Planned) -> Matcher | None:
         return self.grammars.matcher(params, opens_thought=planned.request.prompt.opens_thought)
+
+    def _thinking(self, params: SamplingParams, planned: Planned) -> Thinking:
+        assert self._thinking_tags is not None
+        assert params.thinking_token_budget is not None
+        tags, vocab_size = self._thinking_tags, self._config.text.vocab_size
+        everything = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        return Thinking(
+            tags, params.thinking_token_budget, self._memory.buckets.window,
+            is_opened=planned.request.prompt.opens_thought, everything=bits(everything, vocab_size),
+        )  # fmt: skip
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """Return a detokenizer for an output with these parameters."""

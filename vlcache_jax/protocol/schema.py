@@ -383,7 +383,6 @@ _ABSENT_IN_BOTH: Mapping[str, tuple[Any, ...]] = {
     "truncation_side": (None,),
     "return_prompt_text": (None, False),
     "logprob_token_ids": (None, []),
-    "thinking_token_budget": (None,),
     "repetition_detection": (None,),
     "stream_interval": (None, 1),
     "vllm_xargs": (None, {}),
