@@ -108,6 +108,7 @@ class Published:
       experts_by_output: True if the matrices of experts are published [E, out, in], as the library saves them, and not
         [E, in, out].
       has_fp8: True if each size is also published in FP8.
+      has_thinking_tags: True if `<think>` and `</think>` are tokens of every checkpoint.
       output_width: the key of `vision_config` that holds the width of its output, which is the text's.
     """
 
@@ -120,6 +121,7 @@ class Published:
     system_turn: str | None = None
     experts_by_output: bool = False
     has_fp8: bool = False
+    has_thinking_tags: bool = False
     output_width: str = "out_hidden_size"
 
 

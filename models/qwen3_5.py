@@ -167,6 +167,7 @@ FAMILY = dataclasses.replace(
     published=dataclasses.replace(
         qwen3_vl.FAMILY.published,
         architecture="Qwen3_5ForConditionalGeneration",
+        has_thinking_tags=True,
         rope={
             "rope_theta": 1e7,
             "mrope_section": [11, 11, 10],

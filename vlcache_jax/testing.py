@@ -16,9 +16,10 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from vlcache_jax.inputs.prompt import CLOSE, OPEN
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.family import Published, PublishedSize
 from vlcache_jax.models.params import Part, parameters, pieces, published_name, whole_name
@@ -240,7 +241,8 @@ def make_checkpoint(
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = _config(model_type, text or {}, vision or {}, tie_word_embeddings, dtype, flat=layout == "flat")
-    vocab_size, min_size = config.get("text_config", config)["vocab_size"], 256 + len(SPECIAL_TOKENS)
+    tags = (OPEN, CLOSE) if published.has_thinking_tags else ()
+    vocab_size, min_size = config.get("text_config", config)["vocab_size"], 256 + len(SPECIAL_TOKENS) + len(tags)
     if vocab_size < min_size:
         raise ValueError(f"vocab_size must be at least {min_size}, the size of the tokenizer, got {vocab_size}")
     if quantization is not None:
@@ -255,7 +257,9 @@ def make_checkpoint(
         directory / "generation_config.json",
         {"do_sample": False, "eos_token_id": stop, "pad_token_id": stop[1], **(generation or {})},
     )
-    _tokenizer(published.system_turn, corpus, vocab_size).save_pretrained(directory)
+    tokenizer = _tokenizer(published.system_turn, corpus, vocab_size - len(tags))
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    tokenizer.save_pretrained(directory)
     if weights:
         _write_weights(directory, seed, dtype, shards, published=names == "published")
     return directory
