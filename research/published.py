@@ -599,6 +599,14 @@ def scale_needs() -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
+def dialogue(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield times to the first token of a dialogue with and without snapshots of states (`research.dialogue`)."""
+    yield ["turn", "prompt tokens", "of them not computed", "TTFT from a snapshot [ms]", "TTFT without [ms]", "ratio"]
+    for row in rows:
+        times = row["from a snapshot [ms]"], row["computed [ms]"]
+        yield [*(f"{row[name]:,}" for name in ("turn", "tokens", "cached")), *map(str, times), f"{row['times']:.1f}"]
+
+
 def _with_spread(row: Row, column: str, unit: float) -> str:
     """Return a median, and its range over several runs."""
     median, found = f"{row[column] / unit:.2g}", spread(row, column)
@@ -1100,6 +1108,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "launched": functools.partial(_of, launched, "launched_cpu.json"),
     "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
     "architectures": architectures,
+    "dialogue": functools.partial(_of, dialogue, "dialogue_cpu.json"),
     "agreement": functools.partial(_of, agreement, "peer_cpu.json", "agreement"),
     "peer first": peer_first,
     "peer ratios": functools.partial(_of, peer_ratios, "peer_cpu.json"),
