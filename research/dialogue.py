@@ -2,10 +2,10 @@
 
     uv run --group test python -m research.dialogue --out benchmarks/results/dialogue_cpu.json
 
-The model is the hybrid of `research.hybrids`: 12 layers of width 768 with random weights in float32. One engine
-continues from snapshots of states, the other one computes each prompt; both keep encoder output. Each round is a
-dialogue with other images, and both engines answer each turn in turn. A second table tells what snapshots cost: a
-prompt of 4096 tokens that no other one begins like, with and without them. Tables show medians.
+The model is the hybrid of `research.hybrids`: 12 layers of width 768 with random weights. One engine continues from
+snapshots of states, the other one computes each prompt; both keep encoder output. Each round is a dialogue with other
+images, and both engines answer each turn in turn. A second table tells what snapshots cost: a prompt of 4096 tokens
+that no other one begins like, with and without them. Tables show medians.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from research.hybrids import HYBRID_TEXT
@@ -108,24 +109,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=12, help="turns of a dialogue")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of both engines")
     parser.add_argument("--out", type=pathlib.Path, help="file of the results, JSON")
     given = parser.parse_args(arguments)
     check_writable("--out", given.out)
     with ExitStack() as stack:
         root = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlcache-bench-")))
         hybrid = make_checkpoint(root / "hybrid", "qwen3_5", text=HYBRID_TEXT)
-        options: dict[str, Any] = {"dtype": "float32", "max_model_len": LONG + 512, "use_tqdm": False}
+        options: dict[str, Any] = {"dtype": given.dtype, "max_model_len": LONG + 512, "use_tqdm": False}
         options |= {"kv_cache_bytes": "1GiB", "max_num_seqs": 4}
         engines = {
             name: stack.enter_context(LLM(hybrid, state_snapshots=count, **options)) for name, count in WAYS.items()
         }
-        state = engines["snapshots"].service.checkpoint.config.text.sequence_bytes(np.dtype(np.float32))
+        state = engines["snapshots"].service.checkpoint.config.text.sequence_bytes(jnp.dtype(given.dtype))
         rows = list(dialogues(engines, given.turns, given.rounds))
         show(f"A dialogue with an image of {SIDE} x {SIDE} more in each turn", rows)
         costs = list(cost(engines, given.rounds))
     show(f"Snapshots of {state / 2**20:.1f} MiB each in a prompt of {LONG} tokens", costs)
     if given.out is not None:
-        head = {**environment("jax", "jaxlib"), "rounds": given.rounds, "cost": costs, "state_bytes": state}
+        head = {**environment("jax", "jaxlib"), "dtype": given.dtype, "rounds": given.rounds}
+        head |= {"cost": costs, "state_bytes": state}
         write("First token of each turn", rows, head, given.out)
 
 

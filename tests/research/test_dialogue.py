@@ -9,6 +9,7 @@ import pytest
 from research import dialogue
 from vlcache_jax.testing import make_checkpoint
 
+
 @pytest.mark.slow
 def test_turns_and_the_cost_of_snapshots_are_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(dialogue, "SIDE", 64)
