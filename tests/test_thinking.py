@@ -47,13 +47,16 @@ def changed(params=FREE, **changes):
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 4, 5, 9, 17, 30])
 def test_thinking_is_closed_at_its_limit(llm, tags, budget):
-    """Up to there the output is that without a limit. What follows is the model's again."""
+    """Up to there the output is that without a limit. What follows is the model's again.
+
+    Up to three more bytes complete a character.
+    """
     [free] = ask(llm, FREE)
     [limited] = ask(llm, changed(thinking_token_budget=budget))
-    end = budget + len(tags.closing)
+    begin = next(i for i in range(budget, budget + 4) if limited.token_ids[i : i + len(tags.closing)] == tags.closing)
+    end = begin + len(tags.closing)
     assert CLOSE not in free.text
-    assert limited.token_ids[:budget] == free.token_ids[:budget]
-    assert limited.token_ids[budget:end] == tags.closing
+    assert limited.token_ids[:begin] == free.token_ids[:begin]
     assert len(limited.token_ids) == LONG
     known = llm.get_tokenizer()(THINKING.format(""))["input_ids"] + [*limited.token_ids[:end]]
     [after] = ask(llm, changed(max_tokens=LONG - end), {"prompt_token_ids": known})
@@ -138,6 +141,9 @@ def test_what_comes_after_thinking_is_held(llm, tags):
     [output] = ask(llm, params)
     assert output.text.endswith(f"{CLOSING}red")
     assert output.finish_reason == "stop"
+    long = changed(params, structured_outputs={"regex": "r{40}"}, thinking_token_budget=2)
+    assert ask(llm, long, THINKING.format("") + "</think>\n\n")[0].text == 40 * "r"  # forced at once
+    assert ask(llm, long)[0].text.endswith(CLOSING + 40 * "r")
     [without] = ask(llm, changed(params, thinking_token_budget=0))
     assert without.text == f"{CLOSING}red"
 
@@ -160,7 +166,7 @@ def test_what_cannot_be_is_refused(llm, checkpoints):
 @pytest.mark.parametrize("is_opened", [True, False])
 def test_what_is_allowed_follows_from_what_is_known(monkeypatch, is_opened):
     tags = ThinkingTags(1, 2, (7, 2, 8), None)
-    monkeypatch.setattr(ThinkingTags, "is_blank", lambda self, token: token == 3)
+    monkeypatch.setattr(ThinkingTags, "spelled", lambda self, token: {3: b" ", 4: b"\xc3"}.get(token, b"x"))
     everything = np.full(2, -1, np.int32)
     thinking = Thinking(tags, 4, 3, is_opened=is_opened, everything=everything)
     if not is_opened:
@@ -181,3 +187,16 @@ def test_what_is_allowed_follows_from_what_is_known(monkeypatch, is_opened):
         assert thinking.limit is not None
         thinking.append(token)
     assert (thinking.limit, thinking.closing, thinking.is_near(99)) == (None, (), False)
+
+
+def test_a_character_is_completed_first(monkeypatch):
+    monkeypatch.setattr(ThinkingTags, "spelled", lambda self, token: {4: "\u00e9".encode()[:1]}.get(token, b"x"))
+    everything = np.full(2, -1, np.int32)
+    for tokens, count in (([9, 4, 9], 3), ([9, 4, 4, 4, 4, 4], 5), ([9, 9], 2)):
+        thinking = Thinking(ThinkingTags(1, 2, (7, 2), None), 2, 3, is_opened=True, everything=everything)
+        for token in tokens[:count]:
+            assert not thinking.closing
+            assert thinking.allowed(0) is everything
+            thinking.append(token)
+            assert thinking.is_near(thinking.limit)
+        assert thinking.closing == (7, 2)

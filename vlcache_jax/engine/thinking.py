@@ -1,11 +1,13 @@
 """Limit of the tokens that a model thinks before it answers (host).
 
 At the limit the thinking is closed with forced tokens. Before that the output is not held: it is decoded in programs of
-several tokens. Only in the last of these programs before the limit, the host looks at each token.
+several tokens. Only in the last of these programs before the limit, the host looks at each token. A character that
+several tokens spell is completed first, since grammars allow only whole ones.
 """
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ CLOSING = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
     f"{CLOSE}\n\n"
 )
+_MAX_REST = 3  # bytes after the first one of a character
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +47,9 @@ class ThinkingTags:
         closing = tuple(tokenizer(CLOSING, add_special_tokens=False)["input_ids"])
         return cls(opening, close, closing, tokenizer) if close in closing else None
 
-    def is_blank(self, token: int) -> bool:
-        """Return whether a token is white space, which may stand before the opening tag."""
-        return not token_bytes(self.tokenizer, token).strip()
+    def spelled(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        return token_bytes(self.tokenizer, token)
 
 
 class Thinking:
@@ -71,6 +74,7 @@ class Thinking:
         self._count = 0  # tokens of the output so far
         self._first = 0 if is_opened else None  # number of tokens before the first thinking token, if it thinks
         self._is_over = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.closing: tuple[int, ...] = ()
         self._close()
 
@@ -79,7 +83,10 @@ class Thinking:
         """Number of the output's tokens at which the thinking is closed; None if it is over."""
         if self._is_over:
             return None
-        return (self._count + 1 if self._first is None else self._first) + self._budget
+        if self._first is None:
+            return self._count + 1 + self._budget
+        limit = self._first + self._budget
+        return limit if self.closing else max(limit, self._count + 1)
 
     def append(self, token: int) -> None:
         """Note the next token of the output."""
@@ -93,9 +100,10 @@ class Thinking:
             if token == self._tags.opening:
                 self._first = self._count
             else:
-                self._is_over = not self._tags.is_blank(token)
+                self._is_over = bool(self._tags.spelled(token).strip())  # white space may stand before the tag
         else:
             self._is_over = token == self._tags.close
+            self._decoder.decode(self._tags.spelled(token))
         if not self.closing:
             self._close()
 
@@ -114,5 +122,9 @@ class Thinking:
         return self.everything if is_known else None
 
     def _close(self) -> None:
-        if not self._is_over and self._first is not None and self._count >= self._first + self._budget:
+        if self._is_over or self._first is None:
+            return
+        beyond = self._count - self._first - self._budget
+        is_whole = not self._decoder.getstate()[0]
+        if beyond >= _MAX_REST or (beyond >= 0 and is_whole):
             self.closing = self._tags.closing

@@ -198,7 +198,7 @@ class SequenceBuilder:
                 bad_words=self._bad_words(params),
                 detokenizer=self.detokenizer(params),
                 matcher=self._matcher(params, planned) if params.structured_outputs is not None else None,
-                thinking=None if params.thinking_token_budget is None else self._thinking(params, planned),
+                thinking=self._thinking(params, planned),
             )
             for i in range(params.n)
         ]
@@ -206,15 +206,19 @@ class SequenceBuilder:
     def _matcher(self, params: SamplingParams, planned: Planned) -> Matcher | None:
         return self.grammars.matcher(params, opens_thought=planned.request.prompt.opens_thought)
 
-    def _thinking(self, params: SamplingParams, planned: Planned) -> Thinking:
-        assert self._thinking_tags is not None
-        assert params.thinking_token_budget is not None
-        tags, vocab_size = self._thinking_tags, self._config.text.vocab_size
+    def _thinking(self, params: SamplingParams, planned: Planned) -> Thinking | None:
+        budget, tags, is_opened = (
+            params.thinking_token_budget,
+            self._thinking_tags,
+            planned.request.prompt.opens_thought,
+        )
+        # A grammar allows thinking only if the prompt opens it.
+        if budget is None or tags is None or (params.structured_outputs is not None and not is_opened):
+            return None
+        vocab_size = self._config.text.vocab_size
         everything = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-        return Thinking(
-            tags, params.thinking_token_budget, self._memory.buckets.window,
-            is_opened=planned.request.prompt.opens_thought, everything=bits(everything, vocab_size),
-        )  # fmt: skip
+        window = self._memory.buckets.window
+        return Thinking(tags, budget, window, is_opened=is_opened, everything=bits(everything, vocab_size))
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """Return a detokenizer for an output with these parameters."""
