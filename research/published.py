@@ -607,6 +607,17 @@ def dialogue(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [*(f"{row[name]:,}" for name in ("turn", "tokens", "cached")), *map(str, times), f"{row['times']:.1f}"]
 
 
+def dialogue_vllm(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield times to the first token of a dialogue beside vLLM's build for CPUs (`research.dialogue_vllm`)."""
+    yield [
+        "turn", "prompt tokens", "not computed, VLCache-JAX", "not computed, vLLM", "TTFT, VLCache-JAX [ms]",
+        "TTFT, vLLM [ms]",
+    ]  # fmt: skip
+    for row in rows:
+        names = "turn", "tokens", "not computed, ours", "not computed, vllm", "ours [ms]", "vllm [ms]"
+        yield [f"{row[name]:,}" for name in names]
+
+
 def _with_spread(row: Row, column: str, unit: float) -> str:
     """Return a median, and its range over several runs."""
     median, found = f"{row[column] / unit:.2g}", spread(row, column)
@@ -1109,6 +1120,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
     "architectures": architectures,
     "dialogue": functools.partial(_of, dialogue, "dialogue_cpu.json"),
+    "dialogue vllm": functools.partial(_of, dialogue_vllm, "dialogue_vllm_cpu.json"),
     "agreement": functools.partial(_of, agreement, "peer_cpu.json", "agreement"),
     "peer first": peer_first,
     "peer ratios": functools.partial(_of, peer_ratios, "peer_cpu.json"),

@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.common.progress as progress
-from tests.helper import FEW, SIZES, WORDS, some_cases
+from tests.helper import FEW, SIZES, WORDS, some_cases, with_thinking_tags
 from vlcache_jax import LLM, StructuredOutputs
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
@@ -302,6 +302,23 @@ def test_answers_are_told_apart(run, tmp_path):
     assert message["reasoning_content"]
     assert message["content"] == ""
     assert thought["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+
+
+def test_thinking_is_limited_as_rows_say(checkpoints, few_buckets, tmp_path):
+    thinker = with_thinking_tags(checkpoints("qwen3_vl"), tmp_path / "model")
+    thinks = "{{ messages[0].content }}</think>{% if add_generation_prompt %}<think>\n{% endif %}"
+    options = {"chat_template": thinks, "ignore_eos": True, "max_tokens": 130}
+    rows = [openai(**options, **more) for more in ({}, {"thinking_token_budget": 3}, {"thinking_token_budget": "3"})]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["run", "-m", str(thinker), *WORDS, str(source), str(out), "--trust-request-chat-template"]
+    assert CliRunner().invoke(app, given).exit_code == 0
+    free, limited, wrong = (json.loads(line) for line in out.read_text().splitlines())
+    assert free["response"]["body"]["choices"][0]["message"]["content"] == ""
+    message = limited["response"]["body"]["choices"][0]["message"]
+    assert message["reasoning_content"].endswith("based on the thinking directly now.")
+    assert message["content"]
+    assert "thinking_token_budget" in str(wrong["error"])
 
 
 def test_errors_count_a_rows_own_messages(run, tmp_path):

@@ -83,6 +83,7 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
         elif results:
             found = _runs(kernel, results, problems)
         findings.append((kernel, found))
+    findings.append(("linear attention", "xla (it has no kernel)"))
     # Files of results, tuned tiles, rates and programs.
     if chip is not None and results and refused is None:
         path = place(identity_of(chip))
