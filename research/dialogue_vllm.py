@@ -28,6 +28,7 @@ from vlcache_jax.testing import make_checkpoint
 
 DTYPE: Literal["bfloat16"] = "bfloat16"
 OURS, OTHER = "ours", "vllm"
+OPTIONS = {"requests": 4, "rows": 4096, "model_len": 4608, "kv_bytes": 2**30}
 
 
 def dialogue(turns: int, pictures: Pictures) -> Iterator[JobStep]:
@@ -79,12 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="dialogue-", dir=work) as name:
         folder = pathlib.Path(name)
         hybrid = make_checkpoint(folder / "hybrid", "qwen3_5", text=HYBRID_TEXT, dtype=DTYPE)
-        options = {"requests": 4, "rows": 4096, "model_len": 4608, "images": given.turns, "kv_bytes": 2**30}
         for repeat in range(given.repeats):
             pictures = Pictures(folder / str(repeat), repeat)
             first, *steps = (step for _ in range(given.rounds + 1) for step in dialogue(given.turns, pictures))
             steps = [dataclasses.replace(step, timed=i >= given.turns - 1) for i, step in enumerate(steps)]
-            task = {"model": str(hybrid), "dtype": DTYPE, "options": options, "first": dataclasses.asdict(first)}
+            task = {
+                "model": str(hybrid),
+                "dtype": DTYPE,
+                "options": OPTIONS | {"images": given.turns},
+                "first": dataclasses.asdict(first),
+            }
             for engine in engines:
                 kept = work / "kept" / f"dialogue-{engine.name}"
                 kept.mkdir(parents=True, exist_ok=True)

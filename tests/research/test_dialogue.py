@@ -37,9 +37,8 @@ def test_two_engines_answer_the_same_dialogue(monkeypatch, tmp_path):
     monkeypatch.setattr(dialogue_vllm, "set_up", set_up)
     monkeypatch.setattr(dialogue_vllm, "cache_home", lambda: tmp_path)
     monkeypatch.setattr(dialogue_vllm, "SIDE", 64)
-    text = {"max_position_embeddings": 8192}
-    made = lambda path, family, **_: make_checkpoint(path, family, text=text)  # noqa: E731
-    monkeypatch.setattr(dialogue_vllm, "make_checkpoint", made)
+    monkeypatch.setattr(dialogue_vllm, "OPTIONS", {"requests": 1, "rows": 64, "model_len": 512, "kv_bytes": 2**22})
+    monkeypatch.setattr(dialogue_vllm, "make_checkpoint", lambda path, family, **_: make_checkpoint(path, family))
     given = ["--turns", "3", "--rounds", "1", "--repeats", "1", "--out", str(tmp_path / "found.json")]
     dialogue_vllm.main(given)
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
