@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from vlcache_jax.cache.device import DeviceTier
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, alias_key, owner_key
 from vlcache_jax.cache.lookups import CacheStats
+from vlcache_jax.cache.record import Donors
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
@@ -190,7 +191,7 @@ class ImageCache:
             )
         [(entry, grid)] = self._entries(image, cache_salt, mm_processor_kwargs)
         owner = owner_key(cache_salt)
-        return self._store.lookup(entry, context or "", grid=grid, approximate=True, owner=owner, waits=True)
+        return self._store.lookup(entry, context or "", grid=grid, donors=Donors(), owner=owner, waits=True)
 
     def pin(
         self,

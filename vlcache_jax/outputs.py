@@ -59,6 +59,8 @@ class ImageReuse:
       recomputed: number of image tokens computed in each layer [L].
       bytes_moved: bytes of cache entries read from disk or copied to the device.
       why: reason if the image was not reused exactly, otherwise None.
+      donor: for an approximate match, the context in which its KV was computed: "neutral" (nothing of another caller
+        was before the image) or "other"; otherwise None.
       video: index of the video that the chunk belongs to; None for an image.
       chunk: index of the chunk in that video; None for an image.
     """
@@ -72,6 +74,7 @@ class ImageReuse:
     recomputed: tuple[int, ...]
     bytes_moved: int
     why: Why | None
+    donor: str | None = None
     video: int | None = None
     chunk: int | None = None
 
@@ -482,6 +485,7 @@ class Reporter:
             recomputed=active_rows(depth, self._num_layers) if computes else (0,) * self._num_layers,
             bytes_moved=moved,
             why=None if is_resident else use.why,
+            donor=None if is_resident or linked is None else use.donor,
             video=None if use.span.moment is None else use.span.moment.video,
             chunk=None if use.span.moment is None else use.span.moment.chunk,
         )

@@ -69,6 +69,7 @@ from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS, PORTABLE
 from vlcache_jax.preparation.identification import Identifier
 from vlcache_jax.preparation.media import Media
+from vlcache_jax.preparation.openings import Openings
 from vlcache_jax.preparation.planner import Identity, MetaBuilder, Planner, Rates, identity_of, time_limit
 from vlcache_jax.preparation.recognition import Recognizer
 from vlcache_jax.preparation.sequences import SequenceBuilder, read_generation_config
@@ -238,6 +239,7 @@ class Service:
             links_kv=runner.shapes.links_kv and bool(config.cache.memory_for_states or not text.has_states),
             keeps_pages=config.enable_prefix_caching and bool(memory.num_snapshots or not text.has_states),
             turn_token=_turn_token(renderer.tokenizer),
+            openings=Openings.of(renderer, config.cache.neutral_systems, _turn_token(renderer.tokenizer)),
         )  # fmt: skip
         preparation = Preparation(processor, identifier, planner, sequences, threads, quick_threads)
         reporter = Reporter(text.num_layers, text.hidden_size, sequences.token_bytes)

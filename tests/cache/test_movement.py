@@ -16,7 +16,7 @@ from vlcache_jax.cache.channel import Breaker
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, Ages, owner_key
 from vlcache_jax.cache.lookups import any_form
-from vlcache_jax.cache.record import Record, RefusedError, TierError, Why
+from vlcache_jax.cache.record import Donors, Record, RefusedError, TierError, Why
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.writer import SavedTokens, Writer
@@ -82,10 +82,10 @@ class House:
             self.store.publish(place)
         return place
 
-    def bring(self, record, context=CONTEXT, approximate=False):
+    def bring(self, record, context=CONTEXT, donors=None):
         """As a request does: asks elsewhere, then begins to load; the handle of what is found."""
         self.store.look([record.meta.entry])
-        return self.store.lookup(record.meta.entry, context, grid=record.meta.grid, approximate=approximate)
+        return self.store.lookup(record.meta.entry, context, grid=record.meta.grid, donors=donors)
 
     def settle(self):
         self.store.wait()
@@ -126,7 +126,7 @@ def test_without_a_look_nothing_elsewhere_is_asked(record):
     remote = filled(Elsewhere(), record)
     house = House(remote)
     remote.calls.clear()
-    assert house.store.lookup(record.meta.entry, CONTEXT, grid=None, approximate=False).brought == {}
+    assert house.store.lookup(record.meta.entry, CONTEXT, grid=None, donors=None).brought == {}
     assert remote.calls == []
 
 
@@ -270,7 +270,7 @@ def test_a_record_that_comes_too_late_is_computed(record):
     assert [one.kv.is_settled, two.kv.is_settled] == [False, False]
     house.clock.now += 5.0
     house.store.give_up_late()
-    assert house.store.find(key(1), CONTEXT, grid=None, approximate=False).why is Why.timeout
+    assert house.store.find(key(1), CONTEXT, grid=None, donors=None).why is Why.timeout
     assert [one.kv.is_settled, two.kv.is_settled, house.counted().late] == [True, True, 2]
     remote.gate.set()
     house.settle()
@@ -777,11 +777,11 @@ def test_what_no_look_up_would_take_is_not_loaded(record):
     record.meta = dataclasses.replace(record.meta, canonical=False)
     disk = filled(DictTier(), record)
     house = House(disk)
-    with house.bring(record, approximate=True) as handle:  # there is no other
+    with house.bring(record, donors=Donors()) as handle:  # there is no other
         house.settle()
         assert handle.kv.is_ready
     house.compute(make(1, key(8), padded=6))
-    with house.bring(record, approximate=True) as handle:
+    with house.bring(record, donors=Donors()) as handle:
         house.settle()
         assert handle.kv.meta.context == key(8)
     assert house.counted("disk").loaded == 1
@@ -881,7 +881,7 @@ def test_what_only_the_image_tells_is_compared_too(record, name):
     house = House(remote, form=form_of(record))
     asked = {"grid": record.meta.grid, "owner": record.meta.owner} | {name: {"grid": (1, 2, 12), "owner": ""}[name]}
     house.store.look([record.meta.entry])
-    assert house.store.lookup(record.meta.entry, CONTEXT, approximate=False, **asked).kv is None
+    assert house.store.lookup(record.meta.entry, CONTEXT, donors=None, **asked).kv is None
     house.settle()
     assert (house.counted().damaged, remote.kept) == (1, {})
 

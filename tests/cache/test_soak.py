@@ -21,7 +21,7 @@ import pytest
 from tests.cache.records import GRID, key
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.record import Meta, Record, blocks
+from vlcache_jax.cache.record import Donors, Meta, Record, blocks
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tiers.disk import DiskTier
 
@@ -79,7 +79,7 @@ class Process:
         approximate = random.random() < 0.3
         entry = key(number)
         self.store.look([entry])
-        with self.store.lookup(entry, context, grid=GRID, approximate=approximate) as handle:
+        with self.store.lookup(entry, context, grid=GRID, donors=Donors() if approximate else None) as handle:
             metas = [meta_of(number, None)] if handle.encoder is None else []
             metas += [] if handle.exact else [meta_of(number, context)]
             own = [meta for meta in metas if self.store.tier.get(meta.name) is None]

@@ -33,7 +33,7 @@ import vlcache_jax.cache.store
 from tests.cache.records import GRID, DictTier, key
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import NO_TENANTS, Quotas, entry_key, owner_key
-from vlcache_jax.cache.record import EntryGoneError, Meta, Record, RefusedError, Tier, TierError, blocks
+from vlcache_jax.cache.record import Donors, EntryGoneError, Meta, Record, RefusedError, Tier, TierError, blocks
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tiers.disk import DiskTier
@@ -357,7 +357,7 @@ class Machine(RuleBasedStateMachine):
                 if not is_slow:
                     self.settle(self.filling.pop(), "publish")
                     if self.store.tier.get(record.meta.name) is record and record.meta.canonical and self.is_kv(record):
-                        with self.store.lookup(image.entry, record.meta.context, grid=GRID, approximate=False) as found:
+                        with self.store.lookup(image.entry, record.meta.context, grid=GRID, donors=None) as found:
                             assert found.exact
                             assert found.kv is record
 
@@ -414,7 +414,7 @@ class Machine(RuleBasedStateMachine):
             if other != image.salt:
                 assert not self.store.is_owner(owner_key(other), entry)
         self.at_once = False
-        handle = self.store.lookup(entry, context, grid=GRID, approximate=approximate)
+        handle = self.store.lookup(entry, context, grid=GRID, donors=Donors() if approximate else None)
         oldest = -np.inf if self.config.ttl is None else self.clock.now - self.config.ttl
         lookup = Lookup(image, handle, oldest)
         lookup.records = [record for record in (handle.encoder, handle.kv) if record is not None]

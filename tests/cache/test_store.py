@@ -15,9 +15,9 @@ import vlcache_jax.cache.records
 from tests.cache.records import DictTier, make
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.record import DamagedError, Found, Meta, Record, TierError, verified
+from vlcache_jax.cache.record import DamagedError, Donors, Found, Meta, Record, TierError, verified
 from vlcache_jax.cache.records import MemoryTier
-from vlcache_jax.cache.store import PendingWrite, Store, _variant
+from vlcache_jax.cache.store import PendingWrite, Store, _better_donor
 from vlcache_jax.outputs import Why
 
 GRID = (1, 4, 4)
@@ -40,14 +40,14 @@ def fill(store, *metas, value=1.0):
     return records
 
 
-def lookup(store, entry, context="c", approximate=False):
-    with store.lookup(entry, context, grid=GRID, approximate=approximate) as handle:
+def lookup(store, entry, context="c", donors=None):
+    with store.lookup(entry, context, grid=GRID, donors=donors) as handle:
         return handle
 
 
 def held_handle(store, entry, context="c"):
     """Return a handle that holds the KV of an image, as a request that will read it does."""
-    handle = store.lookup(entry, context, grid=GRID, approximate=False)
+    handle = store.lookup(entry, context, grid=GRID, donors=None)
     assert handle.kv is not None
     handle.hold()
     return handle
@@ -105,7 +105,7 @@ def test_pinned_records_stay_and_held_ones_make_room():
 def test_a_handle_pins_until_it_holds():
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     fill(store, kv("a"))
-    with store.lookup("a", "c", grid=GRID, approximate=False) as handle:
+    with store.lookup("a", "c", grid=GRID, donors=None) as handle:
         assert store.reserve([kv("b")]) == [None]
         handle.hold()
         assert store.stats().pinned == 1  # it is needed, but gives way
@@ -288,11 +288,11 @@ def test_variants():
     store = Store(CacheConfig(max_contexts_per_image=2))
     fill(store, kv("a", "first", canonical=False))
     assert not lookup(store, "a", "first").exact
-    assert lookup(store, "a", "first", approximate=True).kv is not None
+    assert lookup(store, "a", "first", donors=Donors()).kv is not None
     fill(store, kv("a", "second"))  # the first canonical one replaces those that are not
     assert [record.meta.context for record in store.records("a")] == ["second"]
     fill(store, kv("a", "third"))
-    assert lookup(store, "a", "other", approximate=True).kv.meta.context == "third"
+    assert lookup(store, "a", "other", donors=Donors()).kv.meta.context == "third"
     assert lookup(store, "a", "other").kv is None
     assert lookup(store, "a", "other").why is Why.other_context
     fill(store, kv("a", "fourth"))
@@ -327,21 +327,47 @@ def test_coded_keys_and_values_are_never_exact(canonical):
     [record] = store.reserve([dataclasses.replace(coded, canonical=canonical, checksums=())])
     store.publish(record)
     for approximate, kv in ((False, None), (True, record)):
-        found = store.find(coded.entry, "c", grid=None, approximate=approximate)
+        found = store.find(coded.entry, "c", grid=None, donors=Donors() if approximate else None)
         assert (found.kv, found.exact, found.is_coded) == (kv, False, canonical)
         assert found.why is (Why.coded if canonical else Why.other_context)
 
 
 def test_of_other_contexts_the_newest_canonical_record_is_brought_in():
-    def wanted(*metas):
+    def wanted(*metas, donors=Donors(), here=()):  # noqa: B008 - frozen
         """Return the names to load; the newest record is the last argument."""
-        return [*_variant({meta.name: (None, Found(meta, 0.0)) for meta in metas})]
+        return [*_better_donor(donors, here, {meta.name: (None, Found(meta, 0.0)) for meta in metas})]
 
     first, second, other = kv("a", "first"), kv("a", "second"), kv("a", "third", canonical=False)
     assert wanted(enc("a"), first, second, other) == [second.name]
     assert wanted(first, dataclasses.replace(second, canonical=False), other, enc("a")) == [first.name]
     assert wanted(dataclasses.replace(first, canonical=False), other) == [other.name]
     assert wanted(enc("a")) == wanted() == []
+    # A neutral context precedes the newest one, also one that host memory has.
+    neutral, strict = Donors(("zero", "first")), Donors(("first",), has_others=False)
+    assert wanted(first, second, donors=neutral) == wanted(first, second, here=[second], donors=neutral) == [first.name]
+    assert wanted(first, second, here=[kv("a", "zero")], donors=neutral) == []
+    assert wanted(first, second, donors=strict) == [first.name]
+    assert wanted(second, other, donors=strict) == []
+    assert wanted(dataclasses.replace(first, canonical=False), donors=strict) == []
+    assert wanted(second, here=[second]) == wanted(other, here=[second]) == []
+    assert wanted(second, here=[other]) == [second.name]
+
+
+def test_a_neutral_donor_precedes_newer_ones():
+    """Whoever asks last has no influence on what others link."""
+    store = Store(CacheConfig())
+    fill(store, *(kv("a", context) for context in ("neutral", "attacker")))
+    donors = Donors(("own", "neutral"))
+    found = lookup(store, "a", "new", donors=donors)
+    assert (found.kv.meta.context, found.donor, found.why) == ("neutral", "neutral", Why.other_context)
+    assert lookup(store, "a", "new", donors=Donors()).kv.meta.context == "attacker"
+    assert lookup(store, "a", "new", donors=Donors()).donor == "other"
+    assert lookup(store, "a", "attacker", donors=donors).donor is None  # exact
+    fill(store, kv("b", "attacker"))
+    strict = lookup(store, "b", "new", donors=donors._replace(has_others=False))
+    assert (strict.kv, strict.donor, strict.why) == (None, None, Why.no_donor)
+    fill(store, kv("a", "own"))
+    assert lookup(store, "a", "new", donors=donors).kv.meta.context == "own"
 
 
 @pytest.mark.parametrize("variants", [None, 2])
@@ -351,7 +377,7 @@ def test_as_many_variants_stay_as_fit_and_the_reason_is_that_of_the_context(vari
     fill(store, *(kv("a", context) for context in "23"))
     exact = [lookup(store, "a", context).exact for context in "0123"]
     assert exact == [variants is None] * 2 + [True] * 2
-    assert lookup(store, "a", "new", approximate=True).kv.meta.context == "3"
+    assert lookup(store, "a", "new", donors=Donors()).kv.meta.context == "3"
     fill(store, *(kv(entry) for entry in "wxyz"))  # one of five places is left to the image
     assert [record.meta.context for record in store.records("a")] == ["3"]
     lost = Why.evicted if variants is None else Why.displaced
@@ -398,7 +424,7 @@ def test_pins_leave_room_for_others():
     with pytest.raises(ValueError, match="image must fit in the 1024 bytes"):  # all of an image, or nothing
         store.keep("19", True)
     assert store.stats().pinned_bytes == 3 * kv("a").nbytes
-    with store.lookup("wide", "c", grid=GRID, approximate=False):
+    with store.lookup("wide", "c", grid=GRID, donors=None):
         assert (store.stats().pinned, store.stats().pinned_bytes) == (4, 3 * kv("a").nbytes)
 
 
@@ -438,7 +464,7 @@ class Lending(DictTier):
 
 def brought(store, name="c"):
     """Asks for an image that only the tier has."""
-    with store.lookup("a", name, grid=None, approximate=False, waits=True) as handle:
+    with store.lookup("a", name, grid=None, donors=None, waits=True) as handle:
         store.close()
         return handle.brought, store.stats().tiers["disk"]
 
@@ -595,7 +621,7 @@ def test_a_budget_bounds_the_process(tmp_path: pathlib.Path):
 import pathlib, random, re
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.record import Meta
-from vlcache_jax.cache.store import Store, _variant
+from vlcache_jax.cache.store import Store
 
 def resident():
     return int(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024

@@ -14,12 +14,13 @@ from vlcache_jax.cache.tiers.discovered_peers import DiscoveredPeerTier
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
 from vlcache_jax.cache.tiers.remote import check_remote, masked, open_remote
-from vlcache_jax.common.checks import SIZES, check_flags, check_whole, is_a, parse_bytes
+from vlcache_jax.common.checks import SIZES, check_flags, check_text, check_whole, is_a, parse_bytes
 from vlcache_jax.common.renamed import renamed
 
 CODECS = tuple(SIZES)
 LOADS = ("auto", "kv", "encoder", "none")
 ADMISSIONS = ("always", "second_use")
+DONORS = ("any", "neutral")
 _RENAMED = {
     "neighbours": "discovered_peers",
     "salt_bytes": "max_bytes_per_salt",
@@ -53,6 +54,10 @@ class CacheConfig:
       discovered_peers: returns the URLs of peers that change at run time; called before each lookup; see `RecentPeers`.
       admit: images to write to `disk` and `remote`: "always": all images; "second_use": images that are requested a
         second time.
+      donors: contexts from which approximate reuse links KV: "any": a neutral one if there is one, else the newest;
+        "neutral": only neutral ones, with nothing of another caller before the image.
+      neutral_systems: system messages of the operator; an image at the beginning of a user's message after one of them
+        is in a neutral context, as after no system message or that of the request itself.
       ttl: maximum age in seconds of cache entries and KV blocks that are used, from the time of computation; in
         `remote` from the time of the write; by default no limit.
       max_bytes_per_salt: maximum size of the entries of one `cache_salt`, in host memory and on the disk each; calls
@@ -84,6 +89,8 @@ class CacheConfig:
     peer_token: str | None = field(default=None, repr=False)
     discovered_peers: Callable[[], Collection[str]] | None = field(default=None, repr=False)
     admit: str = "always"
+    donors: str = "any"
+    neutral_systems: Sequence[str] = ()
     ttl: float | None = None
     max_bytes_per_salt: int | str | None = None
     timeout: float | None = None
@@ -118,6 +125,13 @@ class CacheConfig:
         # By which rules.
         if self.admit not in ADMISSIONS:
             raise ValueError(f"admit must be one of {ADMISSIONS}, got {self.admit!r}")
+        if self.donors not in DONORS:
+            raise ValueError(f"donors must be one of {DONORS}, got {self.donors!r}")
+        if isinstance(self.neutral_systems, str) or not isinstance(self.neutral_systems, Sequence):
+            raise ValueError(f"neutral_systems must be a list of texts, got {type(self.neutral_systems).__name__}")
+        for system in self.neutral_systems:
+            check_text(system, "neutral_systems", "a list of texts")
+        object.__setattr__(self, "neutral_systems", tuple(self.neutral_systems))
         for name in ("ttl", "timeout"):
             seconds = getattr(self, name)
             if not (seconds is None or (is_a(seconds, (int, float)) and 0 < seconds < math.inf)):

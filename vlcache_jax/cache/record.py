@@ -9,7 +9,7 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -49,6 +49,7 @@ class Why(enum.Enum):
     cheaper_to_compute = "cheaper_to_compute"  # KV was found but not used (`load`)
     expired = "expired"  # older than `ttl`
     timeout = "timeout"  # the entry was not loaded in time (`timeout`)
+    no_donor = "no_donor"  # cached only in contexts from which it may not be linked (`donors`)
     no_state = "no_state"  # no slot for the states after it, or some of its tokens are computed for their logits
 
 
@@ -186,6 +187,37 @@ class Lost:
     """State of a record that will not be filled or was invalidated."""
 
     why: Why
+
+
+class Donors(NamedTuple):
+    """Contexts from which the KV of an image may be linked in another context.
+
+    Whoever chose the text and images before a donor has an influence on what its KV says of the image. So contexts with
+    nothing of a caller come first.
+
+    Attributes:
+      neutral: contexts with nothing of another caller before the image, those to prefer first.
+      has_others: whether all other contexts may serve, too.
+    """
+
+    neutral: Sequence[str] = ()
+    has_others: bool = True
+
+    def rank(self, meta: Meta) -> int | None:
+        """Return the rank of a donor, the smallest for the best; None: it may not be linked."""
+        others = len(self.neutral)
+        if meta.canonical and meta.context in self.neutral:
+            return self.neutral.index(meta.context or "")
+        return (others if meta.canonical else others + 1) if self.has_others else None
+
+    def kind(self, meta: Meta) -> str:
+        """Return the kind of a donor's context, "neutral" or "other"."""
+        return "neutral" if meta.context in self.neutral else "other"
+
+    def best(self, metas: Iterable[Meta]) -> Meta | None:
+        """Return the best donor, of equal ones the last; None if there is none."""
+        ranked = [(rank, meta) for meta in metas if (rank := self.rank(meta)) is not None]
+        return min(reversed(ranked), key=lambda one: one[0])[1] if ranked else None
 
 
 class Record:

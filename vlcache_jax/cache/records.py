@@ -12,7 +12,7 @@ from typing import Any, cast
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import REMEMBERED, Ages, Losses, Quotas, payer
 from vlcache_jax.cache.lookups import CacheStats
-from vlcache_jax.cache.record import Lost, Meta, Record, State, Why
+from vlcache_jax.cache.record import Donors, Lost, Meta, Record, State, Why
 from vlcache_jax.inputs.processor import Grid
 
 
@@ -27,6 +27,7 @@ class Handle:
       why: the reason if not `exact`.
       passed_over: records that were found but are computed nevertheless.
       brought: label of the source tier by the name of each record that the lookup loads.
+      donor: "neutral" or "other", the kind of the context of KV that was computed in another one; otherwise None.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Handle:
         exact: bool,
         why: Why | None,
         is_coded: bool = False,
+        donor: str | None = None,
     ):
         self.encoder, self.kv, self.exact, self.why, self.is_coded = encoder, kv, exact, why, is_coded
+        self.donor = donor
         self.passed_over: list[Record] = []
         self.brought: dict[str, str] = {}
         self._store = records
@@ -63,7 +66,7 @@ class Handle:
 
     def prefer(self, other: Handle) -> Handle:
         """Return the better of two handles, with the encoder output of either, and release the rest."""
-        is_better = other.exact or (self.kv is None and other.kv is not None)
+        is_better = other.exact or (other.kv is not None and (self.kv is None or _precedes(other, self)))
         better, worse = (other, self) if is_better else (self, other)
         if better.why is Why.unknown_image:
             better.why = worse.why
@@ -107,6 +110,11 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _precedes(one: Handle, other: Handle) -> bool:
+    """Return whether the KV of a handle is a better donor than that of another one."""
+    return (one.donor, other.donor) == ("neutral", "other")
 
 
 class MemoryTier:
@@ -296,7 +304,7 @@ class Records:
                 return records[0].meta.owner == owner
             return (lost := self._lost.get(entry)) is not None and lost[1] == owner
 
-    def find(self, entry: str, context: str, *, grid: Grid | None, approximate: bool) -> Handle:
+    def find(self, entry: str, context: str, *, grid: Grid | None, donors: Donors | None) -> Handle:
         """Find an image's records in host memory and pin them; see `Store.lookup`."""
         with self._lock:
             encoder, same = self._get_all([f"enc/{entry}", name := f"kv/{entry}/{context}"], grid)
@@ -305,23 +313,20 @@ class Records:
             exact = is_own and not is_coded
             kv, why = same, None
             if is_coded:
-                kv, why = (same if approximate else None), Why.coded
+                kv, why = (None if donors is None else same), Why.coded
             elif not exact:
                 variants = [record for record in self._variants.get(entry, ()) if grid in (None, record.meta.grid)]
-                canonical = [record for record in variants if record.meta.canonical]
-                usable = (canonical or variants) if approximate else []
-                kv = usable[-1] if usable else None
+                best = None if donors is None else donors.best(record.meta for record in variants)
+                kv = next((record for record in variants if record.meta is best), None)
                 lost = (self._lost.get(name) if same is None else None) or (None if variants else self._lost.get(entry))
-                why = lost[0] if lost else Why.other_context if variants else Why.unknown_image
+                other = Why.other_context if donors is None or kv is not None else Why.no_donor
+                why = lost[0] if lost else other if variants else Why.unknown_image
             found = [record for record in (kv, encoder) if record is not None]
             self.tier.touch(found)  # encoder output last, as it is useful in every context
             for record in found:
                 record.pins += 1
-            return Handle(self, encoder, kv, exact, why, is_coded)
-
-    def is_of_use(self, meta: Meta, approximate: bool) -> bool:
-        """Return whether `find` would return this KV in its own context."""
-        return meta.is_exact or (approximate and (meta.canonical or not self.has_variants(meta.entry, canonical=True)))
+            donor = None if exact or is_coded or kv is None or donors is None else donors.kind(kv.meta)
+            return Handle(self, encoder, kv, exact, why, is_coded, donor)
 
     def count(self, handles: Sequence[Handle]) -> None:
         """Add lookups to the counters."""
@@ -484,10 +489,10 @@ class Records:
                 if self.config.passes_on and record.is_settled:
                     self.remove(record, None)
 
-    def has_variants(self, entry: str, *, canonical: bool = False) -> bool:
-        """Return whether KV of an image, or canonical KV, is stored or being filled."""
+    def variants(self, entry: str) -> list[Meta]:
+        """Return the descriptions of an image's KV that is stored or being filled, newest last."""
         with self._lock:
-            return any(record.meta.canonical or not canonical for record in self._variants.get(entry, ()))
+            return [record.meta for record in self._variants.get(entry, ())]
 
     def records(self, entry: str) -> list[Record]:
         """Return all complete records of an image."""

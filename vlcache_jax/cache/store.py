@@ -24,6 +24,7 @@ from vlcache_jax.cache.lookups import CacheStats, Form, Meter, any_form
 from vlcache_jax.cache.record import (
     Buffers,
     DamagedError,
+    Donors,
     Found,
     Lost,
     Meta,
@@ -153,11 +154,11 @@ class Store(Records):
         until = time.perf_counter() + self._patience
         for channel, looking in lookups:
             # Do not wait for images in host memory. The results for them count next time.
-            needed = {entry: future for entry, future in looking.items() if not self.has_variants(entry)}
+            needed = {entry: future for entry, future in looking.items() if not self.variants(entry)}
             channel.looks.hear(needed, max(0.0, until - time.perf_counter()))
 
     def lookup(
-        self, entry: str, context: str, *, grid: Grid | None, approximate: bool, owner: str | None = None,
+        self, entry: str, context: str, *, grid: Grid | None, donors: Donors | None, owner: str | None = None,
         waits: bool = False,
     ) -> Handle:  # fmt: skip
         """Find and pin the records of an image, and start loading those that host memory lacks.
@@ -166,18 +167,18 @@ class Store(Records):
           entry: entry key of the image.
           context: digest of its prefix.
           grid: patch grid of the image, which its records must have; None: unknown.
-          approximate: also accept KV computed in another context.
+          donors: contexts from which KV is also accepted; None: only KV of this context.
           owner: owner of the records, see `Meta`; None: unknown.
           waits: wait for records that are loading.
         """
-        coming = self._bring_in(entry, context, approximate, grid, owner) if self.channels else {}
+        coming = self._bring_in(entry, context, donors, grid, owner) if self.channels else {}
         try:
             if waits:
                 self.wait()
             if self.config.ttl is not None and self.ages.end(entry):
                 self.expire(entry)
                 self._expired(entry)
-            handle = self.find(entry, context, grid=grid, approximate=approximate)
+            handle = self.find(entry, context, grid=grid, donors=donors)
         finally:
             if coming:
                 self.pin([*coming], -1)
@@ -185,12 +186,12 @@ class Store(Records):
         return handle
 
     def _bring_in(
-        self, entry: str, context: str, approximate: bool, grid: Grid | None, owner: str | None
+        self, entry: str, context: str, donors: Donors | None, grid: Grid | None, owner: str | None
     ) -> dict[Record, str]:
         """Start loading an image's records that host memory lacks; return them pinned, with labels of their tiers."""
         self._sight(entry)
         wanted = _wanted(
-            self, entry, context, approximate, lambda: _outside(self.channels, entry, self.ages.oldest(), grid, owner)
+            self, entry, context, donors, lambda: _outside(self.channels, entry, self.ages.oldest(), grid, owner)
         )
         # Uses in host memory count on the disk, too, so that these records are not evicted there.
         names = {f"kv/{entry}/{context}", f"enc/{entry}"} - wanted.keys()
@@ -387,7 +388,7 @@ def _wanted(
     store: Store,
     entry: str,
     context: str,
-    approximate: bool,
+    donors: Donors | None,
     outside: Callable[[], dict[str, tuple[Channel, Found]]],
 ) -> dict[str, tuple[Channel, Found]]:
     """Return the records of an image that a request needs and host memory lacks, by name.
@@ -401,10 +402,11 @@ def _wanted(
     there: dict[str, tuple[Channel, Found]] | None = None
     if known is None:
         there = outside()
-        if name in there and store.is_of_use(there[name][1].meta, approximate):
+        variants = store.variants(entry)
+        if name in there and _is_of_use(there[name][1].meta, donors, variants):
             wanted[name] = there[name]
-        elif approximate and not store.has_variants(entry):
-            wanted |= _variant(there)
+        elif donors is not None:
+            wanted |= _better_donor(donors, variants, there)
         known = next((found.meta for _, found in wanted.values()), None)
     computes = known is None or known.name != name or not known.is_exact  # some tokens, from encoder output
     if computes and store.tier.get(name := f"enc/{entry}") is None:
@@ -507,9 +509,20 @@ class PendingWrite:
         self.record.arrive(first)
 
 
-def _variant(there: dict[str, tuple[Channel, Found]]) -> dict[str, tuple[Channel, Found]]:
-    """Return the newest KV of an image in any context, preferring canonical KV."""
-    usable = {name: place for name, place in there.items() if place[1].meta.context is not None}
-    canonical = [name for name, (_, found) in usable.items() if found.meta.canonical]
-    newest = (canonical or list(usable))[-1:]
-    return {name: usable[name] for name in newest}
+def _is_of_use(meta: Meta, donors: Donors | None, variants: Sequence[Meta]) -> bool:
+    """Return whether a lookup would return this KV in its own context, beside the KV that host memory has."""
+    if meta.is_exact or donors is None:
+        return meta.is_exact
+    is_allowed = bool(meta.buffers) or donors.rank(meta) is not None
+    return is_allowed and (meta.canonical or not any(one.canonical for one in variants))
+
+
+def _better_donor(
+    donors: Donors, here: Sequence[Meta], there: dict[str, tuple[Channel, Found]]
+) -> dict[str, tuple[Channel, Found]]:
+    """Return the best donor outside host memory, by its name, if it precedes all that are here."""
+    outside = {name: place for name, place in there.items() if place[1].meta.context is not None}
+    best, own = donors.best(found.meta for _, found in outside.values()), donors.best(here)
+    if best is None or (own is not None and (donors.rank(own) or 0) <= (donors.rank(best) or 0)):
+        return {}
+    return {best.name: outside[best.name]}

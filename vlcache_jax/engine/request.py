@@ -78,6 +78,7 @@ class ImageUse:
       has_encoder: whether the encoder output was found in the cache.
       why: reason why the image is no exact hit; None for an exact hit.
       kv_tier, encoder_tier: tiers that the linked KV and the cached encoder output come from.
+      donor: kind of the context of linked KV if it is another one, see `ImageReuse`; None otherwise.
     """
 
     span: ImageSpan
@@ -88,6 +89,7 @@ class ImageUse:
     why: Why | None = None
     kv_tier: str = "host"
     encoder_tier: str = "host"
+    donor: str | None = None
 
 
 class CacheReservation:

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import context_keys, request_key
-from vlcache_jax.cache.record import Meta, Record, Why
+from vlcache_jax.cache.record import Donors, Meta, Record, Why
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
@@ -41,6 +41,7 @@ from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_l
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
+from vlcache_jax.preparation.openings import Openings
 from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.policies import Plan, Policy
 from vlcache_jax.reuse.selection import RowChoice, computing, decide
@@ -298,6 +299,7 @@ class Planner:
       links_kv: link KV of images, and store it. False: only their encoder output is stored.
       keeps_pages: use the prefix cache for prompts.
       turn_token: ID of the token that begins a message; None: it is unknown.
+      openings: neutral contexts of images; None: there are none.
     """
 
     def __init__(
@@ -312,11 +314,12 @@ class Planner:
         links_kv: bool = True,
         keeps_pages: bool = True,
         turn_token: int | None = None,
+        openings: Openings | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
         self._links_kv, self._keeps_pages = links_kv, keeps_pages
         self._turn_token = turn_token if config.text.has_states else None
-        self._config = config
+        self._config, self._openings = config, openings
         self._forms, self._token_buckets, self._min_tokens = forms, token_buckets, forms.min_tokens
 
     def stores_kv(self, tokens: int) -> bool:
@@ -335,8 +338,11 @@ class Planner:
         made: list[Record] = []
         try:
             # Lookup: the entries that are found, and usable, decide what is computed.
-            for context, image in zip(contexts, request.images, strict=False):
-                handles.append(self._find(image, context, policy.approximates, request.owner))
+            donors = self._donors(request) if policy.approximates else None
+            for context, image, moment in zip(contexts, request.images, request.moments, strict=False):
+                # The chunks of a video stand after each other, and so after no opening.
+                own = donors._replace(neutral=()) if donors is not None and moment is not None else donors
+                handles.append(self._find(image, context, own, request.owner))
                 if (load := self.store.config.load) in ("encoder", "none"):
                     handles[-1].pass_over(encoder=load == "none" and image.has_pixels)
             layout, plan, choice = self._arrange(request, handles, policy)
@@ -374,13 +380,18 @@ class Planner:
             reservation=CacheReservation(self.store, handles, made, None if known else key, request.items),
         )
 
-    def _find(self, image: ImageRef, context: str, approximate: bool, owner: str) -> Handle:
+    def _donors(self, request: Request) -> Donors:
+        """Return the contexts from which the KV of a request's images may be linked."""
+        neutral = () if self._openings is None else self._openings.contexts(request.token_ids)
+        return Donors(neutral, self.store.config.donors == "any")
+
+    def _find(self, image: ImageRef, context: str, donors: Donors | None, owner: str) -> Handle:
         """Return the entries of an image under its own key, or else under its shared one."""
         found: Handle | None = None
         for key in image.keys:
             if found is None or not found.exact:
                 whose = owner if key == image.key else image.shared_owner
-                handle = self.store.lookup(key, context, grid=image.grid, approximate=approximate, owner=whose)
+                handle = self.store.lookup(key, context, grid=image.grid, donors=donors, owner=whose)
                 found = handle if found is None else found.prefer(handle)
         assert found is not None
         return found
@@ -466,7 +477,9 @@ class Planner:
             if meta.context is None:
                 uses[i] = dataclasses.replace(uses[i], encoder=record)
                 continue
-            if record is None and why not in (Why.other_context, Why.displaced, Why.cheaper_to_compute):
+            if record is None and why not in (
+                Why.other_context, Why.no_donor, Why.displaced, Why.cheaper_to_compute,
+            ):  # fmt: skip
                 why = Why.too_large
             uses[i] = dataclasses.replace(uses[i], saved=record, why=why)
         return [record for record in made if record is not None]
@@ -489,7 +502,7 @@ class Planner:
 
 def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:
     """Return the entries that an image uses."""
-    use = ImageUse(span, handle.kv, None, handle.encoder, handle.encoder is not None, handle.why)
+    use = ImageUse(span, handle.kv, None, handle.encoder, handle.encoder is not None, handle.why, donor=handle.donor)
     if not brought:
         return use
     kv_tier, encoder_tier = (

@@ -180,7 +180,7 @@ def test_a_damaged_record_is_deleted_and_counted(tier, caplog):
     path.write_bytes(data)
     store = Store(CacheConfig(), [tier])
     with caplog.at_level("CRITICAL"):
-        with store.lookup(record.meta.entry, key(7), grid=None, approximate=False, waits=True) as handle:
+        with store.lookup(record.meta.entry, key(7), grid=None, donors=None, waits=True) as handle:
             assert handle.brought == {record.meta.name: "disk"}
         store.flush()
     assert (store.stats().corrupt, store.stats().bytes) == (1, 0)
