@@ -347,6 +347,7 @@ def cache_report(cache: CacheReport) -> dict[str, Any]:
             "tokens": image.tokens,
             "rows": list(image.recomputed),
             "why": None if image.why is None else image.why.value,
+            "donor": image.donor,
             "video": image.video,
             "chunk": image.chunk,
         }

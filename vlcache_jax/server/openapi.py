@@ -111,7 +111,8 @@ def _request(verb: str) -> str:
 
 _IMAGE = {
     "index": _COUNT, "key": _TEXT, "match": {"enum": ["exact", "approximate", "miss"]}, "kv": _TEXT, "encoder": _TEXT,
-    "tokens": _COUNT, "rows": _COUNTS, "why": {"type": ["string", "null"]}, "video": _or_null(_COUNT),
+    "tokens": _COUNT, "rows": _COUNTS, "why": {"type": ["string", "null"]},
+    "donor": {"type": ["string", "null"]}, "video": _or_null(_COUNT),
     "chunk": _or_null(_COUNT),
 }  # fmt: skip
 _SCHEMAS: Mapping[str, Any] = {
