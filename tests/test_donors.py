@@ -64,14 +64,70 @@ def test_without_a_neutral_donor_the_rule_decides(checkpoints, textured_image, r
     image = textured_image(90, 130, 2)
     with open_llm(checkpoints, donors=rule) as llm:
         attack(llm, image)
+        llm.cache.flush()
+        before = llm.cache.stats()
         victim = ask(llm, *user("New: ", image, "What?"))
-        expected = {"any": ("approximate", "other", "other_context"), "neutral": ("miss", None, "no_donor")}
-        assert found(victim) == [expected[rule]]
+        assert found(victim) == [("approximate", "neutral" if rule == "neutral" else "other", "other_context")]
         assert attack(llm, image).cache.images[0].match == "exact"
-        if rule == "neutral":
-            assert victim.cache.images[0].encoder != "computed"
-            with open_llm(checkpoints) as cold:
-                assert values(victim) == values(ask(cold, *user("New: ", image, "What?")))
+        llm.cache.flush()
+        after = llm.cache.stats()
+        assert after.kv_records - before.kv_records == (rule == "neutral")
+        assert (after.misses, after.hits_approximate) == (before.misses, before.hits_approximate + 1)
+    with open_llm(checkpoints) as clean:
+        clean.cache.precompute([image])
+        expected = ask(clean, *user("New: ", image, "What?"))
+    assert (values(victim) == values(expected)) is (rule == "neutral")
+
+
+def test_a_donor_is_made_once_for_many_requests(llm, textured_image):
+    """In one call the first one has it made, and all of them equal those one by one."""
+    images = [textured_image(64, 96, seed) for seed in (7, 8)]
+    conversations = [user(f"{i}: ", *images, "?") for i in range(4)]
+    for image in images:
+        attack(llm, image)
+    llm.cache.flush()
+    count = llm.cache.stats().kv_records
+    outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+    llm.cache.flush()
+    assert [found(output) for output in outputs] == 4 * [2 * [("approximate", "neutral", "other_context")]]
+    assert llm.cache.stats().kv_records == count + 2
+    assert llm.stats().running == llm.stats().waiting == 0
+    llm.reset_mm_cache()
+    for image in images:
+        attack(llm, image)
+    assert [values(ask(llm, *one)) for one in conversations] == [values(output) for output in outputs]
+    assert llm.cache.stats().pinned == 0
+
+
+def test_other_modes_make_no_donors(llm, textured_image):
+    image = textured_image(64, 96, 9)
+    attack(llm, image)
+    llm.cache.flush()
+    count = llm.cache.stats().kv_records
+    for reuse in ("off", "exact"):
+        assert found(ask(llm, *user("New: ", image, "What?"), reuse=reuse))[0][0] == "miss"
+    llm.cache.flush()
+    assert llm.cache.stats().kv_records == count + 1  # of the exact one, in its context
+
+
+def test_a_donor_that_cannot_be_made_is_no_error(llm, textured_image, monkeypatch):
+    """The request then computes the image in its own context."""
+    image = textured_image(64, 96, 10)
+    attack(llm, image)
+    pooled = type(llm.service.caller._sequences).pooled
+
+    def failing(self, planned):
+        sequence = pooled(self, planned)
+        sequence.fail("it fails")
+        return sequence
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.service.caller._sequences), "pooled", failing)
+        output = ask(llm, *user("New: ", image, "What?"))
+    assert output.cache.images[0].match == "miss"
+    assert output.error is None
+    assert llm.cache.stats().pinned == 0
+    assert found(ask(llm, *user("Then: ", image, "What?"))) == [("approximate", "neutral", "other_context")]
 
 
 def test_system_messages_of_the_operator_and_of_the_request_are_neutral(llm, textured_image):
@@ -80,16 +136,12 @@ def test_system_messages_of_the_operator_and_of_the_request_are_neutral(llm, tex
     ask(llm, kind, *user(image, "What?"))
     assert found(ask(llm, *question)) == [("approximate", "neutral", "other_context")]
     llm.reset_mm_cache()
-    ask(llm, SYSTEM, *user(image, "What?"))  # a system message of a request is its own alone
-    assert found(ask(llm, *question))[0][2] == "no_donor"
+    own = ask(llm, SYSTEM, *user(image, "What?"))  # a system message of a request is its own alone
     assert found(ask(llm, SYSTEM, *question)) == [("approximate", "neutral", "other_context")]
-    # Its own precedes the operator's.
-    ask(llm, kind, *user(image, "What?"))
-    own = ask(llm, SYSTEM, *user("Again: ", image, "What?"))
-    assert own.cache.images[0].donor == "neutral"
-    with llm.cache.lookup(image) as handle:
-        contexts = llm.service.preparation.planner._openings.contexts(own.prompt_token_ids)
-        assert handle.kv.meta.context in contexts[1:]
+    store, [one] = llm.service.cache.store, own.cache.images
+    assert len(store.variants(one.key)) == 1
+    assert found(ask(llm, *question)) == [("approximate", "neutral", "other_context")]
+    assert len(store.variants(one.key)) == 2  # it was made
 
 
 def test_images_after_others_have_neutral_donors_each(llm, textured_image):

@@ -238,10 +238,21 @@ class Caller:
             options = call.options
             if call.compressors is not None:
                 options = dataclasses.replace(options, compress=good(call.compressors[row]))
+            for donor in self._planner.donors_to_make(request, options):
+                self._make_donor(donor, call.called_at)
             planned = self._planner.plan(request, options)
             job = Job(call.first + row, planned, kind.sequences(row, planned), heard, kind, streams=streams)
             self.loop.submit(job.sequences, call.called_at)
         return job
+
+    def _make_donor(self, planned: Planned, called_at: float | None) -> None:
+        """Submit a prompt that computes an image for a request after it; the request links its KV."""
+        assert planned.reservation is not None
+        planned.reservation.enter()  # of the sequence, which leaves when it has run
+        try:
+            self.loop.submit([self._sequences.pooled(planned)], called_at)
+        finally:
+            planned.reservation.leave()
 
     def arrive(self, chunk: RequestChunk[Any], heard: Callable[[Job], object]) -> Job:
         """Identify, plan and submit the only request of a chunk; `heard` is called at each progress of its job.

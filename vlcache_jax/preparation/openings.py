@@ -23,9 +23,13 @@ class Openings:
     Args:
       openings: token ids before such an image, without a system message and after each one of the operator.
       turn_token: id of the token that begins a message; None: it is unknown, and requests have no opening of their own.
+
+    Attributes:
+      first: token ids of the first opening, in which images without a donor are computed; None if there is none.
     """
 
     def __init__(self, openings: Sequence[Ids], turn_token: int | None):
+        self.first = openings[0] if openings else None
         self._contexts = tuple(map(_context, openings))
         self._header = self._before = np.zeros(0, np.int32)  # of a user's message, and the tokens before its image
         if turn_token is not None and len(openings) and (turns := np.flatnonzero(openings[0] == turn_token)).size:

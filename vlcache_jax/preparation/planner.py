@@ -36,6 +36,7 @@ from vlcache_jax.common.files import cache_home, write_whole
 from vlcache_jax.common.json_files import OBJECT, check_fields, one_of, read_object, real
 from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.kv_shape import KVShape
+from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.request import CacheReservation, ImageUse, Planned, Request
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
 from vlcache_jax.inputs.processor import Grid
@@ -44,7 +45,7 @@ from vlcache_jax.models.config import TextConfig
 from vlcache_jax.preparation.openings import Openings
 from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.policies import Plan, Policy
-from vlcache_jax.reuse.selection import RowChoice, computing, decide
+from vlcache_jax.reuse.selection import RowChoice, computing, decide, parse_policy
 
 _log = logging.getLogger(__name__)
 
@@ -326,10 +327,41 @@ class Planner:
         """Return whether the KV of an image of this size is stored; if not, its encoder output is."""
         return self._links_kv and tokens >= self._min_tokens
 
-    def plan(self, request: Request, options: ResolvedOptions) -> Planned:
+    def donors_to_make(self, request: Request, options: ResolvedOptions) -> list[Planned]:
+        """Plan prompts that compute images of a request in a neutral context, for which no donor may be linked.
+
+        These are images that were computed in other contexts alone. An image that no request had before is computed in
+        the context of this one.
+
+        Args:
+          request, options: the request, which is planned after them. See `plan` for the reservations.
+        """
+        opening = None if self._openings is None else self._openings.first
+        if opening is None or not options.reuse.approximates or self.store.config.donors == "any":
+            return []
+        donors, made = self._donors(request), []
+        exact = dataclasses.replace(options, reuse=parse_policy("exact"), compress=None)
+        contexts = self._contexts(request)
+        for i, image in enumerate(request.images):
+            known = [meta for key in image.keys for meta in self.store.variants(key)]
+            is_exact = any(meta.is_exact and meta.context == contexts[i] for meta in known)
+            if request.moments[i] is not None or not known or is_exact or donors.best(known) is not None:
+                continue
+            tokens = request.token_ids[request.starts[i] : request.starts[i] + image.num_tokens]
+            alone = dataclasses.replace(
+                request, token_ids=np.concatenate([opening, tokens]), starts=(len(opening),), images=(image,),
+                moments=(None,), metrics=RequestMetrics(), items=[*request.items],
+            )  # fmt: skip
+            made.append(self.plan(alone, exact, is_asked=False))
+        return made
+
+    def plan(self, request: Request, options: ResolvedOptions, *, is_asked: bool = True) -> Planned:
         """Look a request up, plan it, and reserve cache entries for what it will compute.
 
         The caller must call `leave` of `Planned.reservation` once.
+
+        Args:
+          is_asked: whether a caller asked for it, so that it is counted.
         """
         start, policy = time.perf_counter(), options.reuse
         layers = self._config.text.num_layers
@@ -361,10 +393,11 @@ class Planner:
             for record in made:
                 self.store.cancel(record)
             raise
-        self.store.count(handles)
+        if is_asked:
+            self.store.count(handles)
         # Whether the same list of images was served before, for the report.
         keys = [image.key for image in request.images]
-        key = request_key(keys) if handles else None
+        key = request_key(keys) if handles and is_asked else None
         known = key is not None and self.store.requests.remember(key, keys, request.owner)
         request.metrics.lookup += time.perf_counter() - start
         return Planned(
