@@ -211,6 +211,14 @@ class Store(Records):
             is_here = entry in self._variants or self.tier.get(f"enc/{entry}") is not None
         return is_here or f"enc/{entry}" in _outside(self.channels, entry, self.ages.oldest())
 
+    def can_link(self, entry: str, context: str, donors: Donors, *, grid: Grid | None, owner: str | None) -> bool:
+        """Return whether a lookup finds KV of an image; see `lookup`."""
+        metas = self.variants(entry)
+        if not _serve(metas, context, donors) and self.channels:
+            outside = _outside(self.channels, entry, self.ages.oldest(), grid, owner)
+            metas = [found.meta for _, found in outside.values() if found.meta.context is not None]
+        return _serve(metas, context, donors)
+
     def wait(self) -> None:
         """Wait until all records that are being loaded are filled or lost."""
         with self._moving:
@@ -507,6 +515,11 @@ class PendingWrite:
         self._missing.discard(part)
         first = next((i for i, one in enumerate(self.meta.parts) if one in self._missing), len(self.meta.parts))
         self.record.arrive(first)
+
+
+def _serve(metas: Sequence[Meta], context: str, donors: Donors) -> bool:
+    """Return whether KV of an image can be linked in a context, exactly or from a donor."""
+    return donors.best(metas) is not None or any(one.is_exact and one.context == context for one in metas)
 
 
 def _is_of_use(meta: Meta, donors: Donors | None, variants: Sequence[Meta]) -> bool:

@@ -330,8 +330,7 @@ class Planner:
     def donors_to_make(self, request: Request, options: ResolvedOptions) -> list[Planned]:
         """Plan prompts that compute images of a request in a neutral context, for which no donor may be linked.
 
-        These are images that were computed in other contexts alone. An image that no request had before is computed in
-        the context of this one.
+        Images that no request had before are among them. So the outputs do not depend on what others asked.
 
         Args:
           request, options: the request, which is planned after them. See `plan` for the reservations.
@@ -343,9 +342,11 @@ class Planner:
         exact = dataclasses.replace(options, reuse=parse_policy("exact"), compress=None)
         contexts = self._contexts(request)
         for i, image in enumerate(request.images):
-            known = [meta for key in image.keys for meta in self.store.variants(key)]
-            is_exact = any(meta.is_exact and meta.context == contexts[i] for meta in known)
-            if request.moments[i] is not None or not known or is_exact or donors.best(known) is not None:
+            owners = {image.key: request.owner} | {key: image.shared_owner for key in image.keys if key != image.key}
+            if request.moments[i] is not None or contexts[i] in donors.neutral or any(
+                self.store.can_link(key, contexts[i], donors, grid=image.grid, owner=owner)
+                for key, owner in owners.items()
+            ):  # fmt: skip
                 continue
             tokens = request.token_ids[request.starts[i] : request.starts[i] + image.num_tokens]
             alone = dataclasses.replace(
