@@ -113,7 +113,7 @@ def test_keys_may_stand_in_the_environment(monkeypatch):
         ("--ssl-certfile a --ssl-keyfile b", "ssl_certfile must be the path of an existing file"),
         ("--api-key a --admin-key a", "admin_key must differ from every api_key: choose another key"),
         ("--root-path v", "root_path must begin with a slash"),
-        ("--chat-template nowhere.jinja", "chat_template must be a file that can be read, got nowhere.jinja"),
+        ("--chat-template nowhere.jinja", "chat_template must be one of qwen3.5, "),
         ("--chat-template {%if%}", "chat_template must be a valid Jinja template: Expected an expression"),
         ("--max-waiting-bytes 1MiB", "max_waiting_bytes must be at least max_body_bytes 67108864, got 1048576"),
         ("--body-timeout=-1", "body_timeout must be a non-negative number of seconds, got -1"),

@@ -615,7 +615,9 @@ def test_a_template_may_be_the_path_of_its_file(tmp_path, monkeypatch):
     for text in ("{{ 1 }}", "a\n", "{% raw %}.jinja"):
         assert template_text(text) == text
     for name in ("no.jinja", "no", ""):
-        with pytest.raises(ValueError, match=r"^chat_template must be a file that can be read, got .*: "):
+        with pytest.raises(
+            ValueError, match=r"^chat_template must be one of qwen3\.5, .* or must be a file that can be read, got .*: "
+        ):
             template_text(name)
     (tmp_path / "own").write_bytes(b"a\xff")
     with pytest.raises(ValueError, match=rf"^chat_template {tmp_path}/own must be text, got .* at character 1, "):

@@ -253,3 +253,27 @@ def test_a_budget_that_cannot_be_is_refused(served):
     status, found = served.json("POST", CHAT, body)
     assert status == 400
     assert "enable_in_reasoning" in found["error"]["message"]
+
+
+def test_completions_think_where_their_prompt_says_so(served, bias):
+    """The checkpoint's template does not think; the server's is not asked."""
+    made = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    body = {"prompt": made, "temperature": 0, "max_tokens": 130, "logit_bias": bias("z"), "thinking_token_budget": 3}
+    status, found = served.json("POST", "/v1/completions", body)
+    assert status == 200, found
+    assert found["choices"][0]["text"].startswith("zzz" + CLOSING + "z")
+    held = body | {"structured_outputs": {"choice": ["red"]}}
+    assert served.json("POST", "/v1/completions", held)[1]["choices"][0]["text"] == "zzz" + CLOSING + "red"
+
+
+def test_an_effort_that_a_template_refuses_is_named(engine):
+    with running(engine, chat_template="qwen3.8") as served:
+        for path, more, param in (
+            (CHAT, {"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort"),
+            (RESPONSES, {"input": "Hello", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ):
+            status, found = served.json("POST", path, more)
+            assert status == 400
+            message = "reasoning_effort must be xhigh, medium or low, got high"
+            assert found["error"]["message"].endswith(message.removeprefix("reasoning_effort"))
+            assert found["error"]["param"] in (param, "reasoning_effort")

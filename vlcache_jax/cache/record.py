@@ -50,6 +50,7 @@ class Why(enum.Enum):
     expired = "expired"  # older than `ttl`
     timeout = "timeout"  # the entry was not loaded in time (`timeout`)
     no_donor = "no_donor"  # cached only in contexts from which it may not be linked (`donors`)
+    not_stored = "not_stored"  # cached without KV, which is not stored of images this small (`KVShape.min_tokens`)
     no_state = "no_state"  # no slot for the states after it, or some of its tokens are computed for their logits
 
 

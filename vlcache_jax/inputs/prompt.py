@@ -408,8 +408,8 @@ class PromptRenderer:
         given = cast(str, text) if ids is None else _token_ids(ids, len(self.tokenizer), f"{name} prompt_token_ids")
         result = self._prompt(given, found, settings, name)
         # A text may mention the tag. A text that a template rendered ends with it.
-        is_opened_last = self.chat_template is not None and result.text.rstrip().endswith(OPEN)
-        return replace(result, opens_thought=is_opened_last and thinks(self.chat_template or ""))
+        may_think = thinks(self.chat_template or "") or self.tokenizer.backend_tokenizer.token_to_id(CLOSE) is not None
+        return replace(result, opens_thought=may_think and result.text.rstrip().endswith(OPEN))
 
     def _add(
         self,
@@ -538,7 +538,7 @@ def template_text(given: str | os.PathLike[str]) -> str:
     if given in FORMS:
         return qwen3_5_template(str(given))
     path = Path(given).expanduser()
-    check_readable("chat_template", path)
+    check_readable(f"chat_template must be one of {', '.join(sorted(FORMS))}, or", path)
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     check_text(text, f"chat_template {path}")
     return text

@@ -90,7 +90,7 @@ _TEMPLATE = """
 {%- if has_effort and (enable_thinking is not defined or enable_thinking is true) %}
     {%- set effort = reasoning_effort if reasoning_effort is defined else 'xhigh' %}
     {%- if effort not in ('xhigh', 'medium', 'low') %}
-        {{- raise_exception('reasoning_effort must be xhigh, medium or low') }}
+        {{- raise_exception('reasoning_effort must be xhigh, medium or low, got ' ~ reasoning_effort) }}
     {%- endif %}
     {%- set found.head = {'xhigh': xhigh, 'medium': '', 'low': low}[effort] %}
 {%- endif %}

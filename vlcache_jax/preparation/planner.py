@@ -386,6 +386,7 @@ class Planner:
             # Entries that each image uses, and reservations for what it will save.
             brought = {name: tier for handle in handles for name, tier in handle.brought.items()}
             uses = [_use(span, handle, brought) for span, handle in zip(layout.images, handles, strict=False)]
+            uses = [use if use.why is not Why.unknown_image else self._known(use) for use in uses]
             uses = uses or [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             made += self._reserve(uses, contexts, handles, plan, request.owner)
             Handle.hold_all(handles)
@@ -517,6 +518,11 @@ class Planner:
                 why = Why.too_large
             uses[i] = dataclasses.replace(uses[i], saved=record, why=why)
         return [record for record in made if record is not None]
+
+    def _known(self, use: ImageUse) -> ImageUse:
+        """Return the use of an image without KV, with the reason if only its encoder output is stored."""
+        is_stored = use.encoder is None or self.stores_kv(use.span.image.num_tokens)
+        return use if is_stored else dataclasses.replace(use, why=Why.not_stored)
 
     def _contexts(self, request: Request) -> list[str]:
         """Return the digest of everything before each image, including its time offset in a video."""

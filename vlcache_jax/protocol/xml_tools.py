@@ -82,6 +82,8 @@ class XmlToolParser:
             self._add(value, rest, deltas)
         if self._step in (self._inside, self._read_key) and not is_cut:
             self._end(deltas)
+        elif self._step in (self._inside, self._read_key, self._value) and is_cut and not self._has_arguments:
+            self._begin_call(deltas)
         text, self._held = self._held, ""
         if self._step == self._outside and is_cut and (cut := _unfinished(text, (OPEN, FUNCTION))) > 1:
             text = text[: len(text) - cut].rstrip(_SPACE)
@@ -204,9 +206,13 @@ class XmlToolParser:
 
     def _append(self, arguments: str, deltas: list[Delta]) -> None:
         if not self._has_arguments:
-            deltas.append(Delta(call=CallDelta(self.calls, "", call_id(self._answer_id, self.calls), self._name)))
-            self.calls += 1
+            self._begin_call(deltas)
         deltas.append(Delta(call=CallDelta(self.calls - 1, arguments)))
+
+    def _begin_call(self, deltas: list[Delta]) -> None:
+        """Append the name of a call."""
+        deltas.append(Delta(call=CallDelta(self.calls, "", call_id(self._answer_id, self.calls), self._name)))
+        self.calls += 1
 
 
 def _first(text: str, tags: Sequence[str], start: int = 0) -> tuple[int, str] | None:

@@ -221,6 +221,7 @@ def _with_fields(message: str, field: str, form: str) -> str:
         (r"sampling_params (?=must leave a token)", "allowed_token_ids, bad_words and logit_bias "),
         (r"sampling_params ", ""),
         (r"structured_outputs(\.\w+)?", r"\g<0>" if form == "structured_outputs" else form),
+        (r"prompt must be valid for [^:]*, which raised an error: (?=reasoning_effort )", ""),
         # Fields and their parts.
         (r"prompt (?=messages\[|mm_processor_kwargs|tools )", ""),
         (r"prompt prompt_token_ids(?= )", field),
