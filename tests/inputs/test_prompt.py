@@ -742,8 +742,8 @@ def prompt_with(count, images=(), **others):
         ({"prompt_token_ids": [True]}, "prompt_token_ids must be a non-empty list of token ids, got [True]"),
         ({"prompt_token_ids": [[1]]}, "prompt_token_ids must be a non-empty list of token ids, got [[1]]"),
         ({"prompt_token_ids": [1, [2]]}, "prompt_token_ids must be token ids, got [1, [2]]"),
-        ({"prompt_token_ids": [-1]}, "prompt_token_ids must be token ids from 0 to 263, got [-1]"),
-        ({"prompt_token_ids": [264]}, "prompt_token_ids must be token ids from 0 to 263, got [264]"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids must be token ids from 0 to 263, got -1"),
+        ({"prompt_token_ids": [264]}, "prompt_token_ids must be token ids from 0 to 263, got 264"),
         ({"prompt_token_ids": [1 << 70]}, "prompt_token_ids must be a non-empty list of token ids, got ["),
         ("", "must not be empty, got ''"),
         (

@@ -513,8 +513,8 @@ def _token_ids(given: Any, known: int, name: str) -> npt.NDArray[np.int32]:
         raise ValueError(f"{name} must be token ids, got {short(given)}") from error
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a non-empty list of token ids, got {short(given)}")
-    if ids.min() < 0 or ids.max() >= known:
-        raise ValueError(f"{name} must be token ids from 0 to {known - 1}, got {short(given)}")
+    if (wrong := ids[(ids < 0) | (ids >= known)]).size:
+        raise ValueError(f"{name} must be token ids from 0 to {known - 1}, got {wrong[0]}")
     return ids.astype(np.int32)
 
 

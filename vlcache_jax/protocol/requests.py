@@ -287,7 +287,9 @@ def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any], xml_calls: 
     if held is not None:
         if sampling.get("structured_outputs") is not None:
             raise ApiError(
-                "tool_choice must be auto or none if response_format or structured_outputs is set", "tool_choice"
+                "tool_choice must be auto or none if response_format or structured_outputs is set, got "
+                f"{short(given.get('tool_choice'))}",
+                "tool_choice",
             )
         sampling["structured_outputs"] = held
 
