@@ -95,11 +95,14 @@ def test_a_donor_is_made_once_for_many_requests(llm, textured_image):
     for image in images:
         attack(llm, image)
     llm.cache.flush()
-    count = llm.cache.stats().kv_records
+    before = llm.cache.stats()
+    count = before.kv_records
     outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
     llm.cache.flush()
     assert [found(output) for output in outputs] == 4 * [2 * [("approximate", "neutral", "other_context")]]
-    assert llm.cache.stats().kv_records == count + 2
+    stats = llm.cache.stats()
+    assert (stats.kv_records, stats.donors_made) == (count + 2, before.donors_made + 2)
+    assert stats.hits_neutral == before.hits_neutral + 8
     assert llm.stats().running == llm.stats().waiting == 0
     llm.reset_mm_cache()
     for image in images:

@@ -330,6 +330,8 @@ class CacheStats:
 
     Attributes:
       hits_exact, hits_approximate: images whose KV was found in the same context; in another context, or coded.
+      hits_neutral: images among `hits_approximate` with KV of a neutral context, see `CacheConfig.donors`.
+      donors_made: images that were computed in a neutral context for a request, by themselves.
       misses: images whose KV was not found or could not be used.
       passed_over: images whose KV was found but computed nevertheless (`CacheConfig.load`).
       encoder_hits: images whose encoder output was found and used.
@@ -353,6 +355,8 @@ class CacheStats:
 
     hits_exact: int = 0
     hits_approximate: int = 0
+    hits_neutral: int = 0
+    donors_made: int = 0
     misses: int = 0
     passed_over: int = 0
     encoder_hits: int = 0

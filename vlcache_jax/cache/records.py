@@ -335,6 +335,7 @@ class Records:
                 self._counts.encoder_hits += handle.encoder is not None
                 self._counts.hits_exact += handle.exact
                 self._counts.hits_approximate += handle.kv is not None and not handle.exact
+                self._counts.hits_neutral += handle.donor == "neutral"
                 passed_over = bool([record for record in handle.passed_over if record.meta.context is not None])
                 self._counts.passed_over += passed_over
                 self._counts.misses += handle.kv is None and not passed_over

@@ -106,7 +106,7 @@ class Store(Records):
       requests: lists of images that were sent together.
       shared: entry keys of images that an operator shares, by the entry keys without a salt.
       channels: channels of the tiers.
-      meter: counters of the tiers.
+      meter, donors_made: counters of the tiers; see `CacheStats`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Store(Records):
         self.shared = Bounded[str](REMEMBERED)
         self._room, self._limit, self._expired, self._steady = room, limit, expired, steady
         self._patience = _LOOK if config.timeout is None else min(_LOOK, config.timeout)
-        self.meter = Meter()
+        self.meter, self.donors_made = Meter(), 0
         make = functools.partial(
             Channel, meter=self.meter, clock=steady, ages=self.ages, form=form,
             max_queued_bytes=self.tier.capacity // 2,
@@ -142,9 +142,8 @@ class Store(Records):
         self.channels = [make(tier) for tier in tiers]
         self._sighted = Bounded[bool](REMEMBERED)  # by entry key; True if requested more than once
         self._loading: dict[Future[None], _Load] = {}
-        self._moving = threading.Lock()
+        self._moving, self._is_closing = threading.Lock(), False
         self._ticking: threading.Thread | None = None
-        self._is_closing = False
 
     # For requests.
 
@@ -210,14 +209,6 @@ class Store(Records):
         with self._lock:
             is_here = entry in self._variants or self.tier.get(f"enc/{entry}") is not None
         return is_here or f"enc/{entry}" in _outside(self.channels, entry, self.ages.oldest())
-
-    def can_link(self, entry: str, context: str, donors: Donors, *, grid: Grid | None, owner: str | None) -> bool:
-        """Return whether a lookup finds KV of an image; see `lookup`."""
-        metas = self.variants(entry)
-        if not _serve(metas, context, donors) and self.channels:
-            outside = _outside(self.channels, entry, self.ages.oldest(), grid, owner)
-            metas = [found.meta for _, found in outside.values() if found.meta.context is not None]
-        return _serve(metas, context, donors)
 
     def wait(self) -> None:
         """Wait until all records that are being loaded are filled or lost."""
@@ -296,7 +287,8 @@ class Store(Records):
 
     def stats(self) -> CacheStats:
         """Return the counters and the current contents."""
-        return replace(super().stats(), tiers={channel.tier.label: channel.stats() for channel in self.channels})
+        tiers = {channel.tier.label: channel.stats() for channel in self.channels}
+        return replace(super().stats(), donors_made=self.donors_made, tiers=tiers)
 
     def close(self) -> None:
         """Write published records, cancel loads, and close the tiers."""
@@ -515,6 +507,17 @@ class PendingWrite:
         self._missing.discard(part)
         first = next((i for i, one in enumerate(self.meta.parts) if one in self._missing), len(self.meta.parts))
         self.record.arrive(first)
+
+
+def can_link(
+    store: Store, entry: str, context: str, donors: Donors, *, grid: Grid | None, owner: str | None
+) -> bool:  # fmt: skip
+    """Return whether `Store.lookup` would find KV of an image, without loading it."""
+    metas = store.variants(entry)
+    if not _serve(metas, context, donors) and store.channels:
+        outside = _outside(store.channels, entry, store.ages.oldest(), grid, owner)
+        metas = [found.meta for _, found in outside.values() if found.meta.context is not None]
+    return _serve(metas, context, donors)
 
 
 def _serve(metas: Sequence[Meta], context: str, donors: Donors) -> bool:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from vlcache_jax.cache.keys import context_keys, request_key
 from vlcache_jax.cache.record import Donors, Meta, Record, Why
 from vlcache_jax.cache.records import Handle
-from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.store import Store, can_link
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.common.files import cache_home, write_whole
 from vlcache_jax.common.json_files import OBJECT, check_fields, one_of, read_object, real
@@ -344,7 +344,7 @@ class Planner:
         for i, image in enumerate(request.images):
             owners = {image.key: request.owner} | {key: image.shared_owner for key in image.keys if key != image.key}
             if request.moments[i] is not None or contexts[i] in donors.neutral or any(
-                self.store.can_link(key, contexts[i], donors, grid=image.grid, owner=owner)
+                can_link(self.store, key, contexts[i], donors, grid=image.grid, owner=owner)
                 for key, owner in owners.items()
             ):  # fmt: skip
                 continue
@@ -354,6 +354,7 @@ class Planner:
                 moments=(None,), metrics=RequestMetrics(), items=[*request.items],
             )  # fmt: skip
             made.append(self.plan(alone, exact, is_asked=False))
+        self.store.donors_made += len(made)
         return made
 
     def plan(self, request: Request, options: ResolvedOptions, *, is_asked: bool = True) -> Planned:
