@@ -87,7 +87,9 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
 @pytest.mark.slow
 def test_a_run(llm, tsv, tmp_path, monkeypatch):
     samples = read_tsv(tsv)
-    protocols = [Protocol(name) for name in ARRANGEMENTS] + [Protocol("question_first", donors="apart")]
+    protocols = [Protocol(name) for name in ARRANGEMENTS] + [
+        Protocol("question_first", donors=donors) for donors in ("apart", "neutral")
+    ]
     settings = {"full": parse_policy("full"), "all": parse_policy(1)}
     work = tmp_path / "work.jsonl"
     results = accuracy.run(llm, samples, settings, protocols, max_tokens=6, batch=3, work=work)

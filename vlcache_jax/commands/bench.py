@@ -30,7 +30,8 @@ Cached = Annotated[
     list[str] | None,
     typer.Option(
         metavar="<str>",
-        help="Way to cache the images of a question before: together in one prompt, or separately; may be repeated.",
+        help="Way to cache the images of a question before: together in one prompt, separately, alone (no text) or "
+        "neutral (at the start of a message); may be repeated.",
         show_default="together and separately",
         rich_help_panel="Image cache",
     ),

@@ -44,7 +44,7 @@ NEUTRAL = "Please describe this image."
 ALONE = "<|vision_start|><|image_pad|><|vision_end|>"
 CONTEXTS = dict(zip(("same", "new-text", "new-question"), ARRANGEMENTS, strict=True))
 """Arrangements by the names of the option --context."""
-CACHED = {"together": "together", "separately": "apart", "alone": "alone"}
+CACHED = {"together": "together", "separately": "apart", "alone": "alone", "neutral": "neutral"}
 """Donors by the names of the option --cached."""
 
 
@@ -65,7 +65,7 @@ def arrangement_of(context: str, *, new: bool = False) -> str:
 
 
 def donors_of(cached: str) -> str:
-    """Return the donors of a value of --cached: "together", "separately" or "alone".
+    """Return the donors of a value of --cached: "together", "separately", "alone" or "neutral".
 
     Raises:
       ValueError: `cached` is none of these.
@@ -83,7 +83,8 @@ class Protocol:
       arrangement: order of text and images in both prompts, one of `ARRANGEMENTS`.
       auxiliary: query of the auxiliary prompt: "related" (default), from the sample's list, or "neutral".
       donors: "together" (default): one auxiliary prompt with all images of the question; "apart": one for each image,
-        for questions about several images; "alone": each image in a prompt without text.
+        for questions about several images; "alone": each image in a prompt without text; "neutral": each image at the
+        beginning of a user's message, as `ImageCache.precompute` does.
       seed: number that selects queries and other texts.
     """
 
@@ -96,7 +97,7 @@ class Protocol:
         for name, allowed in (
             ("arrangement", ARRANGEMENTS),
             ("auxiliary", ("related", "neutral")),
-            ("donors", ("together", "apart", "alone")),
+            ("donors", ("together", "apart", "alone", "neutral")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -115,6 +116,9 @@ class Protocol:
         sample = samples[i]
         if self.donors == "alone":
             return [{"prompt": ALONE, "multi_modal_data": {"image": image}} for image in sample.images]
+        if self.donors == "neutral":
+            contents = [[{"type": "image", "image": image}] for image in sample.images]
+            return [[{"role": "user", "content": content}] for content in contents]
         groups = [sample.images] if self.donors == "together" else [(image,) for image in sample.images]
         other = self._other(i + 1 + (self.seed + i // len(OTHER_TEXTS)) % (len(OTHER_TEXTS) - 1))
         return [self._conversation(sample, images, self._query(sample, i, len(images)), other) for images in groups]
