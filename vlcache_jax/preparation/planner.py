@@ -20,7 +20,7 @@ import math
 import pathlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -327,8 +327,8 @@ class Planner:
         """Return whether the KV of an image of this size is stored; if not, its encoder output is."""
         return self._links_kv and tokens >= self._min_tokens
 
-    def donors_to_make(self, request: Request, options: ResolvedOptions) -> list[Planned]:
-        """Plan prompts that compute images of a request in a neutral context, for which no donor may be linked.
+    def donors_to_make(self, request: Request, options: ResolvedOptions) -> Iterator[Planned]:
+        """Yield planned prompts that compute images of a request in a neutral context, where no donor may be linked.
 
         Images that no request had before are among them. So the outputs do not depend on what others asked.
 
@@ -337,25 +337,28 @@ class Planner:
         """
         opening = None if self._openings is None else self._openings.first
         if opening is None or not options.reuse.approximates or self.store.config.donors == "any":
-            return []
-        donors, made = self._donors(request), []
+            return
+        donors = self._donors(request)
         exact = dataclasses.replace(options, reuse=parse_policy("exact"), compress=None)
-        contexts = self._contexts(request)
-        for i, image in enumerate(request.images):
-            owners = {image.key: request.owner} | {key: image.shared_owner for key in image.keys if key != image.key}
-            if request.moments[i] is not None or contexts[i] in donors.neutral or any(
-                can_link(self.store, key, contexts[i], donors, grid=image.grid, owner=owner)
-                for key, owner in owners.items()
-            ):  # fmt: skip
+        images = zip(request.images, request.starts, request.moments, self._contexts(request), strict=True)
+        for image, start, moment, context in images:
+            # The chunks of a video have no neutral context, and an image in one becomes a donor by this request.
+            if moment is not None or context in donors.neutral or self._can_link(image, context, donors, request.owner):
                 continue
-            tokens = request.token_ids[request.starts[i] : request.starts[i] + image.num_tokens]
+            token_ids = np.concatenate([opening, request.token_ids[start : start + image.num_tokens]])
             alone = dataclasses.replace(
-                request, token_ids=np.concatenate([opening, tokens]), starts=(len(opening),), images=(image,),
-                moments=(None,), metrics=RequestMetrics(), items=[*request.items],
+                request, token_ids=token_ids, starts=(len(opening),), images=(image,), moments=(None,),
+                metrics=RequestMetrics(), items=[*request.items],
             )  # fmt: skip
-            made.append(self.plan(alone, exact, is_asked=False))
-        self.store.donors_made += len(made)
-        return made
+            yield self.plan(alone, exact, is_asked=False)
+            self.store.donors_made += 1
+
+    def _can_link(self, image: ImageRef, context: str, donors: Donors, owner: str) -> bool:
+        """Return whether KV of an image is there that may be linked, under its own key or its shared one."""
+        owners = {key: owner if key == image.key else image.shared_owner for key in image.keys}
+        return any(
+            can_link(self.store, key, context, donors, grid=image.grid, owner=whose) for key, whose in owners.items()
+        )
 
     def plan(self, request: Request, options: ResolvedOptions, *, is_asked: bool = True) -> Planned:
         """Look a request up, plan it, and reserve cache entries for what it will compute.
