@@ -173,7 +173,8 @@ class Oracle:
         ids = torch.tensor(expanded.astype(np.int64))[None]
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
         if patches:
-            inputs["pixel_values"] = torch.tensor(np.concatenate([processor.pixel_values(p) for p in patches]))
+            pixels = np.concatenate([processor.pixel_values(p) for p in patches])
+            inputs["pixel_values"] = torch.tensor(pixels).to(torch.promote_types(self.model.dtype, torch.float32))
             inputs["image_grid_thw"] = torch.tensor([p.grid for p in patches])
         self.model.model.rope_deltas = None
         return inputs
