@@ -111,6 +111,15 @@ def test_a_donor_is_made_once_for_many_requests(llm, textured_image):
     assert llm.cache.stats().pinned == 0
 
 
+def test_a_donor_that_has_no_room_is_not_computed(checkpoints, textured_image):
+    image = textured_image(64, 96, 11)
+    with open_llm(checkpoints, donors="neutral", host_bytes=1) as llm:
+        output = ask(llm, *user("New: ", image, "What?"))
+        assert (output.cache.images[0].match, llm.cache.stats().donors_made) == ("miss", 0)
+        rows = llm.stats().prefill_rows - llm.stats().padded_prefill_rows
+        assert rows == len(output.prompt_token_ids)
+
+
 def test_other_modes_make_no_donors(llm, textured_image):
     image = textured_image(64, 96, 9)
     attack(llm, image)

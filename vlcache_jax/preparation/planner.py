@@ -350,8 +350,12 @@ class Planner:
                 request, token_ids=token_ids, starts=(len(opening),), images=(image,), moments=(None,),
                 metrics=RequestMetrics(), items=[*request.items],
             )  # fmt: skip
-            yield self.plan(alone, exact, is_asked=False)
-            self.store.donors_made += 1
+            planned = self.plan(alone, exact, is_asked=False)
+            if planned.uses[0].saved is not None:
+                self.store.donors_made += 1
+                yield planned
+            elif planned.reservation is not None:  # there is no room for it, or another tier has it
+                planned.reservation.leave()
 
     def _can_link(self, image: ImageRef, context: str, donors: Donors, owner: str) -> bool:
         """Return whether KV of an image is there that may be linked, under its own key or its shared one."""
