@@ -354,7 +354,7 @@ def test_of_other_contexts_the_newest_canonical_record_is_brought_in():
 
 
 def test_a_neutral_donor_precedes_newer_ones():
-    """Whoever asks last has no influence on what others link."""
+    """The last request has no influence on what others link."""
     store = Store(CacheConfig())
     fill(store, *(kv("a", context) for context in ("neutral", "attacker")))
     donors = Donors(("own", "neutral"))

@@ -195,7 +195,7 @@ COMMANDS = {
 
 
 class Device:
-    """What every slot of states and every copy on the host holds: the tokens that it has seen."""
+    """A device that remembers, for every slot of states and every copy on the host, the tokens that it has seen."""
 
     def __init__(self):
         self.holds = {0: b""}

@@ -120,7 +120,7 @@ def test_any_text_is_read_the_same_in_any_pieces(pieces, is_cut, data):
 
 
 def test_a_call_that_a_limit_cuts_leaves_no_tags():
-    """Its name and complete parameters are there, without a closing brace: nobody takes it for a whole call."""
+    """Its name and complete parameters are there. Without a closing brace, it is no whole call."""
     text = f"I look. {BREMEN}"
     for cut in range(text.index("<") + 2, text.index("</function>") + len("</function>")):
         found = read(text[:cut], is_cut=True)

@@ -88,7 +88,7 @@ def test_calls_come_whole_and_streamed(openai_client, form, thinks):
 
 
 def test_an_agent_of_two_turns_sees_images_in_results(openai_client, textured_image):
-    """Each prompt goes on from the one before, and the images of results are not computed again."""
+    """Each prompt continues from the one before, and images of results are computed once."""
     messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Which page has the table?"}]
     images = [textured_image(64 + 32 * i, 96, i) for i in range(2)]
     prompts = []

@@ -120,7 +120,7 @@ _HAS_BIAS, _HAS_WORDS = 1 << 2, 1 << 3  # flags of packed rows
 
 
 def hold_row(packed: npt.NDArray[np.int32], *, is_forced: bool) -> None:
-    """Let a packed row obey `hold_decode_slots` for now. A forced token may be part of a bad word."""
+    """Set a packed row's flags so that `hold_decode_slots` applies. A forced token may be part of a bad word."""
     packed[4] |= _HAS_BIAS
     if is_forced:
         packed[4] &= ~_HAS_WORDS
