@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
         (["--schedule", str(tmp_path / "five.json")], "layers"),
         (["--split", "tset"], "split must be profile or test, got 'tset'"),
         (["--context", "same"], "context must be one of new-text, new-question, got 'same'"),
-        (["--cached", "none"], "cached must be one of together, separately, alone, got 'none'"),
+        (["--cached", "none"], "cached must be one of together, separately, alone, neutral, got 'none'"),
         (["--cached", "separately"], "donors must be together for questions with one image, got apart"),
         (["--profiled", "3"], "profiled must be 0 with data, got 3"),
         (
