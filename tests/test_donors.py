@@ -201,7 +201,7 @@ def test_interleavings_with_an_attacker_change_nothing(checkpoints, textured_ima
     images = [textured_image(64, 96, seed) for seed in range(3)]
 
     def run(rng, has_attacker, folder):
-        told, llm = [], None
+        answers, llm = [], None
         try:
             for step in range(14):
                 if llm is None or (tier == "disk" and rng.random() < 0.15):
@@ -219,11 +219,11 @@ def test_interleavings_with_an_attacker_change_nothing(checkpoints, textured_ima
                     llm.cache.precompute(picked)
                 else:
                     output = ask(llm, *user(f"Page {number}: ", *picked, f"{step}?"))
-                    told.append((values(output), found(output)))
+                    answers.append((values(output), found(output)))
         finally:
             if llm is not None:
                 llm.close()
-        return told
+        return answers
 
     for seed in range(4):
         with_attacker = run(random.Random(seed), True, tmp_path / f"{seed}a")

@@ -348,7 +348,9 @@ def test_of_other_contexts_the_newest_canonical_record_is_brought_in():
     assert wanted(first, second, here=[kv("a", "zero")], donors=neutral) == []
     assert wanted(first, second, donors=strict) == [first.name]
     assert wanted(second, other, donors=strict) == []
-    assert wanted(dataclasses.replace(first, canonical=False), donors=strict) == []
+    linked = dataclasses.replace(first, canonical=False)  # itself with the KV of another context
+    assert wanted(linked, donors=strict) == []
+    assert [neutral.kind(meta) for meta in (first, second, linked)] == ["neutral", "other", "other"]
     assert wanted(second, here=[second]) == wanted(other, here=[second]) == []
     assert wanted(second, here=[other]) == [second.name]
 

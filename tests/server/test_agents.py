@@ -83,8 +83,8 @@ def test_calls_come_whole_and_streamed(openai_client, form, thinks):
     assert (choice.finish_reason, call.function.name) == ("tool_calls", "open_page")
     reasoning = getattr(choice.message, "reasoning", None) or ""
     assert bool(reasoning) is (thinks and form[1] is not None)
-    told = streamed(openai_client.chat.completions.create(**given, stream=True))
-    assert told == (choice.message.content or "", reasoning, [("open_page", call.function.arguments)], "tool_calls")
+    answer = streamed(openai_client.chat.completions.create(**given, stream=True))
+    assert answer == (choice.message.content or "", reasoning, [("open_page", call.function.arguments)], "tool_calls")
 
 
 def test_an_agent_of_two_turns_sees_images_in_results(openai_client, textured_image):

@@ -193,7 +193,7 @@ class Lost:
 class Donors(NamedTuple):
     """Contexts from which the KV of an image may be linked in another context.
 
-    Whoever chose the text and images before a donor has an influence on what its KV says of the image. So contexts with
+    The KV of an image depends on the text and images before it, and so on the caller who chose them. So contexts with
     nothing of a caller come first.
 
     Attributes:
@@ -207,13 +207,13 @@ class Donors(NamedTuple):
     def rank(self, meta: Meta) -> int | None:
         """Return the rank of a donor, the smallest for the best; None: it may not be linked."""
         others = len(self.neutral)
-        if meta.canonical and meta.context in self.neutral:
+        if self.kind(meta) == "neutral":
             return self.neutral.index(meta.context or "")
         return (others if meta.canonical else others + 1) if self.has_others else None
 
     def kind(self, meta: Meta) -> str:
-        """Return the kind of a donor's context, "neutral" or "other"."""
-        return "neutral" if meta.context in self.neutral else "other"
+        """Return the kind of a donor, "neutral" or "other"; KV that was itself linked is never neutral."""
+        return "neutral" if meta.canonical and meta.context in self.neutral else "other"
 
     def best(self, metas: Iterable[Meta]) -> Meta | None:
         """Return the best donor, of equal ones the last; None if there is none."""
