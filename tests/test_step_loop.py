@@ -87,6 +87,7 @@ class RunRequest:
     Attributes:
       end_after: tokens after which it is aborted, 0: at once; None: it is not.
       compress: what its answers go on with.
+      donors: rule for images in new contexts.
     """
 
     conversation: list
@@ -95,6 +96,7 @@ class RunRequest:
     priority: int = 0
     end_after: int | None = None
     compress: str | None = None
+    donors: str | None = None
 
 
 class Driver:
@@ -107,8 +109,10 @@ class Driver:
     def arrive(self, asked, heard=None):
         call = self.llm.service.call(
             "conversation", [asked.conversation], self.llm.service.renderer.from_conversation,
-            RequestOptions(reuse=asked.policy, compress=asked.compress, priority=asked.priority), "return",
-            params=asked.params,
+            RequestOptions(
+                reuse=asked.policy, compress=asked.compress, priority=asked.priority, donors=asked.donors
+            ),
+            "return", params=asked.params,
         )  # fmt: skip
 
         def listen(job):
@@ -362,6 +366,18 @@ def test_together_as_one_by_one(request, engine, reference, pictures, monkeypatc
     assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed)
 
 
+WITH_DONORS = (402, 403, 407, 411, 418, 428)  # one of each kind of run
+
+
+@pytest.mark.parametrize("seed", some_seeds(buckets=WITH_DONORS, thorough=range(400, 500)))
+def test_together_as_one_by_one_with_donors_made(request, engine, reference, pictures, monkeypatch, seed):
+    """Images are computed in a neutral context for some of the requests."""
+    llm = request.getfixturevalue("short_steps") if seed // 6 % 3 == 2 else engine
+    before = llm.cache.stats().donors_made
+    assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed, ("neutral", "own", "neutral", None))
+    assert llm.cache.stats().donors_made > before or seed not in WITH_DONORS
+
+
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl_moe-every"])
 def others(request, checkpoints):
     """Engines of other families as `engine` and `reference` are, with fewer programs."""
@@ -379,7 +395,7 @@ def test_other_families_together_as_one_by_one(others, pictures, monkeypatch, se
     assert_together_as_one_by_one(*others, pictures, monkeypatch, seed)
 
 
-def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
+def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed, donors=(None,)):
     rng = np.random.default_rng(seed)
     kind = ("plain", "tiny", "aborts", "tiny", "thread", "small cache")[seed % 6]
     policies = POLICIES
@@ -407,6 +423,7 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
         requests[i].end_after = int(rng.choice([0, 0, 1, 5]))
     for one, draw in zip(requests, np.random.default_rng([seed, 1]).integers(4, size=count), strict=True):
         one.compress = (None, None, "streaming-0.4", "postvision-0.4")[draw]
+        one.donors = donors[draw % len(donors)]
 
     renew(llm, host_bytes, pages, None if is_plain else COMPRESSED)
     with monkeypatch.context() as context:

@@ -18,10 +18,10 @@ from tests.inputs.test_videos import encoded
 from tests.test_llm import open_llm as open_plain_llm
 from tests.test_reuse import FORCED, GREEDY, assert_close, chat, falling, kv_records, logits, open_llm, tokens
 from vlcache_jax.cache import keys
+from vlcache_jax.engine import request as requests
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.videos import VideoFile
 from vlcache_jax.models.rope import mrope_positions
-from vlcache_jax.preparation import planner
 from vlcache_jax.request_options import ResolvedOptions
 from vlcache_jax.reuse.policies import Scheduled
 
@@ -274,7 +274,7 @@ def test_what_was_kept_by_another_rule_of_positions_is_not_found(llm, film, pict
     target = user(picture, " One ", video(film[:6], 0.3), " two ", picture, " three")
     with monkeypatch.context() as before:
         before.setattr(layout, "mrope_positions", todays_positions)
-        before.setattr(planner, "context_keys", contexts_with_bare_times)
+        before.setattr(requests, "context_keys", contexts_with_bare_times)
         chat(llm, target)
         assert {one.match for one in chat(llm, target)[0].cache.images} == {"exact"}
     expected = ["exact"] * 5 if llm.service.checkpoint.config.model_type == "qwen3_vl" else ["exact"] * 2 + ["miss"] * 3

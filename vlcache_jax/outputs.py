@@ -60,7 +60,7 @@ class ImageReuse:
       bytes_moved: bytes of cache entries read from disk or copied to the device.
       why: reason if the image was not reused exactly, otherwise None.
       donor: for an approximate match, the context in which its KV was computed: "neutral" (nothing of another caller
-        was before the image) or "other"; otherwise None.
+        was before the image), "own" (the same caller used it before) or "other"; otherwise None.
       video: index of the video that the chunk belongs to; None for an image.
       chunk: index of the chunk in that video; None for an image.
     """

@@ -44,6 +44,10 @@ class RequestOptions:
         too.
       priority: an integer; requests with lower values run first, those with equal values in the order of arrival.
         Default 0.
+      donors: contexts from which approximate reuse links images, see `CacheConfig`; it may only allow less than the
+        engine's. Default None: the engine's.
+      caller: name of the user or program that sends the request, a string; `donors="own"` links contexts of this
+        caller. Default None: the engine's own program.
       mm_processor_kwargs: settings of a conversation's images and videos, see `EngineConfig`; `fps` may also be a list
         with one value per video. Prompts without messages have them in their dict. Default None: the engine's.
     """
@@ -52,6 +56,8 @@ class RequestOptions:
     compress: Compress | None = None
     cache_salt: Salt = None
     priority: int = 0
+    donors: str | None = None
+    caller: str | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
 
     @classmethod
@@ -85,7 +91,8 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions(RequestOptions):
-    """Request options with parsed `reuse` and `compress`; see `Service.call`."""
+    """Request options with parsed `reuse` and `compress`, and the rule of `donors`; see `Service.call`."""
 
     reuse: Policy
     compress: Compressor | None = None
+    donors: str = "any"

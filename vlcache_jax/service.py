@@ -240,6 +240,7 @@ class Service:
             keeps_pages=config.enable_prefix_caching and bool(memory.num_snapshots or not text.has_states),
             turn_token=_turn_token(renderer.tokenizer),
             openings=Openings.of(renderer, config.cache.neutral_systems, _turn_token(renderer.tokenizer)),
+            max_tokens=memory.max_model_len,
         )  # fmt: skip
         preparation = Preparation(processor, identifier, planner, sequences, threads, quick_threads)
         reporter = Reporter(text.num_layers, text.hidden_size, sequences.token_bytes)
@@ -375,7 +376,11 @@ class Service:
           ValueError: an argument is wrong.
         """
         self.loop.check_open()
-        read = {"reuse": self.policy_of(options.reuse), "compress": self.compressor_of(options.compress)}
+        donors = self.config.cache.donor_rule
+        if options.donors is not None:
+            donors = self.config.cache.narrower_rule(options.donors)
+        policy, compressor = self.policy_of(options.reuse), self.compressor_of(options.compress)
+        read = {"reuse": policy, "compress": compressor, "donors": donors}
         return Call(name, listed, render, ResolvedOptions(**{**vars(options), **read}), on_error, **rest)
 
     def renders(

@@ -16,9 +16,10 @@ from vlcache_jax.cache.record import Meta, Record, blocks
 from vlcache_jax.cache.tiers import disk, object_store, redis_store
 from vlcache_jax.cache.tiers.record_file import file_name, make_header
 from vlcache_jax.convert.manifest import fingerprint
+from vlcache_jax.engine.completions import RequestMetrics
+from vlcache_jax.engine.request import Request
 from vlcache_jax.inputs.layout import Moment
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.preparation.planner import Planner
 
 # Lines of other versions stay: a version that was in use once must never stand for something else.
 GOLDEN = {3: "19e68e343ead6518a853e89992eb382ba3ff0181383f8c89107e1eca1a9adc2d"}
@@ -64,10 +65,8 @@ def all_keys():
         yield keys.alias_key(b"file", salt)
         yield keys.entry_key(content, settings=settings, fingerprint=weights, codec="float32 int8", salt=salt)
     images = [types.SimpleNamespace(key=letter * 64, num_tokens=2) for letter in "ab"]
-    request = types.SimpleNamespace(
-        token_ids=np.arange(9, dtype=np.int32), starts=[2, 5], images=images, moments=[None, Moment(0, 1, 7)]
-    )
-    yield from Planner._contexts(None, request)
+    token_ids, moments = np.arange(9, dtype=np.int32), (None, Moment(0, 1, 7))
+    yield from Request(None, token_ids, (2, 5), tuple(images), moments, "", RequestMetrics()).contexts
 
 
 def all_records():

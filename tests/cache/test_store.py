@@ -343,7 +343,7 @@ def test_of_other_contexts_the_newest_canonical_record_is_brought_in():
     assert wanted(dataclasses.replace(first, canonical=False), other) == [other.name]
     assert wanted(enc("a")) == wanted() == []
     # A neutral context precedes the newest one, also one that host memory has.
-    neutral, strict = Donors(("zero", "first")), Donors(("first",), has_others=False)
+    neutral, strict = Donors(("zero", "first")), Donors(("first",), "neutral")
     assert wanted(first, second, donors=neutral) == wanted(first, second, here=[second], donors=neutral) == [first.name]
     assert wanted(first, second, here=[kv("a", "zero")], donors=neutral) == []
     assert wanted(first, second, donors=strict) == [first.name]
@@ -366,7 +366,7 @@ def test_a_neutral_donor_precedes_newer_ones():
     assert lookup(store, "a", "new", donors=Donors()).donor == "other"
     assert lookup(store, "a", "attacker", donors=donors).donor is None  # exact
     fill(store, kv("b", "attacker"))
-    strict = lookup(store, "b", "new", donors=donors._replace(has_others=False))
+    strict = lookup(store, "b", "new", donors=donors._replace(rule="neutral"))
     assert (strict.kv, strict.donor, strict.why) == (None, None, Why.no_donor)
     fill(store, kv("a", "own"))
     assert lookup(store, "a", "new", donors=donors).kv.meta.context == "own"

@@ -49,7 +49,7 @@ def test_every_option_of_the_engine_is_one_of_the_command():
     }
     assert sum(len([own for own in dataclasses.fields(owner) if own.init]) for owner in OWNERS) == len(names)
     engine, server = parsed()
-    assert engine == EngineConfig("tiny-vqa", allowed_local_media_path=None)
+    assert engine == EngineConfig("tiny-vqa", allowed_local_media_path=None, cache=CacheConfig(donors="neutral"))
     assert server == ServerConfig()
     assert all(one.help for one in command().params if one.param_type_name == "option" and one.name != "same_model")
 

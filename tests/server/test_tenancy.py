@@ -281,6 +281,41 @@ def test_a_tenant_has_its_share_of_the_cache_whatever_its_salts(serve, keys, eng
     assert matches(served, "a", pictures[4], cache_salt="salt 4")[0] == ["exact"]
 
 
+@pytest.mark.usefixtures("fresh")
+def test_own_donors_are_those_of_a_key(serve, keys, textured_image):
+    served = serve(api_keys=written(keys, a1="alice", a2="alice"), allow_reuse=["approximate"])
+    picture, way = textured_image(64, 96), {"reuse": "approximate", "donors": "own"}
+
+    def donor(key, text, **more):
+        content = [{"type": "text", "text": text}, *shows(data_url(picture))[0]["content"]]
+        status, found = ask(served, key, messages=[{"role": "user", "content": content}], **more)
+        assert status == 200, found
+        [image] = found["cache"]["images"]
+        return image["match"], image["donor"]
+
+    assert donor("a1", "Mine: ") == ("miss", None)
+    assert donor("a1", "New: ", **way) == ("approximate", "own")
+    assert donor("a2", "New: ", **way) == ("approximate", "neutral")
+    assert donor("a1", "New: ", **way | {"donors": "neutral"}) == ("approximate", "neutral")
+
+
+def test_donors_that_requests_may_not_ask_for(serve, engine, monkeypatch):
+    served = serve(allow_reuse=["approximate"])
+    for donors, message in (
+        ("own", "donors must not be own on this server, because its keys have no names"),
+        ("some", "donors must be any or own or neutral"),
+        (5, "donors must be"),
+    ):
+        status, found = ask(served, "none", donors=donors)
+        assert (status, found["error"]["param"]) == (400, "donors")
+        assert message in found["error"]["message"]
+    assert ask(served, "none", donors="neutral")[0] == 200
+    assert ask(served, "none", caller="alice")[0] == 400
+    monkeypatch.setitem(vars(engine.service.config.cache), "donor_rule", "own")
+    with pytest.raises(ValueError, match="donors must not be 'own' without api_keys, whose names tell callers apart"):
+        serve()
+
+
 def test_a_tenant_may_ask_for_its_own_ways(serve, keys):
     tenants = '[tenants.alice]\nreuse = ["full"]\n[tenants.carl]\nreuse = []\n'
     served = serve(api_keys=written(keys, tenants, a="alice", b="bob", c="carl"), allow_reuse=["approximate"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import os
@@ -54,9 +55,10 @@ def write(tmp_path):
 
 def test_a_key_is_of_its_tenant(write):
     found = Tenants.load(write(FILE))
-    alice = Tenant("alice", ("approximate",), 2**20, 2)
+    alice = Tenant("alice", ("approximate",), 2**20, 2, key="notebook of alice")
+    robot, bob = dataclasses.replace(alice, key="robot of alice"), Tenant("bob", key="bob")
     assert [found.of(key) for key in ("a1", "a2", "b", "", "A1", sha256("b"), "\udcff")] == [
-        alice, alice, Tenant("bob"), None, None, None, None,
+        alice, robot, bob, None, None, None, None,
     ]  # fmt: skip
     assert sha256("a1") not in repr(found)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from vlcache_jax.cache.keys import Quotas
-from vlcache_jax.cache.record import Tier
+from vlcache_jax.cache.record import DONOR_RULES, Tier
 from vlcache_jax.cache.tiers.discovered_peers import DiscoveredPeerTier
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
@@ -20,7 +20,6 @@ from vlcache_jax.common.renamed import renamed
 CODECS = tuple(SIZES)
 LOADS = ("auto", "kv", "encoder", "none")
 ADMISSIONS = ("always", "second_use")
-DONORS = ("any", "neutral")
 _RENAMED = {
     "neighbours": "discovered_peers",
     "salt_bytes": "max_bytes_per_salt",
@@ -54,8 +53,9 @@ class CacheConfig:
       discovered_peers: returns the URLs of peers that change at run time; called before each lookup; see `RecentPeers`.
       admit: images to write to `disk` and `remote`: "always": all images; "second_use": images that are requested a
         second time.
-      donors: contexts from which approximate reuse links KV: "any": a neutral one if there is one, else the newest;
-        "neutral": only neutral ones, with nothing of another caller before the image.
+      donors: contexts from which approximate reuse links KV: "neutral": those with nothing of another caller before the
+        image; "own": also those that the same caller used before; "any": all, in this order of preference; by default
+        "neutral" with `remote`, `peers` or a server, else "any".
       neutral_systems: system messages of the operator; an image at the beginning of a user's message after one of them
         is in a neutral context, as after no system message or that of the request itself.
       ttl: maximum age in seconds of cache entries and KV blocks that are used, from the time of computation; in
@@ -89,7 +89,7 @@ class CacheConfig:
     peer_token: str | None = field(default=None, repr=False)
     discovered_peers: Callable[[], Collection[str]] | None = field(default=None, repr=False)
     admit: str = "always"
-    donors: str = "any"
+    donors: str | None = None
     neutral_systems: Sequence[str] = ()
     ttl: float | None = None
     max_bytes_per_salt: int | str | None = None
@@ -125,8 +125,8 @@ class CacheConfig:
         # By which rules.
         if self.admit not in ADMISSIONS:
             raise ValueError(f"admit must be one of {ADMISSIONS}, got {self.admit!r}")
-        if self.donors not in DONORS:
-            raise ValueError(f"donors must be one of {DONORS}, got {self.donors!r}")
+        if self.donors not in (None, *DONOR_RULES):
+            raise ValueError(f"donors must be one of {DONOR_RULES} or None, got {self.donors!r}")
         if isinstance(self.neutral_systems, str) or not isinstance(self.neutral_systems, Sequence):
             raise ValueError(f"neutral_systems must be a list of texts, got {type(self.neutral_systems).__name__}")
         for system in self.neutral_systems:
@@ -151,6 +151,24 @@ class CacheConfig:
         """True if cache entries only pass through host memory on their way to and from other tiers."""
         outside = self.disk, self.remote, self.discovered_peers
         return not self.host_bytes and (bool(self.peers) or any(one is not None for one in outside))
+
+    @functools.cached_property
+    def donor_rule(self) -> str:
+        """The value of `donors`, or its default: other machines may have other callers."""
+        has_others = bool(self.peers) or self.remote is not None or self.discovered_peers is not None
+        return self.donors or ("neutral" if has_others else "any")
+
+    def narrower_rule(self, donors: str) -> str:
+        """Return the rule of a request that asks for one.
+
+        Raises:
+          ValueError: `donors` is no rule, or allows more than that of the engine.
+        """
+        allowed = DONOR_RULES[DONOR_RULES.index(self.donor_rule) :]
+        if donors not in allowed:
+            known = " or ".join(allowed)
+            raise ValueError(f"donors must be {known} in an engine with donors={self.donor_rule!r}, got {donors!r}")
+        return donors
 
     @property
     def memory_bytes(self) -> int:

@@ -273,10 +273,11 @@ class Losses(Bounded[tuple[Why, str]]):
 
 
 class RememberedRequests:
-    """Image lists of the last requests, by request key. Methods may be called from any thread."""
+    """Image lists of the last requests, by request key, and contexts, by caller. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._known = Bounded[tuple[str, tuple[str, ...]]](_MAX_REQUESTS)  # request key -> owner, entry keys
+        self._contexts = Bounded[bool](REMEMBERED)  # owner, caller, context
 
     def remember(self, key: str, entries: Sequence[str], owner: str) -> bool:
         """Store a request's list of images; return whether it was there."""
@@ -290,8 +291,18 @@ class RememberedRequests:
         found, entries = self._known.get(key) or (None, ())
         return entries if found == owner else None
 
+    def note_contexts(self, owner: str, caller: str | None, contexts: Iterable[str]) -> None:
+        """Store the contexts that images of a caller's request have."""
+        for context in contexts:
+            self._contexts.put((owner, caller, context), True)
+
+    def had_context(self, owner: str, caller: str | None, context: str) -> bool:
+        """Return whether an image of a caller's request had this context."""
+        return self._contexts.get((owner, caller, context)) is not None
+
     def clear(self) -> None:
         self._known.clear()
+        self._contexts.clear()
 
 
 class _Sighting(NamedTuple):

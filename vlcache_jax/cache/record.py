@@ -190,30 +190,47 @@ class Lost:
     why: Why
 
 
+DONOR_RULES = ("any", "own", "neutral")
+"""Values of `CacheConfig.donors`, the one that allows most first."""
+DONOR_KINDS = ("neutral", "own", "other")
+"""Kinds of donors, the best first."""
+# Others may have neutral donors made. With "own", own ones come first, so that outputs do not depend on this.
+_BY_RULE: dict[str, tuple[str, ...]] = {"any": DONOR_KINDS, "own": ("own", "neutral"), "neutral": ("neutral",)}
+
+
+def _is_nobodys(context: str) -> bool:
+    return False
+
+
 class Donors(NamedTuple):
     """Contexts from which the KV of an image may be linked in another context.
 
     The KV of an image depends on the text and images before it, and so on the caller who chose them. So contexts with
-    nothing of a caller come first.
+    nothing of a caller come first, and then those that the caller chose.
 
     Attributes:
       neutral: contexts with nothing of another caller before the image, those to prefer first.
-      has_others: whether all other contexts may serve, too.
+      rule: see `CacheConfig.donors`.
+      is_own: returns whether the caller of the request used a context before.
     """
 
     neutral: Sequence[str] = ()
-    has_others: bool = True
+    rule: str = "any"
+    is_own: Callable[[str], bool] = _is_nobodys
 
-    def rank(self, meta: Meta) -> int | None:
+    def rank(self, meta: Meta) -> tuple[int, int] | None:
         """Return the rank of a donor, the smallest for the best; None: it may not be linked."""
-        others = len(self.neutral)
-        if self.kind(meta) == "neutral":
-            return self.neutral.index(meta.context or "")
-        return (others if meta.canonical else others + 1) if self.has_others else None
+        kind, kinds = self.kind(meta), _BY_RULE[self.rule]
+        if kind not in kinds:
+            return None
+        within = self.neutral.index(meta.context or "") if kind == "neutral" else int(not meta.canonical)
+        return kinds.index(kind), within
 
     def kind(self, meta: Meta) -> str:
-        """Return the kind of a donor, "neutral" or "other"; KV that was itself linked is never neutral."""
-        return "neutral" if meta.canonical and meta.context in self.neutral else "other"
+        """Return the kind of a donor: "neutral", "own" or "other". KV that was itself linked is "other"."""
+        if not meta.canonical or meta.context is None:
+            return "other"
+        return "neutral" if meta.context in self.neutral else "own" if self.is_own(meta.context) else "other"
 
     def best(self, metas: Iterable[Meta]) -> Meta | None:
         """Return the best donor, of equal ones the last; None if there is none."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import REMEMBERED, Ages, Losses, Quotas, payer
 from vlcache_jax.cache.lookups import CacheStats
-from vlcache_jax.cache.record import Donors, Lost, Meta, Record, State, Why
+from vlcache_jax.cache.record import DONOR_KINDS, Donors, Lost, Meta, Record, State, Why
 from vlcache_jax.inputs.processor import Grid
 
 
@@ -27,7 +27,7 @@ class Handle:
       why: the reason if not `exact`.
       passed_over: records that were found but are computed nevertheless.
       brought: label of the source tier by the name of each record that the lookup loads.
-      donor: "neutral" or "other", the kind of the context of KV that was computed in another one; otherwise None.
+      donor: kind of the context of KV that was computed in another one, see `DONOR_KINDS`; otherwise None.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Handle:
 
 def _precedes(one: Handle, other: Handle) -> bool:
     """Return whether the KV of a handle is a better donor than that of another one."""
-    return (one.donor, other.donor) == ("neutral", "other")
+    ranked = (None, *DONOR_KINDS)  # None: coded KV of the same context
+    return ranked.index(one.donor) < ranked.index(other.donor)
 
 
 class MemoryTier:

@@ -539,6 +539,6 @@ def _better_donor(
     """Return the best donor outside host memory, by its name, if it precedes all that are here."""
     outside = {name: place for name, place in there.items() if place[1].meta.context is not None}
     best, own = donors.best(found.meta for _, found in outside.values()), donors.best(here)
-    if best is None or (own is not None and (donors.rank(own) or 0) <= (donors.rank(best) or 0)):
+    if best is None or (own is not None and donors.best([best, own]) is own):
         return {}
     return {best.name: outside[best.name]}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.common.checks import is_a
+from vlcache_jax.common.checks import check_text, is_a
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.engine.engine import Loop
 from vlcache_jax.engine.request import Generation, Group, Planned, Request
@@ -96,6 +96,8 @@ class Call:
             raise ValueError(f'on_error must be "raise" or "return", got {self.on_error!r}')
         if not is_a(priority := self.options.priority, int):
             raise ValueError(f"priority must be an integer, got {priority!r}")
+        if (caller := self.options.caller) is not None:
+            check_text(caller, "caller", "a string or None")
         owner_key(self.options.cache_salt)  # raises if the salt is wrong
         if self.group is None and self.stops:
             object.__setattr__(self, "group", Group())

@@ -40,6 +40,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "cache_salt": (None,),
     "reuse": (None,),
+    "donors": (None,),
     "mm_processor_kwargs": (None,),
 }
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")

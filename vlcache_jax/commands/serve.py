@@ -21,7 +21,8 @@ from vlcache_jax.device.buckets import BucketSizes
 from vlcache_jax.server.config import ServerConfig
 
 # What others may send must not name files of the process, unless the operator says so.
-_DEFAULTS: dict[str, Any] = {"allowed_local_media_path": None}
+# Nor may the KV that they link depend on others' prompts.
+_DEFAULTS: dict[str, Any] = {"allowed_local_media_path": None, "donors": "neutral"}
 _ENVIRONMENT = {
     "api_key": "VLCACHE_API_KEY",
     "admin_key": "VLCACHE_ADMIN_KEY",

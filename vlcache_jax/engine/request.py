@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.items import Use
+from vlcache_jax.cache.keys import context_keys
 from vlcache_jax.cache.record import Record, State, Why
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
@@ -28,6 +29,7 @@ from vlcache_jax.engine.grammars import Bits, Matcher
 from vlcache_jax.engine.page_tree import Chain, PlacedImage
 from vlcache_jax.engine.pages import BlockTable
 from vlcache_jax.engine.thinking import Thinking
+from vlcache_jax.inputs.expansion import Inset
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.request_options import ResolvedOptions
@@ -54,6 +56,7 @@ class Request:
       owner: digest of the request's salt.
       metrics: times so far, in seconds.
       items: library items used by the request; the libraries keep their data while the list holds them.
+      videos: replacement of the placeholder of each video.
     """
 
     prompt: Prompt
@@ -64,6 +67,24 @@ class Request:
     owner: str
     metrics: RequestMetrics
     items: list[Use] = field(default_factory=list)
+    videos: tuple[Inset, ...] = ()
+
+    @functools.cached_property
+    def contexts(self) -> list[str]:
+        """Digest of everything before each image, including its time offset in a video."""
+        parts: list[str | int | npt.NDArray[np.int32]] = []
+        done = 0
+        for start, image, moment in zip(self.starts, self.images, self.moments, strict=True):
+            parts.append(self.token_ids[done:start])
+            if moment is not None and moment.time:
+                parts.append(moment.time)
+            parts.append(image.key)
+            done = start + image.num_tokens
+        return list(context_keys(parts))
+
+    def chunks(self, video: int) -> list[int]:
+        """Return the indices of the chunks of a video among the images."""
+        return [i for i, moment in enumerate(self.moments) if moment is not None and moment.video == video]
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from vlcache_jax.cache.keys import Salt, alias_key, owner_key
 from vlcache_jax.cache.store import ImageKey
 from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.request import Request
-from vlcache_jax.inputs.expansion import Expansion
+from vlcache_jax.inputs.expansion import Expansion, Inset
 from vlcache_jax.inputs.layout import ImageRef, Moment
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.preparation.recognition import Recognizer, Task
@@ -254,13 +254,15 @@ class Arrivals:
                 metrics.preprocess += task.preprocess
         token_ids, starts, _ = self._expansions[row].expanded()
         moments: list[Moment | None] = [] if prompt.videos else [None] * len(refs)
-        videos = 0
+        videos: list[Inset] = []
         for task in own if prompt.videos else ():
-            moments += task.medium.moments(videos)
-            videos += moments[-1] is not None
+            moments += task.medium.moments(len(videos))
+            videos += [task.medium.inset] if moments[-1] is not None else []
         uses = [task.use for task in own if task.use is not None]
         begins = tuple(starts.tolist())
-        return Request(prompt, token_ids, begins, tuple(refs), tuple(moments), self._owner, metrics, uses)
+        return Request(
+            prompt, token_ids, begins, tuple(refs), tuple(moments), self._owner, metrics, uses, tuple(videos)
+        )
 
     def _bind(self, task: Task) -> ValueError | None:
         """Store what aliases stand for; return an error if a uuid stands for two images."""

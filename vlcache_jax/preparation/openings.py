@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import context_keys
+from vlcache_jax.engine.completions import RequestMetrics
+from vlcache_jax.engine.request import Request
+from vlcache_jax.inputs.expansion import Expander
 from vlcache_jax.inputs.prompt import PromptRenderer
 
 Ids = npt.NDArray[np.int32]
+_NONE = np.zeros(0, np.int32)
 
 
 class Openings:
-    """Contexts of an image that begins the first message of a user.
+    """Contexts of an image or a video that begins the first message of a user.
 
     Before it is only what the chat template begins a conversation with, or a system message of the operator or of the
-    request itself. So no other caller had an influence on the KV that was computed there.
+    request itself. So no other caller had an influence on the KV that was computed there. A chunk of a video has the
+    chunks before it, too, which are the request's own.
 
     Args:
       openings: token ids before such an image, without a system message and after each one of the operator.
       turn_token: id of the token that begins a message; None: it is unknown, and requests have no opening of their own.
-
-    Attributes:
-      first: token ids of the first opening, in which images without a donor are computed; None if there is none.
+      expander: expander of the placeholders of videos; None: there are none.
+      video: ids of the placeholder of a video and of the token after it.
     """
 
-    def __init__(self, openings: Sequence[Ids], turn_token: int | None):
-        self.first = openings[0] if openings else None
+    def __init__(
+        self,
+        openings: Sequence[Ids],
+        turn_token: int | None,
+        expander: Expander | None = None,
+        video: tuple[int, int] = (-1, -1),
+    ):
+        self._openings, self._expander, self._video = tuple(openings), expander, np.array(video, np.int32)
         self._contexts = tuple(map(_context, openings))
-        self._header = self._before = np.zeros(0, np.int32)  # of a user's message, and the tokens before its image
+        self._header = self._before = _NONE  # of a user's message, and the tokens before its image
         if turn_token is not None and len(openings) and (turns := np.flatnonzero(openings[0] == turn_token)).size:
             self._header, self._before = openings[0][turns[-1] : -1], openings[0][turns[-1] :]
 
@@ -39,7 +50,7 @@ class Openings:
     def of(cls, renderer: PromptRenderer, systems: Sequence[str], turn_token: int | None) -> Openings:
         """Return the openings of a checkpoint's chat template; none if it has no template, or the template fails."""
         user: dict[str, Any] = {"role": "user", "content": [{"type": "image"}]}
-        openings = []
+        openings, video = [], (-1, -1)
         for system in [None, *systems] if renderer.chat_template is not None else []:
             conversation = [*([] if system is None else [{"role": "system", "content": system}]), user]
             try:
@@ -49,26 +60,62 @@ class Openings:
             except Exception:  # templates come from checkpoints, and raise any type of error
                 break
             ids = np.array(renderer.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-            openings.append(ids[: int(np.argmax(ids == renderer.image_token_id))])
-        return cls(openings, turn_token)
+            if not (is_image := ids == renderer.image_token_id).any():
+                break
+            begin = int(np.argmax(is_image))
+            openings.append(ids[:begin])
+            video = renderer.video_token_id, int(ids[begin + 1])  # the token after a video is that after an image
+        return cls(openings, turn_token, renderer.expander, video)
 
-    def contexts(self, token_ids: Ids) -> tuple[str, ...]:
-        """Return the contexts of donors for a prompt, those to prefer first: after its own system message, then others.
+    def of_images(self, token_ids: Ids) -> tuple[str, ...]:
+        """Return the neutral contexts of images of a prompt, those to prefer first: after its own system message.
 
         Args:
           token_ids: the prompt, int32 [n].
         """
-        own = self._own(token_ids)
-        return self._contexts if own is None else tuple(dict.fromkeys([_context(own), *self._contexts]))
+        return tuple(dict.fromkeys([*map(_context, self._own(token_ids)), *self._contexts]))
 
-    def _own(self, token_ids: Ids) -> Ids | None:
-        """Return what an image at the beginning of the first user's message would have before it."""
-        if not (count := len(self._header)):
-            return None
-        for start in np.flatnonzero(token_ids == self._header[0]).tolist():
+    def of_chunks(self, request: Request, video: int) -> list[tuple[str, ...]]:
+        """Return the neutral contexts of each chunk of a request's video, those to prefer first."""
+        chunks = request.chunks(video)
+        openings = [*self._own(request.token_ids), *self._openings]
+        contexts = [self._after(one, request, chunks).contexts for one in openings]
+        return [tuple(dict.fromkeys(own)) for own in zip(*contexts, strict=True)] or [()] * len(chunks)
+
+    def alone(self, request: Request, images: Sequence[int]) -> Request | None:
+        """Return a prompt with an image or a video of a request after the first opening; None if there is no opening.
+
+        Args:
+          request: the request.
+          images: index of the image, or those of all chunks of the video.
+        """
+        return self._after(self._openings[0], request, images) if self._openings else None
+
+    def _after(self, opening: Ids, request: Request, images: Sequence[int]) -> Request:
+        """Return a prompt with an image or a video of a request after an opening. It ends with the image."""
+        first, moment = request.images[images[0]], request.moments[images[0]]
+        starts: tuple[int, ...] = (len(opening),)
+        if moment is None:
+            begin = request.starts[images[0]]
+            token_ids = np.concatenate([opening, request.token_ids[begin : begin + first.num_tokens]])
+        else:
+            assert self._expander is not None
+            placeholder = np.concatenate([opening, self._video])
+            token_ids, begins, _ = self._expander.expand(placeholder, [request.videos[moment.video]])
+            starts = tuple(begins.tolist())
+            token_ids = token_ids[: starts[-1] + first.num_tokens]
+        return dataclasses.replace(
+            request, token_ids=token_ids, starts=starts, images=tuple(request.images[i] for i in images),
+            moments=tuple(request.moments[i] for i in images), metrics=RequestMetrics(), items=[*request.items],
+        )  # fmt: skip
+
+    def _own(self, token_ids: Ids) -> Iterator[Ids]:
+        """Yield what an image at the beginning of the first user's message would have before it, if it is known."""
+        count = len(self._header)
+        for start in np.flatnonzero(token_ids == self._header[0]).tolist() if count else ():
             if np.array_equal(token_ids[start : start + count], self._header):
-                return np.concatenate([token_ids[:start], self._before])
-        return None
+                yield np.concatenate([token_ids[:start], self._before])
+                return
 
 
 def _context(opening: Ids) -> str:

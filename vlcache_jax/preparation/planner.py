@@ -22,12 +22,12 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from vlcache_jax.cache.keys import context_keys, request_key
+from vlcache_jax.cache.keys import request_key
 from vlcache_jax.cache.record import Donors, Meta, Record, Why
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store, can_link
@@ -36,7 +36,6 @@ from vlcache_jax.common.files import cache_home, write_whole
 from vlcache_jax.common.json_files import OBJECT, check_fields, one_of, read_object, real
 from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.kv_shape import KVShape
-from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.request import CacheReservation, ImageUse, Planned, Request
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
 from vlcache_jax.inputs.processor import Grid
@@ -301,6 +300,7 @@ class Planner:
       keeps_pages: use the prefix cache for prompts.
       turn_token: ID of the token that begins a message; None: it is unknown.
       openings: neutral contexts of images; None: there are none.
+      max_tokens: maximum tokens of a prompt.
     """
 
     def __init__(
@@ -316,11 +316,12 @@ class Planner:
         keeps_pages: bool = True,
         turn_token: int | None = None,
         openings: Openings | None = None,
+        max_tokens: int = _MAX_TOKENS,
     ):
         self.store, self.writer, self.rates = store, writer, rates
         self._links_kv, self._keeps_pages = links_kv, keeps_pages
         self._turn_token = turn_token if config.text.has_states else None
-        self._config, self._openings = config, openings
+        self._config, self._openings, self._max_tokens = config, openings, max_tokens
         self._forms, self._token_buckets, self._min_tokens = forms, token_buckets, forms.min_tokens
 
     def stores_kv(self, tokens: int) -> bool:
@@ -330,38 +331,39 @@ class Planner:
     def donors_to_make(self, request: Request, options: ResolvedOptions) -> Iterator[Planned]:
         """Yield planned prompts that compute images of a request in a neutral context, where no donor may be linked.
 
-        Images that no request had before are among them. So the outputs do not depend on what others asked.
+        A prompt has one image, or all chunks of a video. Images that no request had before are among them. So the
+        outputs do not depend on what others asked.
 
         Args:
           request, options: the request, which is planned after them. See `plan` for the reservations.
         """
-        opening = None if self._openings is None else self._openings.first
-        if opening is None or not options.reuse.approximates or self.store.config.donors == "any":
+        if self._openings is None or not options.reuse.approximates or options.donors == "any":
             return
-        donors = self._donors(request)
+        donors = self._donors(request, options)
         exact = dataclasses.replace(options, reuse=parse_policy("exact"), compress=None)
-        images = zip(request.images, request.starts, request.moments, self._contexts(request), strict=True)
-        for image, start, moment, context in images:
-            # The chunks of a video have no neutral context, and an image in one becomes a donor by this request.
-            if moment is not None or context in donors.neutral or self._can_link(image, context, donors, request.owner):
+        for first, moment in enumerate(request.moments):
+            if moment is not None and moment.chunk:  # it comes with the first chunk
                 continue
-            token_ids = np.concatenate([opening, request.token_ids[start : start + image.num_tokens]])
-            alone = dataclasses.replace(
-                request, token_ids=token_ids, starts=(len(opening),), images=(image,), moments=(None,),
-                metrics=RequestMetrics(), items=[*request.items],
-            )  # fmt: skip
+            shown = [first] if moment is None else request.chunks(moment.video)
+            # An image in a neutral context becomes a donor by the request itself.
+            if all(request.contexts[i] in donors[i].neutral or self._can_link(request, i, donors[i]) for i in shown):
+                continue
+            alone = self._openings.alone(request, shown)
+            if alone is None or len(alone.token_ids) > self._max_tokens:
+                continue
             planned = self.plan(alone, exact, is_asked=False)
-            if planned.uses[0].saved is not None:
-                self.store.donors_made += 1
+            if made := sum(use.saved is not None for use in planned.uses):
+                self.store.donors_made += made
                 yield planned
             elif planned.reservation is not None:  # there is no room for it, or another tier has it
                 planned.reservation.leave()
 
-    def _can_link(self, image: ImageRef, context: str, donors: Donors, owner: str) -> bool:
+    def _can_link(self, request: Request, i: int, donors: Donors) -> bool:
         """Return whether KV of an image is there that may be linked, under its own key or its shared one."""
-        owners = {key: owner if key == image.key else image.shared_owner for key in image.keys}
+        image, context = request.images[i], request.contexts[i]
+        owners = {key: request.owner if key == image.key else image.shared_owner for key in image.keys}
         return any(
-            can_link(self.store, key, context, donors, grid=image.grid, owner=whose) for key, whose in owners.items()
+            can_link(self.store, key, context, donors, grid=image.grid, owner=owner) for key, owner in owners.items()
         )
 
     def plan(self, request: Request, options: ResolvedOptions, *, is_asked: bool = True) -> Planned:
@@ -374,16 +376,14 @@ class Planner:
         """
         start, policy = time.perf_counter(), options.reuse
         layers = self._config.text.num_layers
-        contexts = self._contexts(request) if policy.links else []
+        contexts = request.contexts if policy.links else []
         handles: list[Handle] = []
         made: list[Record] = []
         try:
             # Lookup: the entries that are found, and usable, decide what is computed.
-            donors = self._donors(request) if policy.approximates else None
-            for context, image, moment in zip(contexts, request.images, request.moments, strict=False):
-                # The chunks of a video stand after each other, and so after no opening.
-                own = donors._replace(neutral=()) if donors is not None and moment is not None else donors
-                handles.append(self._find(image, context, own, request.owner))
+            donors = self._donors(request, options) if policy.approximates else [None] * len(contexts)
+            for context, image, allowed in zip(contexts, request.images, donors, strict=False):
+                handles.append(self._find(image, context, allowed, request.owner))
                 if (load := self.store.config.load) in ("encoder", "none"):
                     handles[-1].pass_over(encoder=load == "none" and image.has_pixels)
             layout, plan, choice = self._arrange(request, handles, policy)
@@ -405,6 +405,7 @@ class Planner:
             raise
         if is_asked:
             self.store.count(handles)
+            self.store.requests.note_contexts(request.owner, options.caller, contexts)
         # Whether the same list of images was served before, for the report.
         keys = [image.key for image in request.images]
         key = request_key(keys) if handles and is_asked else None
@@ -423,10 +424,18 @@ class Planner:
             reservation=CacheReservation(self.store, handles, made, None if known else key, request.items),
         )
 
-    def _donors(self, request: Request) -> Donors:
-        """Return the contexts from which the KV of a request's images may be linked."""
-        neutral = () if self._openings is None else self._openings.contexts(request.token_ids)
-        return Donors(neutral, self.store.config.donors == "any")
+    def _donors(self, request: Request, options: ResolvedOptions) -> list[Donors]:
+        """Return the contexts from which the KV of each image of a request may be linked."""
+        openings, is_own = self._openings, partial(self.store.requests.had_context, request.owner, options.caller)
+        neutral = () if openings is None else openings.of_images(request.token_ids)
+        of_image = Donors(neutral, options.donors, is_own)
+        if not request.videos or openings is None:
+            return [of_image] * len(request.images)
+        videos = [openings.of_chunks(request, video) for video in range(len(request.videos))]
+        return [
+            of_image if moment is None else of_image._replace(neutral=videos[moment.video][moment.chunk])
+            for moment in request.moments
+        ]
 
     def _find(self, image: ImageRef, context: str, donors: Donors | None, owner: str) -> Handle:
         """Return the entries of an image under its own key, or else under its shared one."""
@@ -531,18 +540,6 @@ class Planner:
         """Return the use of an image without KV, with the reason if only its encoder output is stored."""
         is_stored = use.encoder is None or self.stores_kv(use.span.image.num_tokens)
         return use if is_stored else dataclasses.replace(use, why=Why.not_stored)
-
-    def _contexts(self, request: Request) -> list[str]:
-        """Return the digest of everything before each image, including its time offset in a video."""
-        parts: list[str | int | npt.NDArray[np.int32]] = []
-        done = 0
-        for start, image, moment in zip(request.starts, request.images, request.moments, strict=True):
-            parts.append(request.token_ids[done:start])
-            if moment is not None and moment.time:
-                parts.append(moment.time)
-            parts.append(image.key)
-            done = start + image.num_tokens
-        return list(context_keys(parts))
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_buckets)

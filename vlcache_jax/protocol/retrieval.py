@@ -36,7 +36,16 @@ _BOTH: Mapping[str, Schema] = {
     "instruction": described(TEXT_OR_NULL, "Task of the vectors or scores; default: the model's instruction."),
     **{
         name: CHAT[name]
-        for name in ("mm_processor_kwargs", "priority", "cache_salt", "reuse", "user", "metadata", "request_id")
+        for name in (
+            "mm_processor_kwargs",
+            "priority",
+            "cache_salt",
+            "reuse",
+            "donors",
+            "user",
+            "metadata",
+            "request_id",
+        )
     },
 }
 _ABSENT_IN_BOTH: Mapping[str, tuple[Any, ...]] = {

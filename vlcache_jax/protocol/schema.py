@@ -303,6 +303,9 @@ _BOTH: dict[str, Schema] = {
     "reuse": described(
         {"type": ["string", "number", "null"]}, "Reuse mode of cached images; `/v1/models` lists the allowed values."
     ),
+    "donors": described(
+        TEXT_OR_NULL, "Contexts from which cached images are linked: any, own or neutral; at most the server's."
+    ),
     "compress": described(TEXT_OR_NULL, "KV compression policy after prefill, if the server allows it."),
     "response_format": described(OBJECT, "Form of the answer: `json_object` or `json_schema`."),
     "return_token_ids": described(FLAG, "Also return the token ids of the prompt and the answers."),

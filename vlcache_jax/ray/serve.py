@@ -58,6 +58,8 @@ class EngineReplica:
         self, config: EngineConfig, server: ServerConfig, secret: bytes, token: str
     ):
         self._holders = RecentPeers()
+        if config.cache.donors is None:  # as `vlcache serve`
+            config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, donors="neutral"))
         if config.cache.disk is not None:  # without a disk tier, replicas have no cache entries for each other
             cache = dataclasses.replace(config.cache, discovered_peers=self._holders, peer_token=token)
             config = dataclasses.replace(config, cache=cache)

@@ -217,7 +217,7 @@ def _with_fields(message: str, field: str, form: str) -> str:
     """Return the message of an engine's error with the body's field at its beginning."""
     for pattern, own in (
         # Errors of options, which were found with the prompt.
-        (r"prompt: (?=sampling_params |structured_outputs|reuse |compress |max_tokens )", ""),
+        (r"prompt: (?=sampling_params |structured_outputs|reuse |donors |compress |max_tokens )", ""),
         (r"sampling_params (?=must leave a token)", "allowed_token_ids, bad_words and logit_bias "),
         (r"sampling_params ", ""),
         (r"structured_outputs(\.\w+)?", r"\g<0>" if form == "structured_outputs" else form),

@@ -24,7 +24,7 @@ from vlcache_jax.protocol.answers import Answer, ChatFormat, CompletionAnswer, a
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.schema import ApiError, read_object, write
-from vlcache_jax.request_options import Reuse
+from vlcache_jax.request_options import RequestOptions
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.admission import TENANT, AdmissionControl, ClientGoneError, HealthCheck, read_body
 from vlcache_jax.server.config import ServerConfig
@@ -252,7 +252,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         check_model(request.options.model, self._models)
         if n > self.config.max_n:
             raise ApiError(f"n times the number of prompts must be at most max_n = {self.config.max_n}, got {n}", "n")
-        check_reuse(self.engine, self.config, request.request_options.reuse, tenant)
+        check_reuse(self.engine, self.config, request.request_options, tenant)
         allowed = self.config.allow_compress if tenant is None or tenant.compress is None else tenant.compress
         if (compress := request.request_options.compress) is not None and compress not in allowed:
             option = "--allow-compress" if tenant is None or tenant.compress is None else "the key file"
@@ -360,9 +360,9 @@ def allowed_reuse(engine: AsyncLLM, config: ServerConfig, tenant: Tenant | None)
     return list(dict.fromkeys(map(str, (engine.service.config.reuse, *others))))
 
 
-def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: Reuse | None, tenant: Tenant | None) -> None:
-    """Raise an `ApiError` if requests of the tenant may not send this value of `reuse`."""
-    allowed = allowed_reuse(engine, config, tenant)
+def check_reuse(engine: AsyncLLM, config: ServerConfig, options: RequestOptions, tenant: Tenant | None) -> None:
+    """Raise an `ApiError` if requests of the tenant may not send these values of `reuse` and `donors`."""
+    reuse, allowed = options.reuse, allowed_reuse(engine, config, tenant)
     if reuse is not None and str(reuse) not in allowed:
         option = "--allow-reuse" if tenant is None or tenant.reuse is None else "the key file"
         raise ApiError(
@@ -370,6 +370,8 @@ def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: Reuse | None, ten
             f"values with {option}",
             "reuse",
         )
+    if options.donors == "own" and config.api_keys is None:
+        raise ApiError("donors must not be own on this server, because its keys have no names (--api-keys)", "donors")
 
 
 def _event(content: Mapping[str, Any]) -> bytes:

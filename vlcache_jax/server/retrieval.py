@@ -136,7 +136,7 @@ class Retrieval:
 
     def _settings(self, given: RetrievalOptions, tenant: Tenant | None) -> dict[str, Any]:
         check_model(given.model, self._models)
-        check_reuse(self._engine, self._config, given.request_options.reuse, tenant)
+        check_reuse(self._engine, self._config, given.request_options, tenant)
         return {"instruction": given.instruction, "options": salted(given.request_options, self._register, tenant)}
 
     def _note(self, outputs: Sequence[EmbeddingOutput | RerankOutput]) -> None:

@@ -53,6 +53,7 @@ class Tenant:
       compress: values of `compress` that its requests may send. None: those of the server's `allow_compress`.
       priority: if True, the `priority` of its requests also counts against those of other tenants. Otherwise it only
         orders the tenant's own requests.
+      key: name of the API key of a request.
 
     Raises:
       ValueError: a value has the wrong type or is out of range.
@@ -64,6 +65,7 @@ class Tenant:
     requests: int | None = None
     compress: tuple[str, ...] | None = None
     priority: bool = False
+    key: str = ""
 
     def __post_init__(self) -> None:
         check_text(self.name or None, "tenant", "a non-empty string")
@@ -146,7 +148,7 @@ def _read(content: dict[str, Any]) -> dict[bytes, Tenant]:
         digest = _digest(one["sha256"], where)
         if digest in found:
             raise ValueError(f"{where} sha256 must be unique, got the digest of an earlier key")
-        found[digest] = tenants.get(one["tenant"]) or Tenant(one["tenant"])
+        found[digest] = dataclasses.replace(tenants.get(one["tenant"]) or Tenant(one["tenant"]), key=one["name"])
     if unused := tenants.keys() - {tenant.name for tenant in found.values()}:
         raise ValueError(
             f"tenants.{min(unused)} must have a key: add one with this tenant under [[keys]], or remove the table"
@@ -277,11 +279,11 @@ class Register:
 
 
 def salted(options: RequestOptions, register: Register | None, tenant: Tenant | None) -> RequestOptions:
-    """Return the options of a request with the salt of its tenant; without a tenant, unchanged."""
+    """Return the options of a request with its tenant's salt and its key as the caller; without a tenant, unchanged."""
     if register is None or tenant is None:
         return options
     own = cast(str | None, options.cache_salt)  # a body has no other type
-    return dataclasses.replace(options, cache_salt=register.salts.salt(tenant.name, own))
+    return dataclasses.replace(options, cache_salt=register.salts.salt(tenant.name, own), caller=tenant.key)
 
 
 def owner_of(register: Register | None, tenant: Tenant | None) -> TenantSalt | None:
