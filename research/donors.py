@@ -1,8 +1,8 @@
 """Distance of reuse to no reuse, by the context in which an image's KV was computed (`python -m research.donors`).
 
 Each question is answered from images of each kind of context: at the beginning of a conversation (neutral), after other
-text, after an earlier turn about two other images, in the newest of three random contexts, and after the image's own
-number. All kinds and policies answer the same questions, so differences are paired.
+text, after an earlier turn about two other images, in the newest of three random contexts, after the image's number in
+the question, and after another number. All kinds and policies answer the same questions, so differences are paired.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from vlcache_jax.reuse.policies import Policy
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-NEUTRAL, AFTER_TEXT, AFTER_IMAGES, NEWEST, NUMBERED = "neutral", "after text", "after images", "newest", "numbered"
-KINDS = (NEUTRAL, AFTER_TEXT, AFTER_IMAGES, NEWEST, NUMBERED)
+NEUTRAL, AFTER_TEXT, AFTER_IMAGES, NEWEST = "neutral", "after text", "after images", "newest"
+NUMBERED, MISNUMBERED = "after its number", "after another number"
+KINDS = (NEUTRAL, AFTER_TEXT, AFTER_IMAGES, NEWEST, NUMBERED, MISNUMBERED)
 SETTINGS = ("full", "approximate", "0.1", *map(str, SCHEDULES))
 ARRANGEMENTS = ("image_first", "text_first")
 IMAGES = ("one", "several")
@@ -92,8 +93,9 @@ class DonorPrompts:
                 return [self._after_text(samples, i, 0)]
             case "after images":
                 return [self._after_images(samples, i, rng)]
-            case "numbered":
-                return [[_numbered(samples[i], k) for k in range(len(samples[i].images))]]
+            case "after its number" | "after another number":
+                places = range(len(samples[i].images))
+                return [[_numbered(samples[i], k, other=self.kind == MISNUMBERED) for k in places]]
         every = [(self._after_text(samples, i, k), self._after_images(samples, i, rng)) for k in range(_CONTEXTS)]
         return [[both[int(rng.integers(2))] for both in zip(*pair, strict=True)] for pair in every]
 
@@ -120,13 +122,17 @@ def _turns(decoy: Sample) -> Conversation:
     ]
 
 
-def _numbered(sample: Sample, k: int) -> Conversation:
-    """Return a conversation that begins with image `k` after its number, as the question's prompt writes it."""
-    content = user_turn(sample.images, sample.question, "image_first", numbered=sample.numbered)
-    number, image = content[2 * k : 2 * k + 2]
-    if "text" not in number or image.get("image") is not sample.images[k]:
-        raise ValueError(f"images of question {sample.index} must be numbered, got {number} before image {k}")
-    return [{"role": "user", "content": [number, image]}]
+def _numbered(sample: Sample, k: int, *, other: bool) -> Conversation:
+    """Return a conversation that begins with the number of image `k` in the question's prompt, and the image.
+
+    If `other` is True, the number is another one: that of the other image, or "one" for a single image.
+    """
+    is_single = len(sample.images) == 1
+    if not sample.numbered or (is_single and not other):
+        raise ValueError(f"images of question {sample.index} must be numbered, got none with a number")
+    shown = user_turn(sample.images * (1 + is_single), sample.question, "image_first")
+    number = shown[2 * (k if is_single or not other else (k + 1) % len(sample.images))]
+    return [{"role": "user", "content": [number, {"type": "image", "image": sample.images[k]}]}]
 
 
 def cache(llm: LLM, rounds: Sequence[Sequence[Conversation]]) -> None:
@@ -260,7 +266,7 @@ def _keys(
 
 
 def _asked(samples: Sequence[Sample], kind: str, chosen: Sequence[int]) -> list[int]:
-    """Return the questions of a kind: only several images have numbers."""
+    """Return the questions of a kind: a single image has no number in its prompt."""
     return [i for i in chosen if kind != NUMBERED or len(samples[i].images) > 1]
 
 
@@ -281,7 +287,9 @@ def _measure_batch(
         if missing := [name for name in policies if log.get(keys[kind, name]) is None]:
             own = dataclasses.replace(prompts, kind=kind)
             asked = _asked(samples, kind, chosen)
-            cold = part(every, [list(chosen).index(i) for i in asked])
+            places = [list(chosen).index(i) for i in asked]
+            texts, forced = [every.texts[k] for k in places], [every.forced[k] for k in places]
+            cold = Cold(texts, forced, [every.logits[k] for k in places], [every.results[k] for k in places])
             cache(llm, in_rounds([own.rounds(samples, i) for i in asked]))
             expected = {count: own.expected(count) for count in {len(samples[i].images) for i in asked}}
             for name in missing:
@@ -289,32 +297,24 @@ def _measure_batch(
                 log.add(keys[kind, name], [list(dataclasses.astuple(one)) for one in found])
 
 
-def part(cold: Cold, numbers: Sequence[int]) -> Cold:
-    """Return the cold answers at some places of a batch."""
-    return Cold(
-        [cold.texts[k] for k in numbers], [cold.forced[k] for k in numbers], [cold.logits[k] for k in numbers],
-        [cold.results[k] for k in numbers],
-    )  # fmt: skip
-
-
 def mean_interval(values: npt.ArrayLike, of: str) -> dict[str, float]:
     """Return the mean of differences and its 95 % interval, which is that of the percentile bootstrap.
 
     Args:
       values: A difference for each question `[questions]`.
-      of: Prefix of the keys "difference", "low" and "high".
+      of: Key of the mean, and prefix of the keys "low" and "high".
     """
     found = np.asarray(values, float)
     drawn = np.random.default_rng(0).integers(len(found), size=(_RESAMPLES, len(found)))
     low, high = np.percentile(found[drawn].mean(1), (2.5, 97.5))
-    return {f"{of} difference": float(found.mean()), f"{of} low": float(low), f"{of} high": float(high)}
+    return {of: float(found.mean()), f"{of} low": float(low), f"{of} high": float(high)}
 
 
 def table(samples: Sequence[Sample], results: Results) -> list[dict[str, Any]]:
     """Return a row for each arrangement, number of images, policy and kind of donors.
 
-    Accuracies are percentages of questions, and their differences are in points. "over neutral" compares with neutral
-    donors, everything else with the cold run.
+    Accuracies are percentages of questions, and their differences are in points. MSE is that of the logits, KL per
+    token. "over neutral" compares with neutral donors, everything else with the cold run.
     """
     rows = []
     policies = list(dict.fromkeys(name for _, kind, name in results if kind != COLD))
@@ -335,10 +335,10 @@ def _of_images(samples: Sequence[Sample], found: Sequence[Linked], images: str) 
 
 def _row(kind: str, found: Sequence[Linked], neutral: Sequence[Linked], cold: Sequence[Linked]) -> dict[str, Any]:
     scores, usual, before = ([one.score for one in some] for some in (found, neutral, cold))
-    row: dict[str, Any] = {"donors": kind, "questions": len(found), "cold accuracy": 100 * float(np.mean(before))}
+    row: dict[str, Any] = {"donors": kind, "questions": len(found), "cold": 100 * float(np.mean(before))}
     row |= {"accuracy": 100 * float(np.mean(scores))} | _points(before, scores, "")
     row |= {"changed": sum(one.changed for one in found)} | _points(usual, scores, "over neutral ")
-    for name, attribute in (("logit MSE", "squared_error"), ("KL", "kl")):
+    for name, attribute in (("MSE", "squared_error"), ("KL", "kl")):
         values, others = (np.array([getattr(one, attribute) for one in some]) for some in (found, neutral))
         row |= mean_interval(values, name) | mean_interval(values - others, f"{name} over neutral")
     return row
@@ -350,17 +350,17 @@ def _points(reference: Sequence[float], other: Sequence[float], of: str) -> dict
 
 
 def _rounded(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def printed(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row for print: each interval in one column."""
     shown = {name: row[name] for name in ("context", "images", "reuse", "donors", "questions", "accuracy")}
     shown |= {"to cold": interval(dict(row)), "over neutral": interval(dict(row), "over neutral ")}
-    for name in ("logit MSE", "KL"):
-        shown[name] = f"{row[f'{name} difference']:.2g}"
+    for name in ("MSE", "KL"):
+        shown[name] = f"{row[name]:.2g}"
         low, high = (f"{row[f'{name} over neutral {end}']:+.1g}" for end in ("low", "high"))
-        shown[f"{name} over neutral"] = f"{row[f'{name} over neutral difference']:+.2g} [{low}, {high}]"
+        shown[f"{name} over neutral"] = f"{row[f'{name} over neutral']:+.2g} [{low}, {high}]"
     return shown
 
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from vlcache_jax.reuse.policies import Policy
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-SEARCHED = "full"  # the policy of the search
 MOST_PIECES = 8  # of a prefix
 SEED = 2026
 # What stands in the cache when the victim asks: nothing of an attacker, or an attacker's KV.
@@ -127,7 +126,7 @@ def attack(prefix: Prefix, image: bytes, decoys: Sequence[Sample]) -> Conversati
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A prefix of the search, and its score: the mean KL per token under `SEARCHED`, in nats."""
+    """A prefix of the search, and its score: the mean KL per token under the policy of the search, in nats."""
 
     prefix: Prefix
     score: float
@@ -249,15 +248,13 @@ def evaluate(
       Results of the questions in order, by donors, arrangement and policy.
     """
     results: Results = {}
-    every_batch = list(batches(victims.samples, 50))
     with Progress(f"questions, {', '.join(every)}", len(every) * len(victims.samples)) as bar:
-        for chosen in every_batch:
+        for chosen in batches(victims.samples, 50):
             cold: dict[str, Cold] = {}
             for donors in every:
                 cases = [(donors, order, name) for order in ARRANGEMENTS for name in policies]
-                keys = {
-                    case: json.dumps([victims.name, *case, repr(policies[case[2]]), prefixes, chosen]) for case in cases
-                }
+                shown = [prefixes, chosen]
+                keys = {case: json.dumps([victims.name, *case, repr(policies[case[2]]), *shown]) for case in cases}
                 missing = [case for case in cases if log.get(keys[case]) is None]
                 if missing:
                     cold = cold or victims.cold(llm, chosen)
@@ -272,10 +269,7 @@ def evaluate(
 
 
 def check_refused(results: Results) -> None:
-    """Raise ValueError if an attacker changes anything under `donors="neutral"`.
-
-    The answers have to be those from neutral donors without an attacker, and KL to differ by up to 1e-4.
-    """
+    """Raise ValueError if an attacker changes an answer, or a KL by over 1e-4, under `donors="neutral"`."""
     for (donors, order, name), found in results.items():
         if donors == REFUSED:
             for one, other in zip(found, results[NEUTRAL, order, name], strict=True):
@@ -316,15 +310,16 @@ def _short(value: Any) -> float:
 
 
 def run(
-    victims: Mapping[str, Victims], searched: Victims, settings: Sequence[str], log_of: Callable[[LLM], WorkLog],
-    *, randoms: int, greedy: int, **engine: Any,
+    victims: Mapping[str, Victims], searched: Victims, settings: Sequence[str], policy: str,
+    log_of: Callable[[LLM], WorkLog], *, randoms: int, greedy: int, **engine: Any,
 ) -> tuple[list[dict[str, Any]], list[Tried]]:  # fmt: skip
     """Search, and evaluate on the victims, under both rules.
 
     Args:
       victims: Questions about one and about several images, by `IMAGES`.
       searched: Questions of the search.
-      settings: Values of `reuse`, with `SEARCHED`.
+      settings: Values of `reuse`.
+      policy: One of them, under which prefixes are searched.
       log_of: Returns the log of finished parts for an engine.
       randoms, greedy: Numbers of prefixes.
       engine: Settings of the engines.
@@ -345,7 +340,7 @@ def run(
         with LLM(TINY_VQA, cache=config, enable_prefix_caching=False, **engine) as llm:
             log = log_of(llm)
             if rule == "any":
-                score = scorer(llm, searched, policies[SEARCHED])
+                score = scorer(llm, searched, policies[policy])
                 tried = search(score, len(searched.decoys), log, randoms=randoms, greedy=greedy)
                 prefixes = [best_of(tried).prefix, *(one.prefix for one in tried)]
             for images, own in victims.items():
@@ -361,6 +356,7 @@ def main(
     greedy: Annotated[int, typer.Option(min=0, help="Prefixes that change the best one.")] = 100,
     searched: Annotated[int, typer.Option(min=1, help="Questions of the search, of each of three tasks.")] = 6,
     questions: Annotated[int, typer.Option(min=1, help="Other questions, about one image and about two.")] = 100,
+    policy: Annotated[str, typer.Option(help="Policy of the search: full, approximate or 0.1.")] = "full",
     work: opt.Work = None,
     out: opt.Out = None,
 ) -> None:
@@ -370,6 +366,8 @@ def main(
     """
     with say_errors():
         check_writable("out", out)
+        if policy not in policies_of(SETTINGS):
+            raise ValueError(f"policy must be one of {', '.join(policies_of(SETTINGS))}, got {policy!r}")
         WorkLog(work, "")  # refuses another kind of file before the work
         decoys = load_decoys()
         own = Victims("search", load_samples([], questions=searched, split="search", images=1), decoys)
@@ -379,15 +377,20 @@ def main(
         }
         every = [*own.samples, *asked["one"], *asked["several"], *decoys]
         rows, tried = run(
-            {name: Victims(name, samples, decoys) for name, samples in asked.items()}, own, SETTINGS,
-            lambda llm: WorkLog(work, identity(llm, every, MAX_TOKENS)), randoms=randoms, greedy=greedy,
+            {name: Victims(name, samples, decoys) for name, samples in asked.items()}, own, SETTINGS, policy,
+            lambda llm: WorkLog(work, f"{identity(llm, every, MAX_TOKENS)} {policy}"), randoms=randoms, greedy=greedy,
         )  # fmt: skip
         title, found = "Answers after an attacker's prefix", progress_of(tried, randoms)
         show("Search", found)
         show(title, [row | {name: f"{row[name]:.2g}" for name in ("mean KL", "max KL")} for row in rows])
         if out is not None:
-            head = environment("jax") | {"model": "tiny_vqa, shipped with the package", "random": randoms}
-            head |= {"search questions": len(own.samples), "search": found, "best prefix": best_of(tried).prefix}
+            head = environment("jax") | {"model": "tiny_vqa, shipped with the package", "policy": policy}
+            head |= {
+                "random": randoms,
+                "search questions": len(own.samples),
+                "search": found,
+                "best prefix": best_of(tried).prefix,
+            }
             write(title, rows, head, out)
 
 

@@ -51,6 +51,8 @@ def test_every_kind_has_its_own_donors_and_a_resumed_run_equals_one_in_one_go(ll
     assert same.kl < 1e-10 < new.kl
     numbered, neutral = (once["text_first", kind, "full"][-1] for kind in (donors.NUMBERED, donors.NEUTRAL))
     assert numbered.squared_error < neutral.squared_error / 2
+    [single, _] = once["image_first", donors.MISNUMBERED, "full"]
+    assert single.kl > 10 * new.kl  # the model looks for a second image
     lines = work.read_text().splitlines(keepends=True)
     work.write_text("".join(lines[: len(lines) // 2]) + '["one", "cut')
     again = donors.measure(llm, samples, decoys, FULL, WorkLog(work, "one"))
@@ -64,9 +66,9 @@ def test_every_kind_has_its_own_donors_and_a_resumed_run_equals_one_in_one_go(ll
             )
             assert (one.squared_error, one.kl) == pytest.approx((other.squared_error, other.kl), rel=1e-3, abs=1e-9)
     rows = donors.table(samples, once)
-    assert [row["donors"] for row in rows] == 2 * [*donors.KINDS[:4], *donors.KINDS]
-    assert all(row["KL over neutral difference"] == 0 for row in rows if row["donors"] == donors.NEUTRAL)
-    assert donors.printed(rows[-1])["donors"] == donors.NUMBERED
+    assert [row["donors"] for row in rows] == 2 * [*donors.KINDS[:4], donors.MISNUMBERED, *donors.KINDS]
+    assert all(row["KL over neutral"] == 0 for row in rows if row["donors"] == donors.NEUTRAL)
+    assert donors.printed(rows[-1])["donors"] == donors.MISNUMBERED
 
 
 def test_the_newest_of_three_contexts_is_linked(llm, samples, decoys):
@@ -91,13 +93,18 @@ def test_the_newest_of_three_contexts_is_linked(llm, samples, decoys):
         donors.link(llm, samples, protocol, [1], cold, FULL["full"], expected)
 
 
-def test_numbers_are_those_of_the_prompt(samples):
+def test_numbers_are_those_of_the_prompt_or_others(samples):
+    def contents(kind, i):
+        [found] = donors.DonorPrompts(kind, Protocol("text_first"), ()).rounds(samples, i)
+        return [content for [one] in found for content in one["content"]]
+
     [part] = Protocol("image_first").formal(samples, 1)
-    prompts = donors.DonorPrompts(donors.NUMBERED, Protocol("text_first"), ()).rounds(samples, 1)
-    contents = [content for [one] in prompts[0] for content in one["content"]]
-    assert contents == part["content"][:4]
+    assert contents(donors.NUMBERED, 1) == part["content"][:4]
+    one, first, two, second = part["content"][:4]
+    assert contents(donors.MISNUMBERED, 1) == [two, first, one, second]
+    assert contents(donors.MISNUMBERED, 0) == [one, {"type": "image", "image": samples[0].images[0]}]
     with pytest.raises(ValueError, match="images of question 0 must be numbered"):
-        donors.DonorPrompts(donors.NUMBERED, Protocol("text_first"), ()).rounds(samples, 0)
+        contents(donors.NUMBERED, 0)
 
 
 def test_divergence_and_intervals():
@@ -105,7 +112,7 @@ def test_divergence_and_intervals():
     assert donors.kl_per_token(even, even) == 0
     expected = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
     assert donors.kl_per_token(np.vstack([even, sure]), np.vstack([sure, sure])) == pytest.approx(expected / 2)
-    assert donors.mean_interval([2.0] * 5, "KL") == {"KL difference": 2, "KL low": 2, "KL high": 2}
+    assert donors.mean_interval([2.0] * 5, "KL") == {"KL": 2, "KL low": 2, "KL high": 2}
     found = donors.mean_interval(np.arange(100), "KL")
     assert found["KL low"] == pytest.approx(49.5 - 5.7, abs=0.5)
     assert found["KL high"] == pytest.approx(49.5 + 5.7, abs=0.5)

@@ -81,7 +81,7 @@ def test_the_rule_keeps_the_attacker_out(tmp_path):
     of = {"randoms": 2, "greedy": 1, "buckets": BUCKETS, "max_model_len": 2048}
     victims = {"one": one, "several": several}
     work = tmp_path / "poisoning.work"
-    rows, tried = poisoning.run(victims, own, ["full"], lambda llm: WorkLog(work, llm.fingerprint), **of)
+    rows, tried = poisoning.run(victims, own, ["full"], "full", lambda llm: WorkLog(work, llm.fingerprint), **of)
     assert len(tried) == 3
     kl = {tuple(row[name] for name in ("images", "context", "donors")): row["mean KL"] for row in rows}
     assert len(kl) == len(rows) == 2 * 2 * 5
@@ -90,7 +90,7 @@ def test_the_rule_keeps_the_attacker_out(tmp_path):
         assert kl[images, order, BEST] != pytest.approx(kl[images, order, NEUTRAL], rel=1e-2)
     assert kl["one", "image_first", NEUTRAL] < 1e-10 < kl["one", "image_first", NATURAL]
     assert kl["one", "text_first", ALL] != kl["several", "text_first", ALL]  # one log, and two sets of questions
-    again, _ = poisoning.run(victims, own, ["full"], lambda llm: WorkLog(work, llm.fingerprint), **of)
+    again, _ = poisoning.run(victims, own, ["full"], "full", lambda llm: WorkLog(work, llm.fingerprint), **of)
     assert again == rows
 
 
