@@ -33,8 +33,8 @@ COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
 # The settings of the study's first table.
 OVERVIEW = (COLD, "full", "0.1", "epic-9", "mpic-9", "cacheblend-0.1", "spread-0.6", APPROXIMATE)
 NOT_TRIED = "not tried"
-DONOR_POLICIES = ("full", "approximate", "0.1", "mean-0.025")  # the schedule mean-0.1 is 0.1 in every layer
-CONTEXTS = {"image_first": "image first", "text_first": "after text"}
+DONOR_POLICIES = ("full", "approximate", "0.1")  # the schedules are close to full and 0.1
+COUNTS = {"one": "one", "several": "two"}
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ("unnumbered", "numbered", "without_key_norm")
 GOALS = ("goal_together_text_first.json", "goal_together.json", "goal_text_first.json", "goal_question_first.json")
@@ -1082,68 +1082,60 @@ def compressed_memory() -> Iterator[list[str]]:
         yield [name, *pools, f"{memory[each]:.0f}", str(memory[count])]
 
 
-def _donor_lines(rows: Sequence[Row]) -> Iterator[tuple[list[str], list[Row]]]:
-    """Yield the names of each arrangement, number of images and kind of donors, and its row for each policy shown."""
-    cases = dict.fromkeys((row["images"], row["context"], row["donors"]) for row in rows)
-    for case in cases:
-        own = {row["reuse"]: row for row in rows if (row["images"], row["context"], row["donors"]) == case}
-        images, context, kind = case
-        yield [_number_of(images), CONTEXTS[context], kind], [own[name] for name in DONOR_POLICIES]
+def donor_kinds(rows: Sequence[Row], context: str = "text_first") -> Iterator[list[str]]:
+    """Yield the change of accuracy from no reuse, and KL per token, by kind of donors (`research.donors`)."""
+    kinds = list(dict.fromkeys(row["donors"] for row in rows if row["images"] == "several"))
+    yield ["images", "`reuse`", *kinds]
+    for images, name in itertools.product(COUNTS, DONOR_POLICIES):
+        cells = _by_kind(rows, kinds, (context, images, name), lambda row: f"{interval(row)}; {row['KL']:.1e}")
+        yield [COUNTS[images], f"`{name}`", *cells]
 
 
-def _number_of(images: str) -> str:
-    return {"one": "one", "several": "two"}[images]
+def donors_paired(rows: Sequence[Row], name: str = "approximate", context: str = "text_first") -> Iterator[list[str]]:
+    """Yield the paired differences to neutral donors under a policy, with intervals (`research.donors`)."""
+    kinds = list(dict.fromkeys(row["donors"] for row in rows if row["images"] == "several"))[1:]
+
+    def distance(of: str, row: Row) -> str:
+        mean, low, high = (f"{row[f'{of} over neutral{end}']:+.1e}" for end in ("", " low", " high"))
+        return f"{mean} [{low}, {high}]"
+
+    measures: dict[str, Callable[[Row], str]] = {"accuracy [points]": lambda row: interval(row, "over neutral ")}
+    measures["logit MSE"] = functools.partial(distance, "MSE")
+    yield ["images", "difference", *kinds]
+    for images, (measure, text) in itertools.product(COUNTS, measures.items()):
+        yield [COUNTS[images], measure, *_by_kind(rows, kinds, (context, images, name), text)]
 
 
-def donors_accuracy(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Yield the change of accuracy from no reuse by kind of donors and policy (`research.donors`)."""
-    yield ["images", "victim", "donors", *(f"`{name}` [points]" for name in DONOR_POLICIES)]
-    for names, own in _donor_lines(rows):
-        yield [*names, *map(interval, own)]
+def _by_kind(
+    rows: Sequence[Row], kinds: Sequence[str], case: tuple[str, str, str], text: Callable[[Row], str]
+) -> list[str]:
+    """Return a cell for each kind of donors of a context, number of images and policy."""
+    own = {row["donors"]: row for row in rows if (row["context"], row["images"], row["reuse"]) == case}
+    return [text(own[kind]) if kind in own else "" for kind in kinds]
 
 
-def donors_distance(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Yield the distance to no reuse by kind of donors and policy: KL per token, mean squared error of logits."""
-    yield ["images", "victim", "donors", *(f"`{name}`" for name in DONOR_POLICIES)]
-    for names, own in _donor_lines(rows):
-        yield [*names, *(f"{row['KL difference']:.1e}, {row['logit MSE difference']:.2g}" for row in own)]
+def poisoning(context: str = "text_first") -> Iterator[list[str]]:
+    """Yield answers from natural donors, after attacks, and under the rule, by policy (`research.poisoning`).
+
+    The last line of each number of images is from the search under that policy.
+    """
+    found = [(name, f"`{name}`", _rows("poisoning.json")) for name in DONOR_POLICIES]
+    found.append(("approximate", "`approximate`, searched under it", _rows("poisoning_approximate.json")))
+    kinds = [kind for kind in dict.fromkeys(row["donors"] for row in found[0][2]) if kind != "neutral"]
+    yield ["images", "`reuse`", *kinds]
+    for images, (name, title, own) in itertools.product(COUNTS, found):
+        yield [COUNTS[images], title, *_by_kind(own, kinds, (context, images, name), _attacked)]
 
 
-def donors_paired(name: str, rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Yield the paired differences to neutral donors under a policy, with intervals."""
-    yield ["images", "victim", "donors", "accuracy [points]", "KL per token", "logit MSE"]
-    for row in rows:
-        if row["reuse"] == name and row["donors"] != "neutral":
-            distances = []
-            for of in ("KL", "logit MSE"):
-                mean, low, high = (f"{row[f'{of} over neutral {end}']:+.1e}" for end in ("difference", "low", "high"))
-                distances.append(f"{mean} [{low}, {high}]")
-            names = [_number_of(row["images"]), CONTEXTS[row["context"]], row["donors"]]
-            yield [*names, interval(row, "over neutral "), *distances]
+def _attacked(row: Row) -> str:
+    return f"{row['mean KL']:.1e}, {row['max KL']:.1e}; {row['changed']}; {row['accuracy']:.0f} %"
 
 
-def poisoning(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Yield KL per token and changed answers by policy: natural traffic, attacks, the rule (`research.poisoning`)."""
-    every = list(dict.fromkeys(row["donors"] for row in rows if row["donors"] != "neutral"))
-    yield ["images", "victim", "`reuse`", "questions", *every]
-    for images, context, name in dict.fromkeys((row["images"], row["context"], row["reuse"]) for row in rows):
-        if name in DONOR_POLICIES:
-            case = (images, context, name)
-            own = {row["donors"]: row for row in rows if (row["images"], row["context"], row["reuse"]) == case}
-            cells = [
-                f"{own[kind]['mean KL']:.1e}, {own[kind]['max KL']:.1e}, {own[kind]['changed']}, "
-                f"{own[kind]['accuracy']:.0f} %"
-                for kind in every
-            ]
-            names = [_number_of(images), CONTEXTS[context], f"`{name}`"]
-            yield [*names, str(next(iter(own.values()))["questions"]), *cells]
-
-
-def searched(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Yield the best prefix and the mean over prefixes during the search (`research.poisoning`)."""
-    yield ["prefixes", "best so far, KL per token", "mean of all"]
-    for row in rows:
-        yield [str(row["prefixes"]), f"{row['best KL']:.1e}", f"{row['mean KL']:.1e}"]
+def found_prefix(policy: str, prefixes: int) -> str:
+    """Return the best KL after a number of prefixes of the search under a policy (`research.poisoning`)."""
+    name = {"full": "poisoning.json", "approximate": "poisoning_approximate.json"}[policy]
+    [row] = [row for row in _file(name)["search"] if row["prefixes"] == prefixes]
+    return f"{row['best KL']:.1e}"
 
 
 def markdown(lines: Iterator[list[str]]) -> str:
@@ -1237,12 +1229,9 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "budgets overview": budget_overview,
     "compression overview": functools.partial(_of, compression_overview, "compression_cpu.json"),
     "losses overview": functools.partial(_of, _overview, "study_unnumbered_small.json"),
-    "donors accuracy": functools.partial(_of, donors_accuracy, "donors_study.json"),
-    "donors distance": functools.partial(_of, donors_distance, "donors_study.json"),
-    "donors paired": functools.partial(_of, functools.partial(donors_paired, "approximate"), "donors_study.json"),
-    "donors paired full": functools.partial(_of, functools.partial(donors_paired, "full"), "donors_study.json"),
-    "poisoning": functools.partial(_of, poisoning, "poisoning.json"),
-    "poisoning search": functools.partial(_of, searched, "poisoning.json", "search"),
+    "donors": functools.partial(_of, donor_kinds, "donors_study.json"),
+    "donors paired": functools.partial(_of, donors_paired, "donors_study.json"),
+    "poisoning": poisoning,
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }
 for _model in MODELS:
@@ -1281,6 +1270,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "apart cold": functools.partial(_apart, False),
     "apart approximate": functools.partial(_apart, True),
 }
+for _policy, _prefixes in itertools.product(("full", "approximate"), (100, 200)):
+    FIGURES[f"poisoning {_policy} {_prefixes}"] = functools.partial(found_prefix, _policy, _prefixes)
 for _part in ("choose", "parse", "hash"):
     FIGURES[f"router {_part}"] = functools.partial(router_time, _part)
 for _dtype in DTYPES:

@@ -439,3 +439,16 @@ def test_tasks_are_told_at_other_budgets():
     tenth = whole | {"method": "random", "budget %": 10.0, "grid": 50.0}
     lines = list(published.by_task([whole, tenth], share=10))
     assert lines == [["`compress`", "grid [%]"], ["full cache", "90"], ["`random-0.1`", "50"]]
+
+
+def test_kinds_of_donors_are_columns_and_attacks_have_a_line_for_each_policy():
+    head, *lines = published.TABLES["donors"]()
+    assert [line[:2] for line in lines[:3]] == [["one", "`full`"], ["one", "`approximate`"], ["one", "`0.1`"]]
+    assert lines[0][head.index("after its number")] == ""  # a single image has no number
+    assert all(cell for line in lines[3:] for cell in line)
+    head, *lines = published.TABLES["donors paired"]()
+    assert "neutral" not in head
+    assert [line[1] for line in lines] == ["accuracy [points]", "logit MSE"] * 2
+    head, *lines = published.TABLES["poisoning"]()
+    assert len(lines) == 2 * 4
+    assert all(len(line) == len(head) and all(line) for line in lines)
