@@ -52,7 +52,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4},
         {"hidden_size": 128, "intermediate_size": 384, "depth": 4, "num_heads": 2, "window_size": 64},
     ),
-}
+    # Linear attention in four of six layers, as in Qwen3.5.
+    "hybrid": (
+        "qwen3_5",
+        {
+            "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "linear", "full", "linear", "full")],
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        },
+        {"hidden_size": 128, "intermediate_size": 384, "depth": 4, "num_heads": 2},
+    ),
+}  # fmt: skip
+_MEMORY = (10, 5000)  # tokens that heads with linear attention remember at first, from the shortest to the longest
 _TEXT = {"vocab_size": _VOCABULARY, "num_key_value_heads": 2}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [12, 10, 10]}
 # Specific settings of each family.
@@ -62,6 +74,13 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_position_embeddings": 256},
     ),
     "qwen2_5_vl": ({"rope_parameters": _ROPE}, {}),
+    "qwen3_5": (
+        {
+            "head_dim": 64,
+            "rope_parameters": _ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+        },
+        {"num_position_embeddings": 256},
+    ),
 }
 _ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
 # The content and place of an image token, in words as they stand inside a sentence; and words that apply or do not.
@@ -637,6 +656,7 @@ class Trainer:
             setattr(self, name, state[name])
 
 
+_OUTPUTS = ("o_proj", "out_proj", "down_proj", "linear_fc2", "proj")  # of parts whose results are added up
 _KEPT = ("step", "stage", "seconds", "processor_seconds", "finish", "right")
 
 
@@ -656,13 +676,29 @@ def _initialize(model: Any) -> None:
                 with torch.no_grad():
                     parameter.copy_(_smooth_positions(*parameter.shape))
                 continue
-            case "o_proj" | "down_proj" | "linear_fc2" | "proj" if "merger" not in name and "patch_embed" not in name:
+            case part if part in _OUTPUTS and "merger" not in name and "patch_embed" not in name:
                 std = 0.7 / (2 * layers * parameter.shape[1]) ** 0.5
             case _:
                 std = 0.7 / parameter[0].numel() ** 0.5
         torch.nn.init.normal_(parameter, std=std)
     for layer in model.model.language_model.layers:
-        _look_for_likes(layer.self_attn, model.config.text_config)
+        if hasattr(layer, "self_attn"):
+            _look_for_likes(layer.self_attn, model.config.text_config)
+        else:
+            _remember(layer.linear_attn)
+
+
+@torch.no_grad()
+def _remember(attention: Any) -> None:
+    """Initialize the decay of heads with linear attention: they remember from few tokens to thousands.
+
+    transformers' values forget everything within a token.
+    """
+    shortest, longest = map(math.log, _MEMORY)
+    heads = len(attention.dt_bias)
+    tokens = torch.exp(shortest + (longest - shortest) * (torch.arange(heads) + 0.5) / heads)
+    attention.A_log.zero_()
+    attention.dt_bias.copy_(torch.log(torch.expm1(1 / tokens)))  # softplus of it is 1 / tokens
 
 
 @torch.no_grad()
@@ -673,10 +709,12 @@ def _look_for_likes(attention: Any, config: Any) -> None:
     models have such heads; lookups then begin from tokens that are already aligned.
     """
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    q, k, v = (
-        projection.weight.view(-1, attention.head_dim, config.hidden_size)
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    k, v = (
+        projection.weight.view(groups, attention.head_dim, config.hidden_size)
+        for projection in (attention.k_proj, attention.v_proj)
     )
+    # Qwen3.5 has a gate beside each head's query.
+    q = attention.q_proj.weight.view(heads, -1, attention.head_dim, config.hidden_size)[:, 0]
     out = attention.o_proj.weight.view(config.hidden_size, heads, attention.head_dim)
     for group in range(groups):
         head = group * (heads // groups)
@@ -739,7 +777,8 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
         trainer.export(args.export)
         return
     for layer in trainer.model.model.language_model.layers:
-        layer.compile(dynamic=True)  # saves a sixth of the time per step
+        # It saves a sixth of the time per step. The loops of linear attention would take minutes to compile.
+        (layer if hasattr(layer, "self_attn") else layer.mlp).compile(dynamic=True)
     if args.finish is not None and trainer.finish is None:
         trainer.finish = (trainer.step, trainer.step + args.finish)
     # Until it is stopped, or its learning rate has reached 0.

@@ -14,6 +14,8 @@ import pytest
 from PIL import Image
 
 from research.tiny_vqa.conversations import converse
+from tests.helper import SIZES as ENGINE
+from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.benchmarks.tiny_vqa import splits
 from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples, write_splits
@@ -246,10 +248,13 @@ def test_splits_show_no_picture_of_training(training, unfinished, tmp_path, monk
     assert len({*shown, *trained}) == len(shown) + len(trained)
 
 
+@pytest.mark.parametrize("variant", ["small", pytest.param("hybrid", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_training_reads_what_the_chat_template_writes(training, unfinished, arrangement):
+def test_training_reads_what_the_chat_template_writes(training, unfinished, tmp_path, arrangement, variant):
     from transformers import AutoTokenizer
 
+    if variant != "small":
+        training.new_checkpoint(unfinished := tmp_path / "checkpoint", variant)
     sampler = training.Sampler(unfinished)
     tokenizer = AutoTokenizer.from_pretrained(unfinished)
     rng = np.random.default_rng(0)
@@ -320,6 +325,34 @@ def test_labels_of_image_tokens(training):
     colour, shape = list(training.COLOURS).index(GLYPHS[0].colour), training.SHAPES.index(GLYPHS[0].shape)
     assert labels[1, 4].tolist() == [colour, shape, 0, 1, 1, 0]
     assert labels[0, 0].tolist() == [-1, -1, 0, 0, 0, 1]
+
+
+@pytest.mark.slow
+def test_a_hybrid_trains_and_opens(training, tmp_path):
+    """Its heads with linear attention remember from few tokens to thousands at first."""
+    import torch
+
+    trainer = training.Trainer(tmp_path / "run", variant="hybrid", seed=3, learning_rate=1e-3)
+    trainer.stage = 1
+    layers = trainer.model.model.language_model.layers
+    linear = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
+    tokens = [1 / (one.A_log.exp() * torch.nn.functional.softplus(one.dt_bias)) for one in linear]
+    assert len(tokens) == 4
+    for found in tokens:
+        assert (found > 10).all()
+        assert (found < 5000).all()
+        assert found.max() / found.min() > 50
+    before = [one.in_proj_qkv.weight.detach().clone() for one in linear]
+    report = trainer.train_step(tokens=300, turns=2, groups=1)
+    assert np.isfinite(report["loss"])
+    assert all((own != one.in_proj_qkv.weight).any() for own, one in zip(before, linear, strict=True))
+    trainer.export(tmp_path / "model")
+    question = {"type": "text", "text": "What is at A1?"}
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    conversation = [{"role": "user", "content": [{"type": "image", "image": image}, question]}]
+    with LLM(tmp_path / "model", use_tqdm=False, **ENGINE) as llm:
+        [output] = llm.chat([conversation], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    assert output.error is None
 
 
 def _train_in_process(rank, folder, store):
