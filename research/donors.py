@@ -110,7 +110,7 @@ class DonorPrompts:
 
     def expected(self, images: int) -> list[tuple[str, str | None]]:
         """Return the match and the donor that a report has for each image of a question about `images` images."""
-        other = "approximate", NEUTRAL if self.kind == NEUTRAL else "other"
+        other = "approximate", NEUTRAL if self.kind == NEUTRAL else "own"
         is_same = self.protocol.arrangement == "image_first" and self.kind == (NUMBERED if images > 1 else NEUTRAL)
         return [("exact", None) if is_same and k == 0 else other for k in range(images)]
 

@@ -169,7 +169,7 @@ class Victims:
         """Return the match and the donor of each image of a question about `images` images."""
         if donors in (NEUTRAL, REFUSED):
             return DonorPrompts(NEUTRAL, Protocol(order), ()).expected(images)
-        return [("approximate", "other")] * images
+        return [("approximate", "own")] * images
 
     def cold(self, llm: LLM, chosen: Sequence[int]) -> dict[str, Cold]:
         """Return the answers without reuse, by arrangement."""

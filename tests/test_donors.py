@@ -251,18 +251,81 @@ def test_a_donor_that_cannot_be_made_is_no_error(llm, textured_image, monkeypatc
     assert found(ask(llm, *user("Then: ", image, "What?"))) == [("approximate", "neutral", "other_context")]
 
 
-def test_system_messages_of_the_operator_and_of_the_request_are_neutral(llm, textured_image):
+def test_each_request_has_one_neutral_context(llm, textured_image):
+    """That of its system message if it is the operator's, else without one, whatever others have cached."""
     image, question = textured_image(90, 130, 3), user("New: ", textured_image(90, 130, 3), "What?")
-    kind = {"role": "system", "content": "Be kind."}
-    ask(llm, kind, *user(image, "What?"))
-    assert found(ask(llm, *question)) == [("approximate", "neutral", "other_context")]
-    llm.reset_mm_cache()
-    own = ask(llm, SYSTEM, *user(image, "What?"))  # a system message of a request is its own alone
-    assert found(ask(llm, SYSTEM, *question)) == [("approximate", "neutral", "other_context")]
-    store, [one] = llm.service.cache.store, own.cache.images
-    assert len(store.variants(one.key)) == 1
-    assert found(ask(llm, *question)) == [("approximate", "neutral", "other_context")]
-    assert len(store.variants(one.key)) == 2  # it was made
+    kind, linked = {"role": "system", "content": "Be kind."}, [("approximate", "neutral", "other_context")]
+    store = llm.service.cache.store
+    [one] = ask(llm, kind, *user(image, "What?")).cache.images  # computed in its own context, which is neutral
+    assert (one.match, llm.cache.stats().donors_made) == ("miss", (made := llm.cache.stats().donors_made))
+    assert found(ask(llm, kind, *question)) == linked
+    assert (len(store.variants(one.key)), llm.cache.stats().donors_made) == (1, made)
+    for before in ([], [SYSTEM]):  # other system messages share the donor without one
+        assert found(ask(llm, *before, *question)) == linked
+        assert (len(store.variants(one.key)), llm.cache.stats().donors_made) == (2, made + 1)
+    assert found(ask(llm, SYSTEM, *user(image, "What?"))) == linked
+    assert llm.cache.stats().donors_made == made + 1
+
+
+@pytest.mark.parametrize(
+    ("cache", "attack_system"),
+    [({}, None), ({}, SYSTEM), ({"codec": "int8"}, None), ({"ttl": 1.0}, None)],
+    ids=["plain", "system", "coded", "expired"],
+)
+def test_what_others_cached_decides_nothing(checkpoints, textured_image, cache, attack_system, monkeypatch):
+    """Images at the beginning of a message, behind system messages, coded, and after the entries of others expired."""
+    image = textured_image(64, 96, 17)
+    victims = [
+        [SYSTEM, *user(image, "?")],
+        [SYSTEM, *user("New: ", image, "?")],
+        user(image, "?"),
+        user("Page ", image),
+    ]
+    before = [] if attack_system is None else [attack_system]
+    evil = RequestOptions(reuse="exact", caller="attacker")
+    for victim in victims:
+        outputs = []
+        for has_attacker in (True, False):
+            with open_llm(checkpoints, donors="neutral", **cache) as llm:
+                if has_attacker:
+                    attack(llm, image)
+                    ask(llm, *before, *user("Evil: ", image, "x"), options=evil)
+                    llm.cache.flush()
+                    clock = llm.service.cache.store.ages._clock
+                    if "ttl" in cache:
+                        monkeypatch.setattr(llm.service.cache.store.ages, "_clock", lambda clock=clock: clock() + 5)
+                outputs.append(ask(llm, *victim))
+        reports = [[(match, donor) for match, donor, _ in found(output)] for output in outputs]
+        assert reports[0] == reports[1]
+        agree([values(outputs[0])], [values(outputs[1])])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_aborted_request_takes_its_donors_along(llm, textured_image, count):
+    """Unless others wait for them."""
+    image, service = textured_image(64, 96, 18), llm.service
+    options = RequestOptions(reuse="approximate")
+    begin, service.loop.begin = service.loop.begin, lambda: None
+    jobs = []
+    try:
+        for text in ("One: ", "Two: ")[:count]:
+            render, conversation = service.renderer.from_conversation, user(text, image, "?")
+            call = service.call("conversation", [conversation], render, options, "raise", params=GREEDY)
+            jobs.append(service.caller.arrive(service.caller.to_answer(call), lambda job: None))
+    finally:
+        service.loop.begin = begin
+    donor = jobs[0].submitted[-1]
+    assert [len(job.submitted) - len(job.sequences) for job in jobs] == [1, 0][:count]
+    service.caller.end(jobs[0])
+    service.loop.begin()
+    service.loop.wait()
+    assert donor.end.is_finished
+    assert donor.is_done is (count == 2)
+    for job in jobs[1:]:
+        assert [one.match for one in job.kind.result(job).cache.images] == ["approximate"]
+        service.caller.end(job)
+    llm.cache.flush()
+    assert llm.cache.stats().pinned == 0
 
 
 def test_images_after_others_have_neutral_donors_each(llm, textured_image):
@@ -280,18 +343,20 @@ def test_the_opening_is_what_stands_before_a_precomputed_image(checkpoints, text
         with llm.cache.lookup(image) as handle:
             openings = llm.service.preparation.planner._openings
             prompt = np.array(ask(llm, *user("Hm: ", image)).prompt_token_ids)
-            assert openings.of_images(prompt)[0] == handle.kv.meta.context
+            assert openings.of_images(prompt) == handle.kv.meta.context
         assert found(ask(llm, *user("New: ", image, "What?"))) == [("approximate", "neutral", "other_context")]
 
 
-def test_prompts_without_a_user_have_no_opening_of_their_own():
-    openings = Openings([np.array([7, 8, 9, 1])], 7)
-    own = np.array([5, 5, 7, 8, 9, 4, 1])
-    assert len(openings.of_images(own)) == 2
-    assert openings.of_images(np.array([5, 7, 8, 4])) == openings.of_images(np.array([], np.int32))
-    assert openings.of_images(np.array([7, 8, 9, 3])) == openings.of_images(np.array([5]))  # that of the template
-    assert Openings([], 7).of_images(own) == ()
-    assert len(Openings([np.array([8, 9, 1])], None).of_images(own)) == 1
+def test_the_opening_follows_from_the_system_message():
+    first, kind, other = ([*system, 7, 8, 9, 1] for system in ([], [3], [5, 5]))
+    openings = Openings([np.array(first), np.array(kind)], 7)
+    assert openings.of_images(np.array([3, 7, 8, 9, 4, 1])) == openings.of_images(np.array(kind))
+    bare = openings.of_images(np.array(first))
+    assert bare != openings.of_images(np.array(kind))
+    for prompt in (other, [5, 7, 8, 4], [], [7, 8, 9, 3]):  # not the operator's, and no user's message
+        assert openings.of_images(np.array(prompt, np.int32)) == bare
+    assert Openings([], 7).of_images(np.array(kind)) is None
+    assert Openings([np.array([8, 9, 1])], None).of_images(np.array(kind)) is not None
 
 
 class Interleaving:

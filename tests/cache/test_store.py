@@ -343,9 +343,9 @@ def test_of_other_contexts_the_newest_canonical_record_is_brought_in():
     assert wanted(dataclasses.replace(first, canonical=False), other) == [other.name]
     assert wanted(enc("a")) == wanted() == []
     # A neutral context precedes the newest one, also one that host memory has.
-    neutral, strict = Donors(("zero", "first")), Donors(("first",), "neutral")
+    neutral, strict = Donors("first"), Donors("first", "neutral")
     assert wanted(first, second, donors=neutral) == wanted(first, second, here=[second], donors=neutral) == [first.name]
-    assert wanted(first, second, here=[kv("a", "zero")], donors=neutral) == []
+    assert wanted(second, here=[first], donors=neutral) == []
     assert wanted(first, second, donors=strict) == [first.name]
     assert wanted(second, other, donors=strict) == []
     linked = dataclasses.replace(first, canonical=False)  # itself with the KV of another context
@@ -359,7 +359,7 @@ def test_a_neutral_donor_precedes_newer_ones():
     """The last request has no influence on what others link."""
     store = Store(CacheConfig())
     fill(store, *(kv("a", context) for context in ("neutral", "attacker")))
-    donors = Donors(("own", "neutral"))
+    donors = Donors("neutral")
     found = lookup(store, "a", "new", donors=donors)
     assert (found.kv.meta.context, found.donor, found.why) == ("neutral", "neutral", Why.other_context)
     assert lookup(store, "a", "new", donors=Donors()).kv.meta.context == "attacker"
@@ -369,7 +369,10 @@ def test_a_neutral_donor_precedes_newer_ones():
     strict = lookup(store, "b", "new", donors=donors._replace(rule="neutral"))
     assert (strict.kv, strict.donor, strict.why) == (None, None, Why.no_donor)
     fill(store, kv("a", "own"))
-    assert lookup(store, "a", "new", donors=donors).kv.meta.context == "own"
+    used = donors._replace(is_own=lambda context: context == "own")
+    for rule, linked in (("any", "neutral"), ("own", "own"), ("neutral", "neutral")):
+        found = lookup(store, "a", "new", donors=used._replace(rule=rule))
+        assert (found.kv.meta.context, found.donor) == (linked, linked)
 
 
 @pytest.mark.parametrize("variants", [None, 2])

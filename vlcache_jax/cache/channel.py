@@ -345,7 +345,7 @@ class Channel:
         self.count("skipped" if outcome == "refused" else outcome)
         if outcome == "stored":
             self._meter.move(self.tier.label, "out", meta.part_bytes * len(meta.parts))
-            self.looks.forget(meta.entry)
+            self.looks.outdate(meta.entry)
             self._refused.pop(meta.name)
 
     def _is_outdated(self, meta: Meta) -> bool:

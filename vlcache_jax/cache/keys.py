@@ -224,6 +224,7 @@ def payer(owner: str) -> str:
 
 
 REMEMBERED = 65536  # images, aliases and reasons of losses; a few hundred bytes each
+_MAX_CALLERS, _MAX_CONTEXTS = 1024, 1024  # callers, and contexts of each; a hundred bytes per context
 _MAX_REQUESTS = 4096  # lists of images with a hundred bytes per image
 
 
@@ -277,7 +278,8 @@ class RememberedRequests:
 
     def __init__(self) -> None:
         self._known = Bounded[tuple[str, tuple[str, ...]]](_MAX_REQUESTS)  # request key -> owner, entry keys
-        self._contexts = Bounded[bool](REMEMBERED)  # owner, caller, context
+        # By owner and caller, so that nobody's requests displace those of others.
+        self._contexts = Bounded[Bounded[bool]](_MAX_CALLERS)
 
     def remember(self, key: str, entries: Sequence[str], owner: str) -> bool:
         """Store a request's list of images; return whether it was there."""
@@ -293,12 +295,15 @@ class RememberedRequests:
 
     def note_contexts(self, owner: str, caller: str | None, contexts: Iterable[str]) -> None:
         """Store the contexts that images of a caller's request have."""
+        if (own := self._contexts.get((owner, caller))) is None:
+            self._contexts.put((owner, caller), own := Bounded[bool](_MAX_CONTEXTS))
         for context in contexts:
-            self._contexts.put((owner, caller, context), True)
+            own.put(context, True)
 
     def had_context(self, owner: str, caller: str | None, context: str) -> bool:
         """Return whether an image of a caller's request had this context."""
-        return self._contexts.get((owner, caller, context)) is not None
+        own = self._contexts.get((owner, caller))
+        return own is not None and own.get(context) is not None
 
     def clear(self) -> None:
         self._known.clear()

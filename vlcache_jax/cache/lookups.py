@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter
@@ -284,8 +285,16 @@ class TierLookups:
         return sound
 
     def forget(self, entry: str) -> None:
-        """Discard the result of an image's last lookup, because the tier has changed."""
+        """Discard the result of an image's last lookup, because records are gone."""
         self._looks.pop(entry)
+
+    def outdate(self, entry: str) -> None:
+        """Repeat an image's last lookup at the next request, because a record was written.
+
+        Until then, its result is valid: requests for images in host memory do not wait for lookups.
+        """
+        if (look := self._looks.get(entry)) is not None:
+            self._looks.put(entry, look._replace(at=-math.inf))
 
     def close(self) -> None:
         """Stop the lookups."""

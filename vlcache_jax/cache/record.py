@@ -9,7 +9,7 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -209,12 +209,12 @@ class Donors(NamedTuple):
     nothing of a caller come first, and then those that the caller chose.
 
     Attributes:
-      neutral: contexts with nothing of another caller before the image, those to prefer first.
+      neutral: the context of the request with nothing of another caller before the image; None: there is none.
       rule: see `CacheConfig.donors`.
       is_own: returns whether the caller of the request used a context before.
     """
 
-    neutral: Sequence[str] = ()
+    neutral: str | None = None
     rule: str = "any"
     is_own: Callable[[str], bool] = _is_nobodys
 
@@ -223,14 +223,13 @@ class Donors(NamedTuple):
         kind, kinds = self.kind(meta), _BY_RULE[self.rule]
         if kind not in kinds:
             return None
-        within = self.neutral.index(meta.context or "") if kind == "neutral" else int(not meta.canonical)
-        return kinds.index(kind), within
+        return kinds.index(kind), int(not meta.canonical)
 
     def kind(self, meta: Meta) -> str:
         """Return the kind of a donor: "neutral", "own" or "other". KV that was itself linked is "other"."""
         if not meta.canonical or meta.context is None:
             return "other"
-        return "neutral" if meta.context in self.neutral else "own" if self.is_own(meta.context) else "other"
+        return "neutral" if meta.context == self.neutral else "own" if self.is_own(meta.context) else "other"
 
     def best(self, metas: Iterable[Meta]) -> Meta | None:
         """Return the best donor, of equal ones the last; None if there is none."""

@@ -94,10 +94,8 @@ class Store(Records):
       forgotten: called with every record that leaves host memory.
       expired: called with the entry key of every image older than `ttl`.
       form: form of the records that this engine writes; found records of another form are damaged.
-      together: layers of a record that are loaded before other records take a turn, so that the first layers of all
-        come first; None: all.
-      clock: returns seconds since the epoch.
-      steady: returns monotonic seconds.
+      together: layers of a record that are loaded before other records take a turn; None: all.
+      clock, steady: return seconds since the epoch, and monotonic seconds.
 
     Attributes:
       image_keys: keys of images, by alias.
@@ -174,9 +172,7 @@ class Store(Records):
         try:
             if waits:
                 self.wait()
-            if self.config.ttl is not None and self.ages.end(entry):
-                self.expire(entry)
-                self._expired(entry)
+            self.expire_old(entry)
             handle = self.find(entry, context, grid=grid, donors=donors)
         finally:
             if coming:
@@ -203,6 +199,12 @@ class Store(Records):
         for record, (channel, meta) in coming.items():
             self._start(channel, meta, record)
         return {record: channel.tier.label for record, (channel, _) in coming.items()}
+
+    def expire_old(self, entry: str) -> None:
+        """Remove the records of an image if it is older than `ttl`."""
+        if self.config.ttl is not None and self.ages.end(entry):
+            self.expire(entry)
+            self._expired(entry)
 
     def knows(self, entry: str) -> bool:
         """Return whether any record of an image is here, being filled, or in another tier."""
@@ -242,9 +244,7 @@ class Store(Records):
     # For users.
 
     def delete(self, entry: str, pinned: Collection[str] = ()) -> set[str]:
-        """Delete an image's records in all tiers, except pinned ones and the names in `pinned`; return the deleted
-        names.
-        """
+        """Delete an image's records in all tiers, except pinned ones and those in `pinned`; return their names."""
         names: set[str] = set()
         self._sighted.pop(entry)  # the next request counts as the first
         for channel in (channel for channel in self.channels if not channel.tier.is_read_only):
@@ -513,7 +513,8 @@ def can_link(
     store: Store, entry: str, context: str, donors: Donors, *, grid: Grid | None, owner: str | None
 ) -> bool:  # fmt: skip
     """Return whether `Store.lookup` would find KV of an image, without loading it."""
-    metas = store.variants(entry)
+    store.expire_old(entry)
+    metas = [meta for meta in store.variants(entry) if grid in (None, meta.grid)]
     if not _serve(metas, context, donors) and store.channels:
         outside = _outside(store.channels, entry, store.ages.oldest(), grid, owner)
         metas = [found.meta for _, found in outside.values() if found.meta.context is not None]

@@ -238,21 +238,23 @@ class Caller:
             options = call.options
             if call.compressors is not None:
                 options = dataclasses.replace(options, compress=good(call.compressors[row]))
-            for donor in self._planner.donors_to_make(request, options):
-                self._make_donor(donor, call.called_at)
+            donors = [self._make(one, call.called_at) for one in self._planner.donors_to_make(request, options)]
             planned = self._planner.plan(request, options)
-            job = Job(call.first + row, planned, kind.sequences(row, planned), heard, kind, streams=streams)
+            sequences = kind.sequences(row, planned)
+            job = Job(call.first + row, planned, sequences, heard, kind, donors=donors, streams=streams)
             self.loop.submit(job.sequences, call.called_at)
         return job
 
-    def _make_donor(self, planned: Planned, called_at: float | None) -> None:
-        """Submit a prompt that computes an image for a request after it; the request links its KV."""
+    def _make(self, planned: Planned, called_at: float | None) -> PooledSequence:
+        """Submit a prompt that computes a donor for a request after it; return its sequence."""
         assert planned.reservation is not None
         planned.reservation.enter()  # of the sequence, which leaves when it has run
         try:
-            self.loop.submit([self._sequences.pooled(planned)], called_at)
+            sequence = self._sequences.pooled(planned)
+            self.loop.submit([sequence], called_at)
         finally:
             planned.reservation.leave()
+        return sequence
 
     def arrive(self, chunk: RequestChunk[Any], heard: Callable[[Job], object]) -> Job:
         """Identify, plan and submit the only request of a chunk; `heard` is called at each progress of its job.

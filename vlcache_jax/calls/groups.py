@@ -131,6 +131,7 @@ class Job:
       sequences: its running sequences.
       heard: callback that the engine's thread calls with the job when it begins and when it ends.
       kind: kind of its result; it has the call.
+      donors: sequences that compute images of the request in a neutral context.
       streams: also call `heard` whenever there are new tokens.
 
     Attributes:
@@ -145,10 +146,11 @@ class Job:
         heard: Callable[[Job], object],
         kind: ResultKind[Any],
         *,
+        donors: Sequence[Running] = (),
         streams: bool = False,
     ):
         self.kind = kind
-        self.row, self.planned, self.sequences = row, planned, sequences
+        self.row, self.planned, self.sequences, self._donors = row, planned, sequences, donors
         self.has_begun = False
         self._heard, self._streams = heard, streams
         for sequence in sequences:
@@ -170,9 +172,14 @@ class Job:
         if self.planned.reservation is not None:
             self.planned.reservation.leave(failed=failed)
 
+    @property
+    def submitted(self) -> list[Running]:
+        """All sequences that run for the request alone."""
+        return [*self.sequences, *self._donors]
+
     def abort(self) -> None:
-        """Abort all sequences of the job."""
-        for sequence in self.sequences:
+        """Abort all sequences of the job. Donors that other requests wait for are computed nevertheless."""
+        for sequence in self.submitted:
             sequence.abort()
 
     def _hear(self, sequence: Running) -> None:
@@ -283,7 +290,7 @@ class _Serving[T: CallResult]:
         if self._running:
             for job in self._running.values():
                 job.leave(failed=True)
-            self._loop.abort([sequence for job in self._running.values() for sequence in job.sequences])
+            self._loop.abort([sequence for job in self._running.values() for sequence in job.submitted])
 
     def _submitted(self, chunk: RequestChunk[T]) -> Iterator[tuple[int, T]]:
         call = chunk.kind.call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,16 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Openings:
-    """Contexts of an image or a video that begins the first message of a user.
+    """Neutral contexts: of an image or a video that begins the first message of a user.
 
-    Before it is only what the chat template begins a conversation with, or a system message of the operator or of the
-    request itself. So no other caller had an influence on the KV that was computed there. A chunk of a video has the
-    chunks before it, too, which are the request's own.
+    Before it is only what the chat template begins a conversation with, or a system message that the operator chose. So
+    no caller had an influence on the KV that was computed there. A chunk of a video has the chunks before it, too,
+    which are the request's own. Each image of a request has one neutral context, which follows from the request alone:
+    outputs must not depend on the contexts that happen to be cached.
 
     Args:
       openings: token ids before such an image, without a system message and after each one of the operator.
-      turn_token: id of the token that begins a message; None: it is unknown, and requests have no opening of their own.
+      turn_token: id of the token that begins a message; None: it is unknown, and no system message is recognized.
       expander: expander of the placeholders of videos; None: there are none.
       video: ids of the placeholder of a video and of the token after it.
     """
@@ -41,7 +42,6 @@ class Openings:
         video: tuple[int, int] = (-1, -1),
     ):
         self._openings, self._expander, self._video = tuple(openings), expander, np.array(video, np.int32)
-        self._contexts = tuple(map(_context, openings))
         self._header = self._before = _NONE  # of a user's message, and the tokens before its image
         if turn_token is not None and len(openings) and (turns := np.flatnonzero(openings[0] == turn_token)).size:
             self._header, self._before = openings[0][turns[-1] : -1], openings[0][turns[-1] :]
@@ -67,29 +67,29 @@ class Openings:
             video = renderer.video_token_id, int(ids[begin + 1])  # the token after a video is that after an image
         return cls(openings, turn_token, renderer.expander, video)
 
-    def of_images(self, token_ids: Ids) -> tuple[str, ...]:
-        """Return the neutral contexts of images of a prompt, those to prefer first: after its own system message.
+    def of_images(self, token_ids: Ids) -> str | None:
+        """Return the neutral context of the images of a prompt; None if there is none.
 
         Args:
           token_ids: the prompt, int32 [n].
         """
-        return tuple(dict.fromkeys([*map(_context, self._own(token_ids)), *self._contexts]))
+        return None if (opening := self._of(token_ids)) is None else next(context_keys([opening, ""]))
 
-    def of_chunks(self, request: Request, video: int) -> list[tuple[str, ...]]:
-        """Return the neutral contexts of each chunk of a request's video, those to prefer first."""
+    def of_chunks(self, request: Request, video: int) -> list[str | None]:
+        """Return the neutral context of each chunk of a request's video."""
         chunks = request.chunks(video)
-        openings = [*self._own(request.token_ids), *self._openings]
-        contexts = [self._after(one, request, chunks).contexts for one in openings]
-        return [tuple(dict.fromkeys(own)) for own in zip(*contexts, strict=True)] or [()] * len(chunks)
+        alone = self.alone(request, chunks)
+        return [None] * len(chunks) if alone is None else [*alone.contexts]
 
     def alone(self, request: Request, images: Sequence[int]) -> Request | None:
-        """Return a prompt with an image or a video of a request after the first opening; None if there is no opening.
+        """Return a prompt with an image or a video of a request in its neutral context; None if there is none.
 
         Args:
           request: the request.
           images: index of the image, or those of all chunks of the video.
         """
-        return self._after(self._openings[0], request, images) if self._openings else None
+        opening = self._of(request.token_ids)
+        return None if opening is None else self._after(opening, request, images)
 
     def _after(self, opening: Ids, request: Request, images: Sequence[int]) -> Request:
         """Return a prompt with an image or a video of a request after an opening. It ends with the image."""
@@ -109,14 +109,13 @@ class Openings:
             moments=tuple(request.moments[i] for i in images), metrics=RequestMetrics(), items=[*request.items],
         )  # fmt: skip
 
-    def _own(self, token_ids: Ids) -> Iterator[Ids]:
-        """Yield what an image at the beginning of the first user's message would have before it, if it is known."""
+    def _of(self, token_ids: Ids) -> Ids | None:
+        """Return the opening of a prompt: with its own system message if it is the operator's, else without one."""
         count = len(self._header)
         for start in np.flatnonzero(token_ids == self._header[0]).tolist() if count else ():
             if np.array_equal(token_ids[start : start + count], self._header):
-                yield np.concatenate([token_ids[:start], self._before])
-                return
-
-
-def _context(opening: Ids) -> str:
-    return next(context_keys([opening, ""]))
+                own = np.concatenate([token_ids[:start], self._before])
+                if any(np.array_equal(own, one) for one in self._openings):
+                    return own
+                break
+        return self._openings[0] if self._openings else None

@@ -265,6 +265,11 @@ class MetaBuilder:
         )  # fmt: skip
 
     @property
+    def is_coded(self) -> bool:
+        """True if KV is stored by a codec, so that it is not linked exactly."""
+        return bool(self._kv.code_bytes)
+
+    @property
     def min_tokens(self) -> int:
         """Number of tokens of the smallest image whose KV is stored, see `KVShape.min_tokens`."""
         return self._kv.min_tokens
@@ -337,7 +342,8 @@ class Planner:
         Args:
           request, options: the request, which is planned after them. See `plan` for the reservations.
         """
-        if self._openings is None or not options.reuse.approximates or options.donors == "any":
+        makes_none = options.donors == "any" or self.store.config.load in ("encoder", "none")
+        if self._openings is None or not options.reuse.approximates or makes_none:
             return
         donors = self._donors(request, options)
         exact = dataclasses.replace(options, reuse=parse_policy("exact"), compress=None)
@@ -345,8 +351,9 @@ class Planner:
             if moment is not None and moment.chunk:  # it comes with the first chunk
                 continue
             shown = [first] if moment is None else request.chunks(moment.video)
-            # An image in a neutral context becomes a donor by the request itself.
-            if all(request.contexts[i] in donors[i].neutral or self._can_link(request, i, donors[i]) for i in shown):
+            # An image in its neutral context becomes a donor by the request itself, if it is then linked exactly.
+            is_own = not self._forms.is_coded and all(request.contexts[i] == donors[i].neutral for i in shown)
+            if is_own or all(self._can_link(request, i, donors[i]) for i in shown):
                 continue
             alone = self._openings.alone(request, shown)
             if alone is None or len(alone.token_ids) > self._max_tokens:
@@ -427,7 +434,7 @@ class Planner:
     def _donors(self, request: Request, options: ResolvedOptions) -> list[Donors]:
         """Return the contexts from which the KV of each image of a request may be linked."""
         openings, is_own = self._openings, partial(self.store.requests.had_context, request.owner, options.caller)
-        neutral = () if openings is None else openings.of_images(request.token_ids)
+        neutral = None if openings is None else openings.of_images(request.token_ids)
         of_image = Donors(neutral, options.donors, is_own)
         if not request.videos or openings is None:
             return [of_image] * len(request.images)
