@@ -1106,6 +1106,22 @@ def donors_paired(rows: Sequence[Row], name: str = "approximate", context: str =
         yield [COUNTS[images], measure, *_by_kind(rows, kinds, (context, images, name), text)]
 
 
+def donor_cost(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield times to the first token and sizes of entries with neutral donors and any (`research.donor_cost`)."""
+    yield ["images", "request", '`"any"` [ms]', '`"neutral"` [ms]', '`"any"` [MiB]', '`"neutral"` [MiB]']
+    for row in rows:
+        values = [f"{row[f'{rule} [{unit}]']}" for unit in ("ms", "MiB") for rule in ("any", "neutral")]
+        yield [str(row["images"]), row["request"], *values]
+
+
+def video_donors(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield distances to no reuse of videos by the context of their chunks (`research.video_donors`)."""
+    yield ["chunks are linked from", *(f"`{name}`" for name in dict.fromkeys(row["reuse"] for row in rows))]
+    for kind in dict.fromkeys(row["donors"] for row in rows):
+        own = [row for row in rows if row["donors"] == kind]
+        yield [kind, *(f"{row['MSE']:.2g} [{row['MSE low']:.2g}, {row['MSE high']:.2g}]" for row in own)]
+
+
 def _by_kind(
     rows: Sequence[Row], kinds: Sequence[str], case: tuple[str, str, str], text: Callable[[Row], str]
 ) -> list[str]:
@@ -1230,6 +1246,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "compression overview": functools.partial(_of, compression_overview, "compression_cpu.json"),
     "losses overview": functools.partial(_of, _overview, "study_unnumbered_small.json"),
     "donors": functools.partial(_of, donor_kinds, "donors_study.json"),
+    "donor cost": functools.partial(_of, donor_cost, "donor_cost_cpu.json"),
+    "video donors": functools.partial(_of, video_donors, "video_donors.json"),
     "donors paired": functools.partial(_of, donors_paired, "donors_study.json"),
     "poisoning": poisoning,
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),

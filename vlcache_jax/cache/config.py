@@ -56,8 +56,8 @@ class CacheConfig:
       donors: contexts from which approximate reuse links KV: "neutral": those with nothing of another caller before the
         image; "own": also those that the same caller used before; "any": all, in this order of preference; by default
         "neutral" with `remote`, `peers` or a server, else "any".
-      neutral_systems: system messages of the operator; an image at the beginning of a user's message after one of them
-        is in a neutral context, as after no system message or that of the request itself.
+      neutral_systems: system messages of the operator; the neutral context of requests with one of them is after it,
+        and that of other requests is without a system message.
       ttl: maximum age in seconds of cache entries and KV blocks that are used, from the time of computation; in
         `remote` from the time of the write; by default no limit.
       max_bytes_per_salt: maximum size of the entries of one `cache_salt`, in host memory and on the disk each; calls

@@ -88,11 +88,8 @@ class Openings:
           request: the request.
           images: index of the image, or those of all chunks of the video.
         """
-        opening = self._of(request.token_ids)
-        return None if opening is None else self._after(opening, request, images)
-
-    def _after(self, opening: Ids, request: Request, images: Sequence[int]) -> Request:
-        """Return a prompt with an image or a video of a request after an opening. It ends with the image."""
+        if (opening := self._of(request.token_ids)) is None:
+            return None
         first, moment = request.images[images[0]], request.moments[images[0]]
         starts: tuple[int, ...] = (len(opening),)
         if moment is None:

@@ -352,8 +352,8 @@ class Planner:
                 continue
             shown = [first] if moment is None else request.chunks(moment.video)
             # An image in its neutral context becomes a donor by the request itself, if it is then linked exactly.
-            is_own = not self._forms.is_coded and all(request.contexts[i] == donors[i].neutral for i in shown)
-            if is_own or all(self._can_link(request, i, donors[i]) for i in shown):
+            is_donor = not self._forms.is_coded and all(request.contexts[i] == donors[i].neutral for i in shown)
+            if is_donor or all(self._can_link(request, i, donors[i]) for i in shown):
                 continue
             alone = self._openings.alone(request, shown)
             if alone is None or len(alone.token_ids) > self._max_tokens:
