@@ -164,14 +164,14 @@ def test_items_of_libraries_are_neutral(checkpoints, textured_image, tmp_path):
     with open_llm(checkpoints, donors="neutral", disk=tmp_path) as llm:
         Library(llm, "bare").add(images[0], "one")
         Library(llm, "after", system="Sell.").add(images[1], "one")
-        for library, image, made in (("bare", images[0], 0), ("after", images[1], 1)):
+        for library, image in zip(("bare", "after"), images, strict=True):
             item = {"type": "image", "library": library, "id": "one"}
             before = ask(llm, *shown("New: ", item, "?"))
             attack(llm, image)
             attack(llm, item)
             assert found(before) == [("approximate", "neutral", "other_context")]
             assert values(ask(llm, *shown("New: ", item, "?"))) == values(before)
-            assert llm.cache.stats().donors_made == made
+            assert llm.cache.stats().donors_made == 0
 
 
 def test_a_prompt_of_the_greatest_length_has_no_longer_donor(checkpoints, textured_image):

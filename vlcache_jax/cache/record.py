@@ -212,11 +212,13 @@ class Donors(NamedTuple):
       neutral: the context of the request with nothing of another caller before the image; None: there is none.
       rule: see `CacheConfig.donors`.
       is_own: returns whether the caller of the request used a context before.
+      are_shared: the records are those that the operator shares with all salts: each of their contexts is neutral.
     """
 
     neutral: str | None = None
     rule: str = "any"
     is_own: Callable[[str], bool] = _is_nobodys
+    are_shared: bool = False
 
     def rank(self, meta: Meta) -> tuple[int, int] | None:
         """Return the rank of a donor, the smallest for the best; None: it may not be linked."""
@@ -229,7 +231,8 @@ class Donors(NamedTuple):
         """Return the kind of a donor: "neutral", "own" or "other". KV that was itself linked is "other"."""
         if not meta.canonical or meta.context is None:
             return "other"
-        return "neutral" if meta.context == self.neutral else "own" if self.is_own(meta.context) else "other"
+        is_neutral = self.are_shared or meta.context == self.neutral
+        return "neutral" if is_neutral else "own" if self.is_own(meta.context) else "other"
 
     def best(self, metas: Iterable[Meta]) -> Meta | None:
         """Return the best donor, of equal ones the last; None if there is none."""

@@ -510,7 +510,7 @@ class PendingWrite:
 
 
 def can_link(
-    store: Store, entry: str, context: str, donors: Donors, *, grid: Grid | None, owner: str | None
+    store: Store, entry: str, context: str, *, grid: Grid | None, donors: Donors, owner: str | None
 ) -> bool:  # fmt: skip
     """Return whether `Store.lookup` would find KV of an image, without loading it."""
     store.expire_old(entry)

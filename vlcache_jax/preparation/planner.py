@@ -368,9 +368,9 @@ class Planner:
     def _can_link(self, request: Request, i: int, donors: Donors) -> bool:
         """Return whether KV of an image is there that may be linked, under its own key or its shared one."""
         image, context = request.images[i], request.contexts[i]
-        owners = {key: request.owner if key == image.key else image.shared_owner for key in image.keys}
         return any(
-            can_link(self.store, key, context, donors, grid=image.grid, owner=owner) for key, owner in owners.items()
+            can_link(self.store, key, context, grid=image.grid, **_whose(image, key, request.owner, donors))
+            for key in image.keys
         )
 
     def plan(self, request: Request, options: ResolvedOptions, *, is_asked: bool = True) -> Planned:
@@ -449,8 +449,7 @@ class Planner:
         found: Handle | None = None
         for key in image.keys:
             if found is None or not found.exact:
-                whose = owner if key == image.key else image.shared_owner
-                handle = self.store.lookup(key, context, grid=image.grid, donors=donors, owner=whose)
+                handle = self.store.lookup(key, context, grid=image.grid, **_whose(image, key, owner, donors))
                 found = handle if found is None else found.prefer(handle)
         assert found is not None
         return found
@@ -550,6 +549,13 @@ class Planner:
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_buckets)
+
+
+def _whose(image: ImageRef, key: str, owner: str, donors: Donors | None) -> dict[str, Any]:
+    """Return the owner of an image's entries under one of its keys, and the donors among them, for a lookup."""
+    if key == image.key:
+        return {"donors": donors, "owner": owner}
+    return {"donors": None if donors is None else donors._replace(are_shared=True), "owner": image.shared_owner}
 
 
 def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:
