@@ -29,6 +29,7 @@ from vlcache_jax.study.report import environment, show, write
 
 SIDE = 1024  # pixels: an image has 1024 tokens
 FRAME, FRAMES = 512, 8  # pixels and frames of a video: four chunks of 256 tokens
+LONGEST = 8192  # tokens of a prompt
 RULES = ("any", "neutral")
 ANSWER = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 TEXTS = {"first request": "This is page 3 of the book. ", "next request": "Yesterday I saw a blue ring. "}
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stack.enter_context(drawn_weights())
         model, _ = make_random_model(root / "model")
         options: dict[str, Any] = {"reuse": "approximate", "enable_prefix_caching": False, "use_tqdm": False}
-        options |= {"max_model_len": 8192, "kv_cache_bytes": "2GiB", "max_num_seqs": 4}
+        options |= {"max_model_len": LONGEST, "kv_cache_bytes": "2GiB", "max_num_seqs": 4}
         engines = {rule: stack.enter_context(LLM(model, cache=CacheConfig(donors=rule), **options)) for rule in RULES}
         cases = (("image", 1), ("image", 4), ("video", 1))
         rows = [row for kind, count in cases for row in measure(engines, kind, count, given.rounds)]

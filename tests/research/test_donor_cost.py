@@ -18,6 +18,7 @@ from vlcache_jax.testing import make_checkpoint
 def test_the_cost_of_donors_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(donor_cost, "SIDE", 64)
     monkeypatch.setattr(donor_cost, "FRAME", 64)
+    monkeypatch.setattr(donor_cost, "LONGEST", 1024)
     monkeypatch.setattr(donor_cost, "drawn_weights", contextlib.nullcontext)
     monkeypatch.setattr(donor_cost, "make_random_model", lambda path: (make_checkpoint(path, "qwen3_vl"), "tiny"))
     donor_cost.main(["--rounds", "1", "--out", str(tmp_path / "cost.json")])

@@ -89,7 +89,7 @@ def test_the_newest_of_three_contexts_is_linked(llm, samples, decoys):
     assert newest != pytest.approx(first, rel=1e-2)
     neutral = dataclasses.replace(prompts, kind=donors.NEUTRAL)
     donors.cache(llm, [*rounds, *neutral.rounds(samples, 1)])  # a neutral donor is linked before others
-    with pytest.raises(ValueError, match=r"images of question 0 must be linked as \[\('approximate', 'other'\), "):
+    with pytest.raises(ValueError, match=r"images of question 0 must be linked as \[\('approximate', 'own'\), "):
         donors.link(llm, samples, protocol, [1], cold, FULL["full"], expected)
 
 
