@@ -14,7 +14,6 @@ import argparse
 import pathlib
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax import LLM, CacheConfig, RequestOutput, SamplingParams
+from research.dialogue import first_token
+from vlcache_jax import LLM, CacheConfig
 from vlcache_jax.benchmarks.random_models import drawn_weights, make_random_model
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, show, write
@@ -31,7 +31,6 @@ SIDE = 1024  # pixels: an image has 1024 tokens
 FRAME, FRAMES = 512, 8  # pixels and frames of a video: four chunks of 256 tokens
 LONGEST = 8192  # tokens of a prompt
 RULES = ("any", "neutral")
-ANSWER = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 TEXTS = {"first request": "This is page 3 of the book. ", "next request": "Yesterday I saw a blue ring. "}
 
 
@@ -45,12 +44,10 @@ def shown(rng: np.random.Generator, kind: str, count: int) -> list[dict[str, Any
     return [{"type": "image", "image": image} for image in images]
 
 
-def first_token(llm: LLM, parts: Sequence[dict[str, Any]], text: str) -> tuple[float, RequestOutput]:
-    """Return the seconds to the first token of a question about `parts` after `text`, and the output."""
+def asked(parts: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return a question about parts of a message after a text."""
     content = [{"type": "text", "text": text}, *parts, {"type": "text", "text": "What is it?"}]
-    begin = time.perf_counter()
-    [output] = llm.chat([{"role": "user", "content": content}], ANSWER, use_tqdm=False)
-    return time.perf_counter() - begin, output
+    return [{"role": "user", "content": content}]
 
 
 def measure(engines: dict[str, LLM], kind: str, count: int, rounds: int) -> list[dict[str, Any]]:
@@ -65,7 +62,7 @@ def measure(engines: dict[str, LLM], kind: str, count: int, rounds: int) -> list
         parts = shown(rng, kind, count)
         for name, text in TEXTS.items():
             for rule, llm in [*engines.items()][:: 1 if number % 2 else -1]:
-                took, output = first_token(llm, parts, text)
+                took, output = first_token(llm, asked(parts, text))
                 llm.cache.flush()
                 linked = {"neutral": "neutral", "any": None if name == "first request" else "own"}[rule]
                 if (donors := {image.donor for image in output.cache.images}) != {linked}:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from research.codecs import divergence
 from vlcache_jax.assets import SCHEDULES, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.commands import options as opt
@@ -150,17 +151,6 @@ def in_rounds(every: Sequence[list[list[Conversation]]]) -> list[list[Conversati
     return [[one for prompts in same for one in prompts] for same in zip(*every, strict=True)]
 
 
-def kl_per_token(cold: npt.NDArray[Any], logits: npt.NDArray[Any]) -> float:
-    """Return the mean divergence of probabilities from those of the cold run, in nats; both logits are [tokens, V]."""
-    p, q = (_log_softmax(np.asarray(one, np.float64)) for one in (cold, logits))
-    return float(np.mean(np.sum(np.exp(p) * (p - q), -1)))
-
-
-def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
 def ask_cold(llm: LLM, samples: Sequence[Sample], protocol: Protocol, chosen: Sequence[int]) -> Cold:
     """Answer the samples `chosen` without reuse.
 
@@ -208,7 +198,7 @@ def link(
         if donors != (right := list(expected[len(samples[i].images)])):
             raise ValueError(f"images of question {samples[i].index} must be linked as {right}, got {donors}")
         error = float(np.mean(np.square(score.logits - logits)))
-        kl = kl_per_token(logits, score.logits)
+        kl = float(divergence(logits, score.logits).mean())
         found.append(Linked(i, samples[i].score(text), text != before, error, kl, text))
     return found
 

@@ -74,9 +74,7 @@ def draw_piece(rng: np.random.Generator, decoys: int) -> Piece:
       rng: Source of random numbers.
       decoys: Number of questions about two other images, which images, questions and answers are taken from.
     """
-    match str(
-        rng.choice(["image", "turn", "instruction", "words", "repeated", "system"], p=[0.3, 0.2, 0.2, 0.1, 0.1, 0.1])
-    ):
+    match str(rng.choice(list(KINDS), p=list(KINDS.values()))):
         case "image":
             return "image", int(rng.integers(2 * decoys))
         case "turn":

@@ -113,10 +113,9 @@ def with_thinking_tags(directory, target):
 
 
 def user(*parts):
-    """A conversation of texts and pictures."""
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
+    """Return a conversation of texts, images, and parts as they are."""
+    kinds = [(part, "text" if isinstance(part, str) else "image") for part in parts]
+    content = [part if isinstance(part, dict) else {"type": kind, kind: part} for part, kind in kinds]
     return [{"role": "user", "content": content}]
 
 

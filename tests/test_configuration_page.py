@@ -51,8 +51,7 @@ def test_options_of_the_command_line_are_those_of_serve():
 
 def test_what_a_server_has_otherwise_is_said():
     """Its own defaults of options of the engine."""
-    listed = [*rows("EngineConfig"), *rows("CacheConfig")]
-    effects = {name.strip("`"): effect for name, _, _, effect, _ in listed}
+    effects = {name.strip("`"): effect for name, _, _, effect, _ in rows("EngineConfig")}
     assert all(f"`vlcache serve` has `{default}`" in effects[name] for name, default in serve._DEFAULTS.items())
 
 

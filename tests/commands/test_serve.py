@@ -54,6 +54,14 @@ def test_every_option_of_the_engine_is_one_of_the_command():
     assert all(one.help for one in command().params if one.param_type_name == "option" and one.name != "same_model")
 
 
+def test_system_messages_of_the_operator_may_be_in_files(tmp_path):
+    (tmp_path / "system.txt").write_text("You sell shoes.\nBe kind.\n", encoding="utf-8")
+    engine, _ = parsed("--neutral-systems", f"@{tmp_path}/system.txt", "--neutral-systems", "Be brief.")
+    assert engine.cache.neutral_systems == ("You sell shoes.\nBe kind.", "Be brief.")
+    with pytest.raises(ValueError, match=r"neutral_systems must have a readable text file after @, got @.*/none\.txt: "):
+        parsed("--neutral-systems", f"@{tmp_path}/none.txt")
+
+
 def test_options_reach_the_configurations(tmp_path):
     words = (
         "some/model --reuse 0.1 --max-model-len 512 --no-enable-prefix-caching --max-num-seqs 4 --seed 3 --port 0 "

@@ -403,8 +403,8 @@ def test_what_is_refused(service):
     assert post("/v1/nothing", b"{}")[0] == 404
     assert post("/reset_mm_cache", b"{}")[0] == 401  # which needs the admin key
     assert service.http.ask("GET", "/cache")[0] == 401
-    status, told = post("/v1/chat/completions", json.dumps({"messages": shows(0, "?"), "donors": "any"}).encode())
-    assert (status, "donors must be neutral" in told.decode()) == (400, True)
+    status, body = post("/v1/chat/completions", json.dumps({"messages": shows(0, "?"), "donors": "any"}).encode())
+    assert (status, "donors must be neutral" in body.decode()) == (400, True)
     assert text(service.ask(0, "What is at A1?"))
 
 

@@ -12,7 +12,9 @@ import pytest
 from tests.helper import WITHIN, eventually
 from tests.server.helper import data_url, shows
 from tests.server.test_entrance import answered_to, coming
+from vlcache_jax import CacheConfig
 from vlcache_jax.cache.keys import payer
+from vlcache_jax.server.config import ServerConfig, served_cache
 
 CHAT, ADMIN = "/v1/chat/completions", "root"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "temperature": 0}
@@ -284,22 +286,22 @@ def test_a_tenant_has_its_share_of_the_cache_whatever_its_salts(serve, keys, eng
 @pytest.mark.usefixtures("fresh")
 def test_own_donors_are_those_of_a_key(serve, keys, textured_image):
     served = serve(api_keys=written(keys, a1="alice", a2="alice"), allow_reuse=["approximate"])
-    picture, way = textured_image(64, 96), {"reuse": "approximate", "donors": "own"}
+    image, own = textured_image(64, 96), {"reuse": "approximate", "donors": "own"}
 
     def donor(key, text, **more):
-        content = [{"type": "text", "text": text}, *shows(data_url(picture))[0]["content"]]
+        content = [{"type": "text", "text": text}, *shows(data_url(image))[0]["content"]]
         status, found = ask(served, key, messages=[{"role": "user", "content": content}], **more)
         assert status == 200, found
-        [image] = found["cache"]["images"]
-        return image["match"], image["donor"]
+        [report] = found["cache"]["images"]
+        return report["match"], report["donor"]
 
     assert donor("a1", "Mine: ") == ("miss", None)
-    assert donor("a1", "New: ", **way) == ("approximate", "own")
-    assert donor("a2", "New: ", **way) == ("approximate", "neutral")
-    assert donor("a1", "New: ", **way | {"donors": "neutral"}) == ("approximate", "neutral")
+    assert donor("a1", "New: ", **own) == ("approximate", "own")
+    assert donor("a2", "New: ", **own) == ("approximate", "neutral")
+    assert donor("a1", "New: ", **own | {"donors": "neutral"}) == ("approximate", "neutral")
 
 
-def test_donors_that_requests_may_not_ask_for(serve, engine, monkeypatch):
+def test_donors_that_requests_may_not_ask_for(serve):
     served = serve(allow_reuse=["approximate"])
     for donors, message in (
         ("own", "donors must not be own on this server, because its keys have no names"),
@@ -311,9 +313,17 @@ def test_donors_that_requests_may_not_ask_for(serve, engine, monkeypatch):
         assert message in found["error"]["message"]
     assert ask(served, "none", donors="neutral")[0] == 200
     assert ask(served, "none", caller="alice")[0] == 400
-    monkeypatch.setitem(vars(engine.service.config.cache), "donor_rule", "own")
+
+
+def test_a_server_links_neutral_donors_unless_its_operator_says_otherwise(keys):
+    """It checks this before a model is opened."""
+    named = ServerConfig(api_keys=written(keys, a="alice"))
+    for server in (ServerConfig(), named):
+        assert served_cache(CacheConfig(), server).donors == "neutral"
+        assert served_cache(CacheConfig(donors="any"), server).donors == "any"
+    assert served_cache(CacheConfig(donors="own"), named).donors == "own"
     with pytest.raises(ValueError, match="donors must not be 'own' without api_keys, whose names tell callers apart"):
-        serve()
+        served_cache(CacheConfig(donors="own"), ServerConfig())
 
 
 def test_a_tenant_may_ask_for_its_own_ways(serve, keys):

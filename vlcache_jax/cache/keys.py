@@ -278,7 +278,7 @@ class RememberedRequests:
 
     def __init__(self) -> None:
         self._known = Bounded[tuple[str, tuple[str, ...]]](_MAX_REQUESTS)  # request key -> owner, entry keys
-        # By owner and caller, so that nobody's requests displace those of others.
+        # By owner and caller, so that one caller's contexts do not displace those of others.
         self._contexts = Bounded[Bounded[bool]](_MAX_CALLERS)
 
     def remember(self, key: str, entries: Sequence[str], owner: str) -> bool:

@@ -192,10 +192,11 @@ class Lost:
 
 DONOR_RULES = ("any", "own", "neutral")
 """Values of `CacheConfig.donors`, the one that allows most first."""
-DONOR_KINDS = ("neutral", "own", "other")
-"""Kinds of donors, the best first."""
-# Others may have neutral donors made. With "own", own ones come first, so that outputs do not depend on this.
-_BY_RULE: dict[str, tuple[str, ...]] = {"any": DONOR_KINDS, "own": ("own", "neutral"), "neutral": ("neutral",)}
+OWN_RANK = (-1, 0)
+"""Rank of KV of the same context, which precedes all donors."""
+# Kinds that a rule allows, the best first. Others may have neutral donors made. With "own", own ones come first, so
+# that outputs do not depend on this.
+_BY_RULE = {"any": ("neutral", "own", "other"), "own": ("own", "neutral"), "neutral": ("neutral",)}
 
 
 def _is_nobodys(context: str) -> bool:

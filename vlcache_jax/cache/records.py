@@ -12,7 +12,7 @@ from typing import Any, cast
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import REMEMBERED, Ages, Losses, Quotas, payer
 from vlcache_jax.cache.lookups import CacheStats
-from vlcache_jax.cache.record import DONOR_KINDS, Donors, Lost, Meta, Record, State, Why
+from vlcache_jax.cache.record import OWN_RANK, Donors, Lost, Meta, Record, State, Why
 from vlcache_jax.inputs.processor import Grid
 
 
@@ -27,7 +27,8 @@ class Handle:
       why: the reason if not `exact`.
       passed_over: records that were found but are computed nevertheless.
       brought: label of the source tier by the name of each record that the lookup loads.
-      donor: kind of the context of KV that was computed in another one, see `DONOR_KINDS`; otherwise None.
+      donor: kind of the context of KV that was computed in another one, see `Donors.kind`; otherwise None.
+      rank: rank of the KV among donors, see `Donors.rank`.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class Handle:
         why: Why | None,
         is_coded: bool = False,
         donor: str | None = None,
+        rank: tuple[int, int] = OWN_RANK,
     ):
         self.encoder, self.kv, self.exact, self.why, self.is_coded = encoder, kv, exact, why, is_coded
-        self.donor = donor
+        self.donor, self.rank = donor, rank
         self.passed_over: list[Record] = []
         self.brought: dict[str, str] = {}
         self._store = records
@@ -66,7 +68,7 @@ class Handle:
 
     def prefer(self, other: Handle) -> Handle:
         """Return the better of two handles, with the encoder output of either, and release the rest."""
-        is_better = other.exact or (other.kv is not None and (self.kv is None or _precedes(other, self)))
+        is_better = other.exact or (other.kv is not None and (self.kv is None or other.rank < self.rank))
         better, worse = (other, self) if is_better else (self, other)
         if better.why is Why.unknown_image:
             better.why = worse.why
@@ -110,12 +112,6 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def _precedes(one: Handle, other: Handle) -> bool:
-    """Return whether the KV of a handle is a better donor than that of another one."""
-    ranked = (None, *DONOR_KINDS)  # None: coded KV of the same context
-    return ranked.index(one.donor) < ranked.index(other.donor)
 
 
 class MemoryTier:
@@ -326,8 +322,10 @@ class Records:
             self.tier.touch(found)  # encoder output last, as it is useful in every context
             for record in found:
                 record.pins += 1
-            donor = None if exact or is_coded or kv is None or donors is None else donors.kind(kv.meta)
-            return Handle(self, encoder, kv, exact, why, is_coded, donor)
+            if exact or is_coded or kv is None or donors is None:
+                return Handle(self, encoder, kv, exact, why, is_coded)
+            rank = donors.rank(kv.meta) or OWN_RANK
+            return Handle(self, encoder, kv, exact, why, is_coded, donors.kind(kv.meta), rank)
 
     def count(self, handles: Sequence[Handle]) -> None:
         """Add lookups to the counters."""

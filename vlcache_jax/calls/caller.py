@@ -238,10 +238,12 @@ class Caller:
             options = call.options
             if call.compressors is not None:
                 options = dataclasses.replace(options, compress=good(call.compressors[row]))
-            donors = [self._make(one, call.called_at) for one in self._planner.donors_to_make(request, options)]
-            planned = self._planner.plan(request, options)
+            donors = self._planner.donors(request, options)
+            to_make = self._planner.donors_to_make(request, options, donors)
+            made = [self._make(one, call.called_at) for one in to_make]
+            planned = self._planner.plan(request, options, donors)
             sequences = kind.sequences(row, planned)
-            job = Job(call.first + row, planned, sequences, heard, kind, donors=donors, streams=streams)
+            job = Job(call.first + row, planned, sequences, heard, kind, donors=made, streams=streams)
             self.loop.submit(job.sequences, call.called_at)
         return job
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pathlib
 import re
 import typing
 from collections.abc import Collection, Mapping
@@ -18,11 +19,10 @@ from vlcache_jax.commands.options import SHIPPED
 from vlcache_jax.common.progress import say, say_errors
 from vlcache_jax.config import EngineConfig
 from vlcache_jax.device.buckets import BucketSizes
-from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.config import ServerConfig, served_cache
 
 # What others may send must not name files of the process, unless the operator says so.
-# Nor may the KV that they link depend on others' prompts.
-_DEFAULTS: dict[str, Any] = {"allowed_local_media_path": None, "donors": "neutral"}
+_DEFAULTS: dict[str, Any] = {"allowed_local_media_path": None}
 _ENVIRONMENT = {
     "api_key": "VLCACHE_API_KEY",
     "admin_key": "VLCACHE_ADMIN_KEY",
@@ -86,12 +86,25 @@ def configs(model: str, given: Mapping[str, Any]) -> tuple[EngineConfig, ServerC
         return {name: value for name, value in found.items() if value is not None or name in _DEFAULTS}
 
     server = ServerConfig(**of(ServerConfig))
-    engine = EngineConfig(model, cache=CacheConfig(**of(CacheConfig)), **of(EngineConfig))
+    cache = of(CacheConfig)
+    if "neutral_systems" in cache:
+        cache["neutral_systems"] = [_text(one) for one in cache["neutral_systems"]]
+    engine = EngineConfig(model, cache=served_cache(CacheConfig(**cache), server), **of(EngineConfig))
     if engine.allow_remote_images and not engine.allowed_media_domains:
         raise ValueError(
             "allowed_media_domains must name hosts if allow_remote_images is set, got none: use --allowed-media-domains"
         )
     return engine, server
+
+
+def _text(given: str) -> str:
+    """Return a system message, which is in a file if it has the form "@FILE". A line end at the end is left out."""
+    if not given.startswith("@"):
+        return given
+    try:
+        return pathlib.Path(given[1:]).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"neutral_systems must have a readable text file after @, got {given}: {error}") from error
 
 
 def _own(owner: type) -> list[Field[Any]]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import math
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -333,19 +334,18 @@ class Planner:
         """Return whether the KV of an image of this size is stored; if not, its encoder output is."""
         return self._links_kv and tokens >= self._min_tokens
 
-    def donors_to_make(self, request: Request, options: ResolvedOptions) -> Iterator[Planned]:
+    def donors_to_make(self, request: Request, options: ResolvedOptions, donors: Sequence[Donors]) -> Iterator[Planned]:
         """Yield planned prompts that compute images of a request in a neutral context, where no donor may be linked.
 
         A prompt has one image, or all chunks of a video. Images that no request had before are among them. So the
         outputs do not depend on what others asked.
 
         Args:
-          request, options: the request, which is planned after them. See `plan` for the reservations.
+          request, options, donors: see `plan`, which is called for the request after these prompts.
         """
         makes_none = options.donors == "any" or self.store.config.load in ("encoder", "none")
-        if self._openings is None or not options.reuse.approximates or makes_none:
+        if self._openings is None or makes_none or not donors:
             return
-        donors = self._donors(request, options)
         exact = dataclasses.replace(options, reuse=parse_policy("exact"), compress=None)
         for first, moment in enumerate(request.moments):
             if moment is not None and moment.chunk:  # it comes with the first chunk
@@ -369,16 +369,24 @@ class Planner:
         """Return whether KV of an image is there that may be linked, under its own key or its shared one."""
         image, context = request.images[i], request.contexts[i]
         return any(
-            can_link(self.store, key, context, grid=image.grid, **_whose(image, key, request.owner, donors))
-            for key in image.keys
+            can_link(self.store, key, context, grid=image.grid, donors=allowed, owner=owner)
+            for key, owner, allowed in _keys(image, request.owner, donors)
         )
 
-    def plan(self, request: Request, options: ResolvedOptions, *, is_asked: bool = True) -> Planned:
+    def plan(
+        self,
+        request: Request,
+        options: ResolvedOptions,
+        donors: Sequence[Donors] | None = None,
+        *,
+        is_asked: bool = True,
+    ) -> Planned:
         """Look a request up, plan it, and reserve cache entries for what it will compute.
 
         The caller must call `leave` of `Planned.reservation` once.
 
         Args:
+          donors: donors of each image, see `donors`, which is called for None.
           is_asked: whether a caller asked for it, so that it is counted.
         """
         start, policy = time.perf_counter(), options.reuse
@@ -388,8 +396,8 @@ class Planner:
         made: list[Record] = []
         try:
             # Lookup: the entries that are found, and usable, decide what is computed.
-            donors = self._donors(request, options) if policy.approximates else [None] * len(contexts)
-            for context, image, allowed in zip(contexts, request.images, donors, strict=False):
+            some = (self.donors(request, options) if donors is None else donors) or itertools.repeat(None)
+            for context, image, allowed in zip(contexts, request.images, some, strict=False):
                 handles.append(self._find(image, context, allowed, request.owner))
                 if (load := self.store.config.load) in ("encoder", "none"):
                     handles[-1].pass_over(encoder=load == "none" and image.has_pixels)
@@ -431,8 +439,10 @@ class Planner:
             reservation=CacheReservation(self.store, handles, made, None if known else key, request.items),
         )
 
-    def _donors(self, request: Request, options: ResolvedOptions) -> list[Donors]:
-        """Return the contexts from which the KV of each image of a request may be linked."""
+    def donors(self, request: Request, options: ResolvedOptions) -> list[Donors]:
+        """Return the contexts from which the KV of each image may be linked; empty if only exact KV is."""
+        if not options.reuse.approximates:
+            return []
         openings, is_own = self._openings, partial(self.store.requests.had_context, request.owner, options.caller)
         neutral = None if openings is None else openings.of_images(request.token_ids)
         of_image = Donors(neutral, options.donors, is_own)
@@ -447,9 +457,9 @@ class Planner:
     def _find(self, image: ImageRef, context: str, donors: Donors | None, owner: str) -> Handle:
         """Return the entries of an image under its own key, or else under its shared one."""
         found: Handle | None = None
-        for key in image.keys:
+        for key, whose, allowed in _keys(image, owner, donors):
             if found is None or not found.exact:
-                handle = self.store.lookup(key, context, grid=image.grid, **_whose(image, key, owner, donors))
+                handle = self.store.lookup(key, context, grid=image.grid, donors=allowed, owner=whose)
                 found = handle if found is None else found.prefer(handle)
         assert found is not None
         return found
@@ -551,11 +561,11 @@ class Planner:
         return round_up(image.num_tokens, self._token_buckets)
 
 
-def _whose(image: ImageRef, key: str, owner: str, donors: Donors | None) -> dict[str, Any]:
-    """Return the owner of an image's entries under one of its keys, and the donors among them, for a lookup."""
-    if key == image.key:
-        return {"donors": donors, "owner": owner}
-    return {"donors": None if donors is None else donors._replace(are_shared=True), "owner": image.shared_owner}
+def _keys[D: Donors | None](image: ImageRef, owner: str, donors: D) -> Iterator[tuple[str, str | None, D]]:
+    """Yield the keys of an image's entries, with their owner and donors: its own key, and that of shared entries."""
+    yield image.key, owner, donors
+    for key in image.keys[1:]:
+        yield key, image.shared_owner, donors if donors is None else donors._replace(are_shared=True)
 
 
 def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:

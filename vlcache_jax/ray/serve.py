@@ -34,7 +34,7 @@ from vlcache_jax.ray.ingress import Ingress
 from vlcache_jax.ray.routing import PEER, ImageRouter, tag_of
 from vlcache_jax.router.affinity import FACTOR, SLACK, Affinity, SeenImages
 from vlcache_jax.server.app import Server
-from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.config import ServerConfig, served_cache
 from vlcache_jax.server.lifecycle import FAILED, SMALL, warm_up
 from vlcache_jax.server.tenants import server_secret
 
@@ -58,8 +58,6 @@ class EngineReplica:
         self, config: EngineConfig, server: ServerConfig, secret: bytes, token: str
     ):
         self._holders = RecentPeers()
-        if config.cache.donors is None:  # as `vlcache serve`
-            config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, donors="neutral"))
         if config.cache.disk is not None:  # without a disk tier, replicas have no cache entries for each other
             cache = dataclasses.replace(config.cache, discovered_peers=self._holders, peer_token=token)
             config = dataclasses.replace(config, cache=cache)
@@ -228,8 +226,8 @@ def app(
       ValueError: an option is wrong.
     """
     own = config if isinstance(config, EngineConfig) else EngineConfig(config)
-    own = dataclasses.replace(placed(own), use_tqdm=False)
     served = server or ServerConfig()
+    own = dataclasses.replace(placed(own), use_tqdm=False, cache=served_cache(own.cache, served))
     for name in _LISTENING:
         if getattr(served, name) != getattr(ServerConfig, name):
             raise ValueError(f"{name} is not supported on Ray Serve: set the options of ray.serve.start instead")

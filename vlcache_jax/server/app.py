@@ -86,8 +86,6 @@ class Server:
         tag: str = "",
     ):
         self.engine, self.config = engine, config
-        if engine.service.config.cache.donor_rule == "own" and config.api_keys is None:
-            raise ValueError("donors must not be 'own' without api_keys, whose names tell callers apart")
         for reuse in config.allow_reuse:
             check_allowed("allow_reuse", engine.service.policy_of, reuse)
         for compress in config.allow_compress:

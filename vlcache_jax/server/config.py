@@ -6,9 +6,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.common.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
 from vlcache_jax.inputs.prompt import template_text
 from vlcache_jax.protocol import xml_tools
@@ -152,6 +153,17 @@ class ServerConfig:
     def has_keys(self) -> bool:
         """True if clients must send a key."""
         return bool(self.api_key) or self.api_keys is not None
+
+
+def served_cache(cache: CacheConfig, server: ServerConfig) -> CacheConfig:
+    """Return the options of the image cache of a server, whose default of `donors` is "neutral".
+
+    Raises:
+      ValueError: `donors` is "own", but callers have no names.
+    """
+    if cache.donors == "own" and server.api_keys is None:
+        raise ValueError("donors must not be 'own' without api_keys, whose names tell callers apart")
+    return cache if cache.donors is not None else replace(cache, donors="neutral")
 
 
 def _check_template(given: str) -> None:
