@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import re
 import random
 import signal
 import socket
@@ -58,8 +59,9 @@ def test_system_messages_of_the_operator_may_be_in_files(tmp_path):
     (tmp_path / "system.txt").write_text("You sell shoes.\nBe kind.\n", encoding="utf-8")
     engine, _ = parsed("--neutral-systems", f"@{tmp_path}/system.txt", "--neutral-systems", "Be brief.")
     assert engine.cache.neutral_systems == ("You sell shoes.\nBe kind.", "Be brief.")
-    with pytest.raises(ValueError, match="neutral_systems must have a readable text file after @, got @"):
-        parsed("--neutral-systems", f"@{tmp_path}/none.txt")
+    missing = f"@{tmp_path}/none.txt"
+    with pytest.raises(ValueError, match=re.escape(f"readable text file after @, got {missing}: ")):
+        parsed("--neutral-systems", missing)
 
 
 def test_options_reach_the_configurations(tmp_path):
