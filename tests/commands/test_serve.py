@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import http.client
 import json
-import re
 import random
+import re
 import signal
 import socket
 import subprocess
