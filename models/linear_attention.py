@@ -197,11 +197,11 @@ def update_block(
     between = jnp.exp(jnp.where(is_before, apart, -jnp.inf))
     since_begin = jnp.exp(jnp.cumsum(decay, -1))[..., None]
     k, q = k[:, None], q[:, None]
-    # What each token adds, minus what earlier tokens of the block have added along its key.
+    # What each token adds, minus what earlier tokens of the block have added along its key. What the state before the
+    # block holds along the keys goes first: subtracted from the solution, it would cancel digits.
     system = _matmul(k, k.swapaxes(-1, -2)) * between * beta[..., None]
-    given = jnp.concatenate([v * beta[..., None], k * (beta[..., None] * since_begin)], -1)
-    added, read = jnp.split(_matmul(unit_inverse(system), given), [v.shape[-1]], -1)
-    added = added - _matmul(read, state)
+    given = (v - _matmul(k * since_begin, state)) * beta[..., None]
+    added = _matmul(unit_inverse(system), given)
     out = _matmul(q * since_begin, state) + _matmul(_matmul(q, k.swapaxes(-1, -2)) * between, added)
     until_end = between[..., -1, :, None]
     state = state * since_begin[..., -1:, :] + _matmul((k * until_end).swapaxes(-1, -2), added)
