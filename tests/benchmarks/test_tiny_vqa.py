@@ -355,6 +355,39 @@ def test_a_hybrid_trains_and_opens(training, tmp_path):
     assert output.error is None
 
 
+@pytest.mark.slow
+def test_a_converted_hybrid_begins_with_the_shipped_model(tmp_path):
+    """Its encoder, tables and layers of full attention are those of the shipped model; it can train from its start."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from research.tiny_vqa.hybrid import Converted
+    from vlcache_jax.assets import TINY_VQA
+
+    options = {"seed": 3, "learning_rate": 1e-3, "image_numbers": False}
+    trainer = Converted(tmp_path / "run", teacher=TINY_VQA, **options)
+    teacher = AutoModelForImageTextToText.from_pretrained(TINY_VQA, dtype=torch.float32)
+    own, theirs = trainer.model.model.language_model, teacher.model.language_model
+    x, places = torch.randn(1, 40, 192), torch.arange(40).expand(3, 1, -1)
+    with torch.no_grad():
+        for layer in (3, 5):
+            one, other = (
+                model.layers[layer](x, position_embeddings=model.rotary_emb(x, places), attention_mask=None)
+                for model in (own, theirs)
+            )
+            np.testing.assert_allclose(one, other, atol=1e-4)
+        np.testing.assert_allclose(own.norm(x), theirs.norm(x), atol=1e-5)
+        np.testing.assert_allclose(own.layers[0].mlp(x), theirs.layers[0].mlp(x), atol=1e-5)
+    assert (own.embed_tokens.weight == theirs.embed_tokens.weight).all()
+    encoder = dict(teacher.model.visual.named_parameters())
+    assert all((encoder[name] == weight).all() for name, weight in trainer.model.model.visual.named_parameters())
+    report = trainer.train_step(tokens=300, turns=2, groups=1)
+    assert report["right"]["sight"] > 0.9
+    assert np.isfinite(report["loss"])
+    with pytest.raises(ValueError, match="variant must be hybrid, got small"):
+        Converted(tmp_path / "other", teacher=TINY_VQA, variant="small", **options)
+
+
 def _train_in_process(rank, folder, store):
     import torch.distributed as dist
 
