@@ -22,7 +22,7 @@ import typer
 
 from research.codecs import divergence
 from research.donors import AFTER_IMAGES, AFTER_TEXT, IMAGES, NEUTRAL, DonorPrompts, load_decoys, mean_interval
-from research.linked_layers import Kept, LayerWise, Link, Prompt, Rows, Run, image_rows
+from research.linked_layers import Kept, LayerWise, Link, MapCode, Prompt, Rows, Run, image_rows
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.commands import options as opt
@@ -56,6 +56,7 @@ class Setting:
       ends: Whether half of them are the last tokens, instead of the first ones only.
       shift: Kinds of layers that shift, see `Link`.
       stale: Kinds of layers that use the donor's values; the others have those of the run without reuse.
+      code: Stored form of the maps, see `Link`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Setting:
     ends: bool = False
     shift: tuple[str, ...] = ()
     stale: tuple[str, ...] = ("full", "linear")
+    code: MapCode | None = None
 
     def computed(self, tokens: int, layers: int) -> Rows:
         """Return whether a layer computes a token of an image `[layers, tokens]`."""
@@ -88,6 +90,17 @@ SETTINGS = (
     Setting("shift-first 5 %, also in linear layers", 5.0, shift=("full", "linear")),
     Setting("first 5 %, only full layers linked", 5.0, stale=("full",)),
     Setting("first 5 %, only linear layers linked", 5.0, stale=("linear",)),
+    *(
+        Setting(f"shift-ends 10 %, {name}", 10.0, ends=True, shift=("full",), code=code)
+        for name, code in (
+            ("maps in float32", MapCode()),
+            ("maps in bfloat16", MapCode(16)),
+            ("maps in int8", MapCode(8)),
+            ("maps in int8, A from 0.1", MapCode(8, 0.1)),
+            ("maps in int8, A from 0.5", MapCode(8, 0.5)),
+            ("maps in int8, no A", MapCode(8, np.inf)),
+        )
+    ),
     Setting("all rows", 100.0),
 )
 
@@ -155,7 +168,7 @@ class Study:
                 for own, right, kind in zip(kept, true, self.model.kinds, strict=True)
             ]
             computed = setting.computed(span.stop - span.start, len(self.model.kinds))
-            links[k] = Link(mixed, computed, setting.shift)
+            links[k] = Link(mixed, computed, setting.shift, setting.code)
         return self.model.run(prompt, links)
 
     def answers(
@@ -346,7 +359,9 @@ def main(
         study = Study(LayerWise(model), samples, load_decoys())
         log = WorkLog(work, f"{model.name} {questions}")
         if "linear" not in study.model.kinds:
-            settings = [one for one in settings if "linear" not in one.shift and len(one.stale) > 1]
+            settings = [
+                one for one in settings if one.code is None and "linear" not in one.shift and len(one.stale) > 1
+            ]
         head: dict[str, Any] = environment("torch", "transformers")
         head |= {"model": model.name, "split": "test", "dtype": "float32"}
         if setting is None:

@@ -13,7 +13,7 @@ import functools
 import io
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,30 @@ class Prompt:
     encoded: tuple[tuple[torch.Tensor, ...], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class MapCode:
+    """A stored form of an image's map S -> A S + B.
+
+    Attributes:
+      bits: 32 for float32, 16 for bfloat16, 8 for integers with a scale for each row.
+      least_norm: A head's A counts as zero if its largest singular value is smaller.
+    """
+
+    bits: int = 32
+    least_norm: float = 0.0
+
+    def applied(self, a: torch.Tensor, b: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Return the state after an image `[heads, dk, dv]`, from its map and the state before it."""
+        is_kept = torch.linalg.matrix_norm(a, ord=2) >= self.least_norm
+        return (self._stored(a) * is_kept[:, None, None]) @ state + self._stored(b)
+
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bits == 8:
+            scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+            return (x / scale).round() * scale
+        return x.to({16: torch.bfloat16, 32: torch.float32}[self.bits]).float()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Link:
     """An image that is linked from another run.
@@ -55,11 +79,13 @@ class Link:
       computed: Whether a layer computes a token of the image `[layers, T]`; later layers compute no further tokens.
       shift: Kinds of layers in which linked values, and keys of full attention, move by the mean difference that the
         computed tokens show: "full", "linear".
+      code: Form of the image's maps. None: the inputs of the rule are used, not maps.
     """
 
     kept: Sequence[Kept]
     computed: Rows
     shift: tuple[str, ...] = ()
+    code: MapCode | None = None
 
     def __post_init__(self) -> None:
         if (self.computed[1:] & ~self.computed[:-1]).any():
@@ -186,14 +212,15 @@ class LayerWise:
         decay = -attention.A_log.exp() * functional.softplus(attention.in_proj_a(y) + attention.dt_bias)
         kept = {"k": k, "v": v, "beta": attention.in_proj_b(y).sigmoid(), "decay": decay}
         k, v, beta, decay = _linked(kept, linked, "linear", moved={"v": torch.add})
-        heads = len(y), -1
-        out, _ = attention_rule(attention)(
-            *(x.reshape(1, *heads, attention.head_k_dim) for x in (q, k)),
-            v.reshape(1, *heads, attention.head_v_dim),
-            g=decay[None],
-            beta=beta[None],
-            use_qk_l2norm_in_kernel=True,
-        )
+        q, k = (x.view(len(y), -1, attention.head_k_dim) for x in (q, k))
+        v = v.view(len(y), -1, attention.head_v_dim)
+        state = torch.zeros(attention.num_v_heads, attention.head_k_dim, attention.head_v_dim)
+        out = torch.zeros_like(v)
+        for own, code in _pieces(len(y), linked):
+            if code is None:
+                out[own], state = _rule(attention, q[own], k[own], v[own], beta[own], decay[own], state)
+            else:
+                state = code.applied(*_map_of(attention, k[own], v[own], beta[own], decay[own]), state)
         z = attention.in_proj_z(y).reshape(-1, attention.head_v_dim)
         out = attention.norm(out.reshape(-1, attention.head_v_dim), z)
         return attention.out_proj(out.reshape(len(y), -1)), {"inputs": inputs, **kept}
@@ -208,20 +235,64 @@ class LayerWise:
         norms = {}
         for i in (i for i, kind in enumerate(self.kinds) if kind == "linear"):
             attention, own = self._text.layers[i].linear_attn, kept[i]
-            k = own["k"].reshape(1, len(own["k"]), -1, attention.head_k_dim)
-            shape = attention.num_v_heads, attention.head_k_dim
-            zeros = torch.zeros(1, len(own["k"]), *shape)
-            _, state = attention_rule(attention)(
-                k, k, zeros, g=own["decay"][None], beta=own["beta"][None], use_qk_l2norm_in_kernel=True,
-                initial_state=torch.eye(shape[1]).expand(1, shape[0], -1, -1), output_final_state=True,
-            )  # fmt: skip
-            norms[i] = torch.linalg.matrix_norm(state[0].double(), ord=2).numpy()
+            k = own["k"].view(len(own["k"]), -1, attention.head_k_dim)
+            v = own["v"].view(len(k), -1, attention.head_v_dim)
+            a, _ = _map_of(attention, k, v, own["beta"], own["decay"])
+            norms[i] = torch.linalg.matrix_norm(a.double(), ord=2).numpy()
         return norms
 
 
-def attention_rule(attention: Any) -> Any:
-    """Return the chunked rule of a module of linear attention."""
-    return sys.modules[type(attention).__module__].torch_chunk_gated_delta_rule
+def _rule(
+    attention: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    decay: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of the gated delta rule `[n, heads, dv]`, and the state after the tokens.
+
+    Args:
+      attention: Module of linear attention.
+      q, k: `[n, key heads, dk]`.
+      v: `[n, heads, dv]`.
+      beta, decay: `[n, heads]`.
+      state: State before the tokens `[heads, dk, dv]`.
+    """
+    rule = sys.modules[type(attention).__module__].torch_chunk_gated_delta_rule
+    out, after = rule(
+        q[None], k[None], v[None], g=decay[None], beta=beta[None],
+        initial_state=state[None], output_final_state=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return out[0], after[0]
+
+
+def _map_of(
+    attention: Any, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A `[heads, dk, dk]` and B `[heads, dk, dv]` of tokens, from one scan with wider values; see `_rule`."""
+    heads, width = v.shape[1:]
+    unit = torch.eye(k.shape[-1]).expand(heads, -1, -1)
+    wide = torch.cat([v, torch.zeros(len(v), heads, k.shape[-1])], -1)
+    _, after = _rule(attention, k, k, wide, beta, decay, torch.cat([torch.zeros(*unit.shape[:2], width), unit], -1))
+    return after[..., width:], after[..., :width]
+
+
+def _pieces(tokens: int, linked: Sequence[tuple[slice, Link, int]]) -> Iterator[tuple[slice, MapCode | None]]:
+    """Yield the tokens in order: those whose rule is computed, and those of maps with their code."""
+    first = 0
+    for span, link, layer in sorted(linked, key=lambda one: one[0].start):
+        left = np.flatnonzero(~link.computed[layer])
+        if link.code is None or not len(left):
+            continue
+        run = slice(span.start + int(left[0]), span.start + int(left[-1]) + 1)
+        if run.stop - run.start != len(left):
+            raise ValueError(f"tokens of a map must follow each other, got {len(left)} of {run.stop - run.start}")
+        yield slice(first, run.start), None
+        yield run, link.code
+        first = run.stop
+    yield slice(first, tokens), None
 
 
 def image_rows(kept: Sequence[Kept], span: slice) -> list[Kept]:

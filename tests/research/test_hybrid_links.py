@@ -120,6 +120,30 @@ def test_an_image_changes_a_state_by_a_map(study):
         np.testing.assert_allclose(norms[layer], np.linalg.norm(a, 2, (-2, -1)).ravel(), atol=1e-4)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_maps_link_as_their_inputs_do(study, ends):
+    """In the whole model, with two images; codes come near, and a threshold removes A."""
+    if "linear" not in study.model.kinds:
+        pytest.skip("no layer has states")
+    prompt = study.prompt("text_first", 1)
+    cold = study.model.run(prompt)
+    donors = study.donors("text_first", links.NEUTRAL, 1)
+
+    def error(code, reference=None):
+        setting = links.Setting("", 10.0, ends=ends, shift=("full",), code=code)
+        run = study.linked(prompt, cold, donors, setting)
+        return run if reference is None else differ(run, reference)
+
+    inputs = error(None)
+    exact, half, coded, without = (
+        error(code, inputs)
+        for code in (links.MapCode(), links.MapCode(16), links.MapCode(8), links.MapCode(32, np.inf))
+    )
+    assert exact <= 2e-5 < half < 0.05
+    assert half < coded < without
+    assert error(links.MapCode(32, 1e-6), inputs) <= 2e-5
+
+
 @pytest.mark.parametrize("setting", ["0.1", "shift-0.1"])
 def test_the_engine_links_alike(samples, setting):
     """In a model without linear attention, the engine has the same logits if it computes the same tokens."""
