@@ -641,6 +641,8 @@ class Trainer:
     def export(self, directory: pathlib.Path) -> None:
         """Write the model as a Hugging Face directory, weights in bfloat16."""
         shutil.copytree(self.run / "checkpoint", directory, dirs_exist_ok=True)
+        # Some of transformers' classes split texts in their own way, whatever the file says. The model knows that one.
+        AutoTokenizer.from_pretrained(directory).backend_tokenizer.save(str(directory / "tokenizer.json"))
         tensors = {
             name: tensor.to(torch.bfloat16).contiguous()
             for name, tensor in self.model.state_dict().items()
