@@ -23,7 +23,7 @@ import typer
 from research.codecs import divergence
 from research.donors import AFTER_IMAGES, AFTER_TEXT, IMAGES, NEUTRAL, DonorPrompts, load_decoys, mean_interval
 from research.linked_layers import Kept, LayerWise, Link, MapCode, Prompt, Rows, Run, image_rows
-from vlcache_jax.assets import TINY_VQA
+from vlcache_jax.assets import TINY_HYBRID
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.commands import options as opt
 from vlcache_jax.common.files import check_writable
@@ -338,7 +338,7 @@ def norms(study: Study, questions: int) -> list[dict[str, Any]]:
 def main(
     model: Annotated[
         pathlib.Path, typer.Option(help="Folder of a model of the family of Qwen3-VL or Qwen3.5.")
-    ] = TINY_VQA,
+    ] = TINY_HYBRID,
     questions: Annotated[int, typer.Option(min=1, help="Questions of each of the five tasks.")] = 60,
     donors: Annotated[list[str] | None, typer.Option(help=f"Kinds of donors: {', '.join(DONORS)}.")] = None,
     setting: Annotated[list[str] | None, typer.Option(help="Names of settings; all by default.")] = None,
@@ -347,7 +347,7 @@ def main(
 ) -> None:
     """Compare which tokens of linked images are computed, in a model with linear attention or without.
 
-    Example: python -m research.hybrid_links --model hybrid --work links.work --out links.json
+    Example: python -m research.hybrid_links --work links.work --out links.json
     """
     with say_errors():
         check_writable("out", out)

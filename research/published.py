@@ -1122,6 +1122,73 @@ def video_donors(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [kind, *(f"{row['MSE']:.2g} [{row['MSE low']:.2g}, {row['MSE high']:.2g}]" for row in own)]
 
 
+LINK_CASES = list(itertools.product(("text_first", "question_first"), COUNTS))
+
+
+def hybrid_links(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield the change of accuracy from no reuse, and KL per token, by setting (`research.hybrid_links`)."""
+    own = {
+        (row["setting"], row["context"], row["images"]): row
+        for row in rows
+        if row["donors"] == "neutral" and "maps" not in row["setting"]
+    }
+    titles = {"text_first": "other text", "question_first": "a question"}
+    yield ["setting", *(f"{COUNTS[images]}, {titles[context]} before" for context, images in LINK_CASES)]
+    for name in dict.fromkeys(name for name, *_ in own):
+        found = [own[name, *case] for case in LINK_CASES]
+        yield [name, *(f"{interval(row)}; {row['KL']:.1e}" for row in found)]
+
+
+def hybrid_donors(rows: Sequence[Row], context: str = "text_first") -> Iterator[list[str]]:
+    """Yield the change of accuracy for two images by kind of donors (`research.hybrid_links`)."""
+    kinds = list(dict.fromkeys(row["donors"] for row in rows))
+    own = {
+        (row["setting"], row["donors"]): row for row in rows if (row["context"], row["images"]) == (context, "several")
+    }
+    yield ["setting", *kinds]
+    for name in dict.fromkeys(name for name, _ in own):
+        yield [name, *(f"{interval(own[name, kind])}; {own[name, kind]['KL']:.1e}" for kind in kinds)]
+
+
+def hybrid_maps(rows: Sequence[Row], context: str = "text_first") -> Iterator[list[str]]:
+    """Yield distances to no reuse for two images by the form of maps (`research.hybrid_links`)."""
+    yield ["maps", "accuracy to no reuse [points]", "logit MSE", "KL"]
+    for row in rows:
+        if "maps" in row["setting"] and (row["context"], row["images"]) == (context, "several"):
+            name = row["setting"].partition(", maps in ")[2]
+            yield [name, interval(row), f"{row['MSE']:.2e}", f"{row['KL']:.2e}"]
+
+
+def hybrid_goal(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield the change of accuracy, and the lowest end of the intervals of the tasks (`research.hybrid_links`)."""
+    titles = {"text_first": "other text", "question_first": "a question"}
+    yield [
+        "setting",
+        "before the images",
+        "images",
+        "questions",
+        "no reuse [%]",
+        "change [points]",
+        "lowest end of a task",
+    ]
+    for row in rows:
+        cells = (
+            str(row["questions"]),
+            f"{row['cold']:.1f}",
+            interval(row),
+            f"{row['worst task']} {row['worst low']:+.1f}",
+        )
+        yield [row["setting"], titles[row["context"]], COUNTS[row["images"]], *cells]
+
+
+def hybrid_norms(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield the mean norms of the images' A by linear layer and head (`research.hybrid_links`)."""
+    heads = list(dict.fromkeys(row["head"] for row in rows))
+    yield ["layer", *(f"head {head}" for head in heads)]
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        yield [str(layer), *(f"{row['norm of A']:.2f}" for row in rows if row["layer"] == layer)]
+
+
 def _by_kind(
     rows: Sequence[Row], kinds: Sequence[str], case: tuple[str, str, str], text: Callable[[Row], str]
 ) -> list[str]:
@@ -1250,6 +1317,12 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "video donors": functools.partial(_of, video_donors, "video_donors.json"),
     "donors paired": functools.partial(_of, donors_paired, "donors_study.json"),
     "poisoning": poisoning,
+    "hybrid links": functools.partial(_of, hybrid_links, "hybrid_links.json"),
+    "full links": functools.partial(_of, hybrid_links, "hybrid_links_full.json"),
+    "hybrid goal": functools.partial(_of, hybrid_goal, "hybrid_links_goal.json"),
+    "hybrid donors": functools.partial(_of, hybrid_donors, "hybrid_links_donors.json"),
+    "hybrid maps": functools.partial(_of, hybrid_maps, "hybrid_links.json"),
+    "hybrid norms": functools.partial(_of, hybrid_norms, "hybrid_links.json", "norms"),
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }
 for _model in MODELS:

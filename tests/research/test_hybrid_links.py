@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from research import hybrid_links as links
-from vlcache_jax import LLM, BucketSizes, CacheConfig
-from vlcache_jax.assets import TINY_VQA
+from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
+from vlcache_jax.assets import TINY_HYBRID, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.models.linear_attention import update_block
 from vlcache_jax.reuse.policies import spread_ranks
@@ -242,3 +242,17 @@ def test_sensitivity_falls_with_the_rows_of_a_layer(study, monkeypatch):
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match=r"donors must be one of neutral, .*, got 'mine'"):
         links.chosen("donors", ["mine"], links.DONORS, str)
+
+
+def test_the_shipped_hybrid_answers_as_transformers_does_and_mostly_right():
+    """By the engine, whose tokens are most likely for transformers' modules, too."""
+    asked = load_samples([], questions=4)
+    model, protocol = links.LayerWise(TINY_HYBRID), Protocol("text_first")
+    with LLM(TINY_HYBRID, dtype="float32", buckets=BucketSizes(rows=(256,), patches=(1024,), sequences=(4,))) as llm:
+        prompts = [protocol.formal(asked, i) for i in range(len(asked))]
+        outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=32), reuse="off", use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert sum(sample.score(text) for sample, text in zip(asked, texts, strict=True)) >= 0.8 * len(asked)
+    for conversation, text in zip(prompts, texts, strict=True):
+        prompt = model.prompt(conversation, text)
+        assert model.run(prompt).logits.argmax(-1).tolist() == prompt.ids[-prompt.answer :]
