@@ -2,8 +2,9 @@
 
     python -m research.tiny_vqa.hybrid --out RUN [--steps N] [--finish N] [--export MODEL]
 
-Two of its six layers keep their attention, four learn linear attention anew. The encoder, the embeddings, the MLPs and
-the norms begin with the weights of the shipped model. The encoder stays as it is: it recognizes everything.
+Two of its six layers keep their attention. The other four learn linear attention from random weights. The encoder, the
+embeddings, the MLPs and the norms begin with the weights of the shipped model. The encoder stays as it is: it
+recognizes everything.
 """
 
 from __future__ import annotations

@@ -641,7 +641,7 @@ class Trainer:
     def export(self, directory: pathlib.Path) -> None:
         """Write the model as a Hugging Face directory, weights in bfloat16."""
         shutil.copytree(self.run / "checkpoint", directory, dirs_exist_ok=True)
-        # Some of transformers' classes split texts in their own way, whatever the file says. The model knows that one.
+        # Some of transformers' classes do not split texts as their file says. The model was trained with their way.
         AutoTokenizer.from_pretrained(directory).backend_tokenizer.save(str(directory / "tokenizer.json"))
         tensors = {
             name: tensor.to(torch.bfloat16).contiguous()
