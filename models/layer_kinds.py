@@ -8,6 +8,7 @@ the programs, the memory plan and the distribution over devices need not know wh
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from typing import Any, NamedTuple
 
@@ -106,6 +107,9 @@ class Runs(NamedTuple):
         copies a state.
       source, target: [B] int32, slots of the states that each block reads and writes. Slot 0 is zero.
       count: [] int32, number of blocks. The others are padding.
+      kind: [B] int32, what a block does, see `BlockKind`; None: all of them compute.
+      tail: [B] int32, slot of what comes before a block in other arrays than the one that maps change; None: `source`.
+      factor: [B] int32, slot of A for blocks of kind `LINK`; None if there are none.
     """
 
     place: Any
@@ -114,6 +118,27 @@ class Runs(NamedTuple):
     source: Any
     target: Any
     count: Any
+    kind: Any = None
+    tail: Any = None
+    factor: Any = None
+
+
+class BlockKind(enum.IntEnum):
+    """What a block of tokens, or of a linked image, does with a state S that changes linearly.
+
+    For fixed inputs, the tokens of an image change S to A S + B, whatever stands before them.
+
+    Attributes:
+      COMPUTE: compute the outputs of its tokens and the state after them.
+      ADDED: compute B for its tokens after those of `source`; slot 0 is no tokens.
+      PASSED: compute A for its tokens after those of `source`; slot 0 is no tokens.
+      LINK: change the state of `source` to A S + B, with A in the slot `factor` and B in the slot `tail`.
+    """
+
+    COMPUTE = 0
+    ADDED = 1
+    PASSED = 2
+    LINK = 3
 
 
 class TokenStates(NamedTuple):

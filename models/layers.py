@@ -31,6 +31,11 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,), dtype))
         self.eps, self.offset = eps, offset
 
+    @property
+    def factor(self) -> jax.Array:
+        """What normed rows are multiplied by, float32."""
+        return self.scale[...].astype(jnp.float32) + self.offset
+
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.scale[...], self.eps, self.offset)
 

@@ -24,7 +24,15 @@ from flax import nnx
 from jax import lax
 
 from vlcache_jax.models.config import TextConfig
-from vlcache_jax.models.layer_kinds import BLOCK, LayerKind, LinearAttentionConfig, Runs, StateArray, TokenStates
+from vlcache_jax.models.layer_kinds import (
+    BLOCK,
+    BlockKind,
+    LayerKind,
+    LinearAttentionConfig,
+    Runs,
+    StateArray,
+    TokenStates,
+)
 from vlcache_jax.models.layers import joined, leading_back, times
 from vlcache_jax.pallas_kernels import rms_norm, split
 
@@ -227,6 +235,11 @@ def unit_inverse(system: jax.Array) -> jax.Array:
     return inverse
 
 
+def _identity(state: jax.Array) -> jax.Array:
+    """Return the state of the form of `state` that changes no state which it is multiplied by."""
+    return jnp.broadcast_to(jnp.eye(state.shape[-2], state.shape[-1], dtype=state.dtype), state.shape)
+
+
 def _by_token(
     sizes: LinearAttentionConfig,
     mixed: jax.Array,
@@ -267,6 +280,8 @@ def _by_block(
     def one(i: jax.Array, carry: Any) -> Any:
         out, (tails, states) = carry
         start, length, source, target = (field[i] for field in (runs.start, runs.length, runs.source, runs.target))
+        kind = None if runs.kind is None else runs.kind[i]
+        tail = source if runs.tail is None else runs.tail[i]
         is_token = inside < length
 
         def rows(x: jax.Array) -> jax.Array:
@@ -275,22 +290,30 @@ def _by_block(
             return jnp.moveaxis(jnp.where(is_token.reshape(-1, *[1] * (x.ndim - 1)), own, 0), 0, -1)
 
         own = rows(mixed).swapaxes(-1, -2)
-        inputs = jnp.concatenate([tails[source], own], 1)
+        inputs = jnp.concatenate([tails[tail], own], 1)
         q, k, v = _heads(sizes, convolve(inputs, weight, BLOCK))
         q, k = (jnp.where(is_token[:, None], x, 0) for x in (q, k))
         v, rate, decayed, before = v.swapaxes(1, 2), rows(beta), rows(decay), states[source]
+        if kind is not None:
+            is_factor = kind == BlockKind.PASSED  # no values are added, and no tokens pass everything
+            v, before = jnp.where(is_factor, 0, v), jnp.where(is_factor & (source == 0), _identity(before), before)
 
         def alone() -> tuple[jax.Array, jax.Array]:
             made, after = update(q[:, 0], k[:, 0], v[:, :, 0], rate[..., 0], decayed[..., 0], before)
             return jnp.pad(made[:, :, None], ((0, 0), (0, 0), (0, BLOCK - 1), (0, 0))), after
 
         made, after = lax.cond(length == 1, alone, lambda: update_block(q, k, v, rate, decayed, before))
-        tail = lax.dynamic_slice_in_dim(inputs, length, sizes.taps - 1, 1)
+        if kind is not None:
+            is_token &= kind == BlockKind.COMPUTE
+            after = lax.cond(
+                kind == BlockKind.LINK, lambda: _matmul(states[runs.factor[i]], before) + states[tail], lambda: after
+            )
+        ending = lax.dynamic_slice_in_dim(inputs, length, sizes.taps - 1, 1)
         # A block without tokens starts where others have outputs.
         earlier = lax.dynamic_slice_in_dim(out, start, BLOCK)
         made = jnp.where(is_token[:, None, None, None], jnp.moveaxis(made, 2, 0), earlier)
         out = lax.dynamic_update_slice_in_dim(out, made, start, 0)
-        return out, (tails.at[target].set(tail), states.at[target].set(after))
+        return out, (tails.at[target].set(ending), states.at[target].set(after))
 
     heads, group = beta.shape[1:]
     begin = jnp.zeros((count + BLOCK, heads, group, sizes.value_width), jnp.float32)

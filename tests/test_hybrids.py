@@ -144,9 +144,16 @@ def test_encoder_output_of_known_images_is_used_in_any_context(llm, conversation
     assert answers([again]) == answers(off)
 
 
-@pytest.mark.parametrize("reuse", ["approximate", "full", 0.1])
-def test_reuse_that_links_is_refused(llm, conversations, reuse):
-    with pytest.raises(ValueError, match=r"reuse must be 'exact' or 'off' for qwen3_5, got .*state"):
+@pytest.mark.parametrize(
+    ("reuse", "reason"),
+    [
+        ("approximate", "'exact', 'off', or a policy that computes the first or the last tokens .* as one map"),
+        ("full", "'exact' or 'off', got 'full': an engine of qwen3_5 links .* only by its own policy"),
+        (0.1, "'exact' or 'off', got '0.1': an engine of qwen3_5 links .* only by its own policy"),
+    ],
+)
+def test_reuse_that_links_is_refused(llm, conversations, reuse, reason):
+    with pytest.raises(ValueError, match=rf"reuse( of a request)? must be {reason}"):
         llm.chat(conversations[0], GREEDY, reuse=reuse, use_tqdm=False)
 
 

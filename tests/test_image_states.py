@@ -10,21 +10,12 @@ import numpy as np
 import pytest
 
 from tests.helper import SIZES, user
-from vlcache_jax import LLM, BucketSizes, CacheConfig, SamplingParams
+from tests.hybrids import BUCKETS, GREEDY, ask, found, small_images_are_stored, values  # noqa: F401
+from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.device import kv_shape
 from vlcache_jax.library import Library
 from vlcache_jax.study.calibration import _measure
-
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
-BUCKETS = BucketSizes(rows=(64, 256), patches=(256,), sequences=(4,), window=4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_images_are_stored():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(kv_shape, "STATED_TOKENS", 1)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +45,6 @@ def cold(directory):
     """An engine that keeps nothing."""
     with open_llm(directory, enable_prefix_caching=False, reuse="off") as engine:
         yield engine
-
-
-def ask(llm, *conversations, params=GREEDY, **options):
-    return llm.chat([*conversations], params, use_tqdm=False, **options)
-
-
-def values(outputs):
-    """Tokens and their log-probabilities, which are equal to the last bit or not at all."""
-    return [(one.token_ids, [x.chosen for x in one.logprobs]) for output in outputs for one in output.outputs]
-
-
-def found(output):
-    return [(image.match, image.kv, image.why) for image in output.cache.images]
 
 
 def images_of(output):

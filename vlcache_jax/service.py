@@ -205,10 +205,10 @@ class Service:
         if devices.count > 1:
             with Progress(f"checking that {devices.count} devices can communicate", show=config.use_tqdm):
                 check_exchange(devices)
-        stored = _how_stored(config, checkpoint)
+        policy = checkpoint.check_policy(config.policy)
+        stored = _how_stored(config, checkpoint, policy)
         shares = Quotas(config.cache.owner_bytes)
         tiers = open_tiers(config.cache, shares, fingerprint=stored.fingerprint, codec=stored.kv.stored_as)
-        policy = checkpoint.check_policy(config.policy)
         renderer, processor = _open_inputs(config, checkpoint)
         videos = VideoProcessor.from_pretrained(checkpoint.directory, checkpoint.config, processor)
         device = _open_device(config, checkpoint, devices, processor, stored.kv)
@@ -238,7 +238,7 @@ class Service:
             rates=rates if config.cache.load == "auto" else None,
             links_kv=runner.shapes.links_kv and bool(config.cache.memory_for_states or not text.has_states),
             keeps_pages=config.enable_prefix_caching and bool(memory.num_snapshots or not text.has_states),
-            turn_token=_turn_token(renderer.tokenizer),
+            turn_token=_turn_token(renderer.tokenizer), edges=checkpoint.edges_of(policy),
             openings=Openings.of(renderer, config.cache.neutral_systems, _turn_token(renderer.tokenizer)),
             max_tokens=memory.max_model_len,
         )  # fmt: skip
@@ -342,7 +342,7 @@ class Service:
         Raises:
           ValueError: `reuse` is not a policy, or is a policy of another model.
         """
-        return self.policy if reuse is None else self.checkpoint.check_policy(parse_policy(reuse))
+        return self.policy if reuse is None else self.checkpoint.check_policy(parse_policy(reuse), self.policy)
 
     def compressor_of(self, compress: Compress | None) -> Compressor | None:
         """Return the compression policy of a call, or None.
@@ -451,7 +451,7 @@ def _open_checkpoint(config: EngineConfig, directory: pathlib.Path, device: jax.
     return checkpoint
 
 
-def _how_stored(config: EngineConfig, checkpoint: Checkpoint) -> EntryFormat:
+def _how_stored(config: EngineConfig, checkpoint: Checkpoint, policy: Policy) -> EntryFormat:
     codec = None if config.cache.codec == "auto" else CODECS[config.cache.codec]
     if codec is not None:
         codec.group(checkpoint.config.text.head_dim)  # raises if the codec does not fit
@@ -461,7 +461,8 @@ def _how_stored(config: EngineConfig, checkpoint: Checkpoint) -> EntryFormat:
         with Progress("fingerprinting the weights", show=config.use_tqdm):
             return checkpoint.fingerprint
 
-    return EntryFormat(KVShape.of(checkpoint.config, checkpoint.dtype, codec), fingerprint)
+    maps = "" if (edges := checkpoint.edges_of(policy)) is None else edges.computed
+    return EntryFormat(KVShape.of(checkpoint.config, checkpoint.dtype, codec, maps), fingerprint)
 
 
 def _open_inputs(config: EngineConfig, checkpoint: Checkpoint) -> tuple[PromptRenderer, ImageProcessor]:
@@ -519,7 +520,8 @@ def _open_device(
     """Check that the model fits in the device's memory, and load the weights."""
     model = widened(checkpoint.config, devices.count)
     memory = plan_memory(
-        model, KVShape.of(model, checkpoint.dtype, kv.codec), devices.all[0], config.buckets, others=devices.all[1:],
+        model, KVShape.of(model, checkpoint.dtype, kv.codec, kv.maps), devices.all[0], config.buckets,
+        others=devices.all[1:],
         weights=weight_bytes(model, checkpoint.dtype, devices.count),
         max_rows=config.max_rows, max_sequences=config.max_num_seqs,
         max_patches=processor.max_pixels // processor.patch_size**2, max_model_len=config.max_model_len,
@@ -530,7 +532,7 @@ def _open_device(
     runner = Runner(
         model, _load(checkpoint, devices, config.use_tqdm), processor.normalization_table,
         num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), buckets=memory.buckets,
-        implementation=config.implementation, codec=kv.codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
+        implementation=config.implementation, codec=kv.codec, maps=kv.maps, kept_tokens=memory.kept_pages * PAGE_TOKENS,
         compressed_slots=memory.compressed_pages and (memory.compressed_pages + 1) * PAGE,
         num_snapshots=memory.num_snapshots, devices=devices,
     )  # fmt: skip

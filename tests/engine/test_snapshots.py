@@ -367,7 +367,7 @@ def test_a_snapshot_is_found_by_its_own_tokens():
         pages.proven(table)
         tables.append(table)
     assert [table.cached for table in tables] == [0, 0, 6]
-    [second] = [one for one in tables[1].snapshots if one.place == 6]
+    [second] = [one for one in tables[1].states.snapshots if one.place == 6]
     assert resumed == [None, None, second]
 
 

@@ -236,7 +236,7 @@ def padded_runs(runs: Runs, size: int) -> Runs:
     """The runs of a step of `size` rows."""
     place = np.arange(size, dtype=np.int32)
     place[: len(runs.place)] = runs.place
-    start, length, source, target = (np.pad(field, (0, BLOCKS - len(field))) for field in runs[1:-1])
+    start, length, source, target = (np.pad(field, (0, BLOCKS - len(field))) for field in runs[1:5])
     return Runs(place, start, length, source, target, np.int32(runs.count))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tests.helper import drawn
-from vlcache_jax.models.layer_kinds import BLOCK, LinearAttentionConfig, Runs, TokenStates
+from vlcache_jax.models.layer_kinds import BLOCK, BlockKind, LinearAttentionConfig, Runs, TokenStates
 from vlcache_jax.models.linear_attention import GatedDeltaNet, layer_kind, unit_inverse, update, update_block
 
 SIZES = LinearAttentionConfig(key_heads=2, value_heads=6, key_width=8, value_width=12, taps=4)
@@ -32,12 +33,12 @@ class Text:
 class Layer:
     """A module with weights of trained models' decays, and its step, which compiles once for all prompts."""
 
-    def __init__(self, dtype="float32"):
-        module = drawn(lambda: GatedDeltaNet(Text, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    def __init__(self, dtype="float32", text=Text):
+        module = drawn(lambda: GatedDeltaNet(text, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
         rng = np.random.default_rng(1)
         module.A_log[...] = jnp.asarray(np.log(rng.uniform(0.02, 16, module.A_log.shape)).astype(np.float32))
         module.dt_bias[...] = jnp.asarray(rng.uniform(-6, -2, module.dt_bias.shape).astype(np.float32))
-        self.dtype, self.kind = jnp.dtype(dtype), layer_kind(SIZES)
+        self.dtype, self.kind = jnp.dtype(dtype), layer_kind(text.linear_attention)
         self._step = jax.jit(functools.partial(module, keep=ROWS))
         self._token = jax.jit(functools.partial(module, keep=4))
 
@@ -303,3 +304,101 @@ def test_states_of_bfloat16_models(whole):
     found, wanted = ([array[2] for array in arrays] for arrays in (half, memory))
     assert_same([np.concatenate([first, second]), *found], [out, *wanted])
     assert np.linalg.norm(out.astype(np.float32) - exact) <= 0.02 * np.linalg.norm(exact)
+
+
+# Maps.
+
+
+class Square(Text):
+    """Keys and values of one width, so that A and B have the form of a state."""
+
+    linear_attention = dataclasses.replace(SIZES, value_width=SIZES.key_width)
+
+
+@pytest.fixture(scope="module")
+def square():
+    return Layer(text=Square)
+
+
+def make_kinds(blocks):
+    """The runs of blocks (start, length, source, target, kind, tail, factor)."""
+    fields = np.zeros((7, 2 * BLOCKS), np.int32)
+    fields[:, : len(blocks)] = np.array(blocks, np.int32).T
+    start, length, source, target, *kinds = fields
+    return Runs(np.arange(ROWS, dtype=np.int32), start, length, source, target, np.int32(len(blocks)), *kinds)
+
+
+def computing(start, length, source, target):
+    return start, length, source, target, BlockKind.COMPUTE, source, 0
+
+
+LEFT, ADDED, PASSED = 3, 4, 5  # first tokens of an image that are computed, and slots of its map
+
+
+def capturing(x, lengths):
+    """Blocks of a prompt in slot 2, and of the map of its tokens after the first `LEFT`, in pieces of `lengths`."""
+    blocks, start = [computing(0, LEFT, 0, 2)], LEFT
+    for length in lengths:
+        for slot, kind in ((ADDED, BlockKind.ADDED), (PASSED, BlockKind.PASSED)):
+            blocks.append((start, length, slot if start > LEFT else 0, slot, kind, 2, 0))
+        blocks.append(computing(start, length, 2, 2))
+        start += length
+    assert start == len(x)
+    return blocks
+
+
+@pytest.mark.parametrize("lengths", [[1], [60], [BLOCK, 33, 1, 20]], ids=str)
+def test_a_map_changes_a_state_as_its_tokens_do(square, lengths):
+    """In another sequence, with the same inputs after the first tokens. The outputs and the first state stay."""
+    rng = np.random.default_rng(5)
+    image = rng.standard_normal((LEFT + sum(lengths), WIDTH)).astype(np.float32)
+    blocks = capturing(image, lengths)
+    out, memory = square.run(image, square.memory(), make_kinds(blocks))
+    plain = [block for block in blocks if block[4] == BlockKind.COMPUTE]
+    expected, alone = square.run(image, square.memory(), make_kinds(plain))
+    assert_same([out, *(array[2] for array in memory)], [expected, *(array[2] for array in alone)])
+
+    # Another prompt: text, the image, more text. It is computed as a whole, and with the map in place of the image.
+    text, more = (rng.standard_normal((count, WIDTH)).astype(np.float32) for count in (30, 9))
+    whole = [computing(0, 30, 0, 2), computing(30, LEFT, 2, 2)]
+    start = 30 + LEFT
+    for length in (*lengths, 9):
+        whole.append(computing(start, length, 2, 2))
+        start += length
+    expected, after = square.run(np.concatenate([text, image, more]), square.memory(), make_kinds(whole))
+    memory = [np.array(array) for array in memory]
+    for array in memory:
+        array[2] = np.nan
+    first = [computing(0, 30, 0, 2), computing(30, LEFT, 2, 2)]
+    linked = [*first, (30 + LEFT, 0, 2, 2, BlockKind.LINK, ADDED, PASSED), computing(30 + LEFT, 9, 2, 2)]
+    found, memory = square.run(np.concatenate([text, image[:LEFT], more]), memory, make_kinds(linked))
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found[: 30 + LEFT], expected[: 30 + LEFT], atol=0)
+    np.testing.assert_allclose(found[30 + LEFT :], expected[-9:], atol=2e-6 * scale)
+    for array, other in zip(memory, after, strict=True):
+        np.testing.assert_allclose(array[2], other[2], atol=2e-6 * max(1, np.abs(other[2]).max()))
+        assert np.isfinite(array[ADDED]).all()
+
+
+def test_a_map_in_two_steps_is_the_same_to_the_last_bit(square):
+    lengths = [BLOCK, 33, 1, 20]
+    image = np.random.default_rng(6).standard_normal((LEFT + sum(lengths), WIDTH)).astype(np.float32)
+    blocks = capturing(image, lengths)
+    _, expected = square.run(image, square.memory(), make_kinds(blocks))
+    for cut in range(1, len(lengths)):
+        count, own = LEFT + sum(lengths[:cut]), 1 + 3 * cut
+        _, memory = square.run(image[:count], square.memory(), make_kinds(blocks[:own]))
+        later = [(start - count, *rest) for start, *rest in blocks[own:]]
+        _, memory = square.run(image[count:], memory, make_kinds(later))
+        for array, other in zip(memory, expected, strict=True):
+            np.testing.assert_array_equal(array[[2, ADDED]], other[[2, ADDED]])
+        np.testing.assert_array_equal(memory[1][PASSED], expected[1][PASSED])
+
+
+def test_heads_that_forget_pass_nothing(square):
+    """A of a head is smaller the more it decays, and is the identity where no token has a rate."""
+    image = np.random.default_rng(7).standard_normal((LEFT + 60, WIDTH)).astype(np.float32)
+    _, memory = square.run(image, square.memory(), make_kinds(capturing(image, [60])))
+    norms = np.linalg.norm(memory[1][PASSED], 2, (-2, -1))
+    assert norms.max() <= 1 + 1e-5
+    assert norms.min() < 0.5

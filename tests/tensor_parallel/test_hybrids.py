@@ -43,6 +43,32 @@ def test_states_behind_images_are_those_of_any_number_of_devices(tmp_path, textu
         np.testing.assert_allclose(chosen, expected, atol=2e-5, rtol=0)
 
 
+def test_maps_of_images_are_those_of_any_number_of_devices(tmp_path, textured_image, monkeypatch):
+    """One device links from the disk what four stored there, and the other way around."""
+    monkeypatch.setattr(kv_shape, "STATED_TOKENS", 1)
+    directory = make_checkpoint(tmp_path / "model", "qwen3_5", seed=6, text=HEADS)
+    images = [textured_image(90, 130, seed) for seed in (1, 2)]
+    options = {"buckets": dataclasses.replace(BUCKETS, rows=(256,)), "cache": CacheConfig(disk=tmp_path / "disk")}
+    options["reuse"] = "shift-ends-0.5"
+
+    def ask(llm, *parts):
+        llm.reset_prefix_cache()
+        [output] = llm.chat(user(*parts), GREEDY, use_tqdm=False)
+        llm.cache.flush()
+        [(tokens, chosen)] = answers([output])[0]
+        return (output.cache.images[0].match, output.cache.images[0].kv), tokens, chosen
+
+    with open_llm(directory, **options) as one, open_llm(directory, tensor_parallel_size=4, **options) as four:
+        for first, second, image in ((one, four, images[0]), (four, one, images[1])):
+            assert ask(first, "What is in ", image, "?")[0] == ("miss", "none")
+            (linked, tokens, expected), (loaded, same, chosen) = (
+                ask(llm, "And here: ", image, "!") for llm in (first, second)
+            )
+            assert (linked, loaded) == (("approximate", "host"), ("approximate", "disk"))
+            assert same == tokens
+            np.testing.assert_allclose(chosen, expected, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("is_apart", [False, pytest.param(True, id="apart")])
 def test_answers_are_those_of_one_device(tmp_path, textured_image, is_apart):
     """Also if some matrices of a product are in 8 bits and others are not."""

@@ -189,6 +189,18 @@ def misfit(found: Meta, form: Form, grid: Grid | None, owner: str | None) -> str
     return None
 
 
+def is_others(found: Meta, form: Form, grid: Grid | None) -> bool:
+    """Return whether a found record is sound for engines with another reuse policy, whose maps are of other tokens.
+
+    Entry keys contain the dtype or codec of KV, but not the tokens that maps stand for (`Meta.codec` has both).
+    """
+    try:
+        ours = form(found, found.grid if grid is None else grid)
+    except ValueError:
+        return False
+    return found.codec.split(" ")[0] == ours.codec.split(" ")[0] and found.codec != ours.codec
+
+
 def serves_as(found: Meta, ours: Meta) -> bool:
     """Return whether a found record can replace ours: same description, and canonical if ours is."""
     its, own = (replace(one.with_room(one.tokens), canonical=True, checksums=()) for one in (found, ours))
@@ -265,7 +277,8 @@ class TierLookups:
     def found(self, entry: str, grid: Grid | None = None, owner: str | None = None) -> list[Found]:
         """Return the tier's records of an image, newest last; for a remote tier the result of the last lookup.
 
-        A record that this engine would not have written for the image counts as damaged and is deleted.
+        A record that this engine would not have written for the image counts as damaged and is deleted, unless it is
+        one of another engine's, see `is_others`.
 
         Args:
           entry: entry key of the image.
@@ -280,7 +293,7 @@ class TierLookups:
         for one in there:
             if (why := misfit(one.meta, self._form, grid, owner)) is None:
                 sound.append(one)
-            else:
+            elif not is_others(one.meta, self._form, grid):
                 self._channel.refuse(one.meta, why)
         return sound
 

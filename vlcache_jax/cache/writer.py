@@ -22,13 +22,14 @@ _log = logging.getLogger(__name__)
 class SavedTokens(NamedTuple):
     """Tokens of a cache entry that a prefill chunk computed: row `rows[i]` of the chunk is token `tokens[i]`.
 
-    If the last token is among them and the model has states, `state_slot` is the slot with those after it.
+    If the last token is among them and the model has states, `state_slots` are the slots with those after it, and with
+    B and A of its map.
     """
 
     record: Record
     tokens: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
-    state_slot: int | None = None
+    state_slots: tuple[int, ...] = ()
 
 
 class _PendingCopy(NamedTuple):
@@ -105,15 +106,15 @@ class Writer:
 
         self._enqueue(jax.tree.leaves(layers), [part.record for part in saved], fill)
 
-    def states(self, record: Record, states: jax.Array) -> None:
-        """Request to fill a cache entry with the states after its image, or a snapshot, float32 [L, n]."""
+    def states(self, record: Record, states: Sequence[jax.Array]) -> None:
+        """Request to fill a cache entry with a snapshot, or what belongs to its image (`Meta.states`), [L, n] each."""
 
         def fill() -> None:
             if not record.is_settled and record.states is not None:
-                record.states[:] = np.asarray(states)
+                np.concatenate(states, axis=1, out=record.states)
                 self._arrived(record, 1)
 
-        self._enqueue([states], [record], fill)
+        self._enqueue(states, [record], fill)
 
     def _arrived(self, record: Record, count: int) -> None:
         """Note that `count` of what a cache entry lacks has been copied, see `Record.missing`."""

@@ -50,6 +50,7 @@ from vlcache_jax.device.mesh import ONE
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Part, Path, parameters
 from vlcache_jax.models.registry import load_config
+from vlcache_jax.reuse.edges import EdgePolicy, Edges
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
 
@@ -57,6 +58,31 @@ _log = logging.getLogger(__name__)
 _HASHING = threading.Lock()
 
 type Place = Callable[[Parameter, np.ndarray], jax.Array]
+
+
+def edges_of(policy: Policy, config: ModelConfig) -> Edges | None:
+    """Return which tokens of linked images a policy computes in a model with states; None for other models.
+
+    Also None if the policy links no images of other contexts.
+
+    Raises:
+      ValueError: the policy computes other tokens than the first and the last ones, the same in each layer.
+    """
+    sizes = config.text.linear_attention
+    if sizes is None or not policy.approximates:
+        return None
+    if not isinstance(policy, EdgePolicy):
+        raise ValueError(
+            "reuse must be 'exact', 'off', or a policy that computes the first or the last tokens of an image in each "
+            f"layer, such as 'shift-ends-0.1', for {config.model_type}, got {policy.name!r}: its layers with linear "
+            "attention take the other tokens as one map of their state"
+        )
+    if sizes.key_width != sizes.value_width:
+        raise ValueError(
+            f"reuse must be 'exact' or 'off' for {config.model_type} with linear_key_head_dim {sizes.key_width} and "
+            f"linear_value_head_dim {sizes.value_width}, which differ, got {policy.name!r}"
+        )
+    return Edges(policy, sizes.taps - 1)
 
 
 def links_images(config: ModelConfig) -> bool:
@@ -112,14 +138,30 @@ class Checkpoint(abc.ABC):
         reads and hashes all weights on several threads. A converted checkpoint stores its fingerprint.
         """
 
-    def check_policy(self, policy: Policy) -> Policy:
+    def edges_of(self, policy: Policy) -> Edges | None:
+        """Return `edges_of` for the model."""
+        return edges_of(policy, self.config)
+
+    def check_policy(self, policy: Policy, own: Policy | None = None) -> Policy:
         """Return the policy.
 
+        Args:
+          policy: policy of an engine, or of a request.
+          own: policy of the engine, for that of a request.
+
         Raises:
-          ValueError: the policy uses a schedule that was measured on another model, or links K,V of other contexts in
-            a model whose layers keep states.
+          ValueError: the policy uses a schedule that was measured on another model, or does not fit the layers that
+            keep states, or the maps of these that the engine caches.
         """
-        check_links(policy, self.config)
+        edges = self.edges_of(policy)
+        if edges is not None and own is not None:
+            cached = self.edges_of(own)
+            if cached is None or cached.computed != edges.computed:
+                raise ValueError(
+                    f"reuse of a request must be {'' if cached is None else f'{own.name!r}, '}'exact' or 'off', got "
+                    f"{policy.name!r}: an engine of {self.config.model_type} links images of other contexts only by "
+                    f"its own policy, for which it caches maps of states, and its policy is {own.name!r}"
+                )
         if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             fingerprint = "" if schedule.allow_other_model else self.source_digest
             schedule.check_model(self.config.model_type, self.config.text.num_layers, fingerprint)

@@ -31,7 +31,8 @@ class KVShape:
       width: values per head.
       dtype: dtype of KV in the pool.
       codec: codec of stored KV. None: KV is stored in full precision.
-      states: float32 values of the states that a cache entry holds for each layer with K,V, see `Meta.states`.
+      states: float32 values of a sequence's states that precede each layer with K,V.
+      maps: name of the tokens that maps of images in cache entries stand for, see `Edges`; empty: entries hold none.
     """
 
     layers: int
@@ -40,14 +41,21 @@ class KVShape:
     dtype: np.dtype
     codec: Codec | None = None
     states: int = 0
+    maps: str = ""
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: Any, codec: Codec | None = None) -> Self:
-        """Return the layout for a model whose KV has the given dtype and codec."""
+    def of(cls, config: ModelConfig, dtype: Any, codec: Codec | None = None, maps: str = "") -> Self:
+        """Return the layout for a model whose KV has the given dtype and codec; see `maps`.
+
+        Raises:
+          ValueError: there are maps and a codec.
+        """
+        if maps and codec is not None:
+            raise ValueError(f"cache.codec must be 'auto' with maps of states (reuse={maps!r}), got {codec.name!r}")
         text = config.text
         values = [sum(text.kind_of(layer).state_values for layer in layers) for layers in text.state_layers]
         states = 0 if codec else max(values, default=0)  # coded KV cannot be exact, and only exact KV needs states
-        return cls(len(text.paged_layers), text.num_kv_heads, text.head_dim, np.dtype(dtype), codec, states)
+        return cls(len(text.paged_layers), text.num_kv_heads, text.head_dim, np.dtype(dtype), codec, states, maps)
 
     @property
     def codec_name(self) -> str | None:
@@ -58,6 +66,11 @@ class KVShape:
     def stored_as(self) -> str:
         """Name of the stored format in entry keys: the dtype, followed by the codec if there is one."""
         return f"{self.dtype} {self.codec.name}" if self.codec else str(self.dtype)
+
+    @property
+    def form(self) -> str:
+        """Name of the stored format in entries of KV, which also says what tokens their maps stand for."""
+        return f"{self.stored_as} {self.maps}" if self.maps else self.stored_as
 
     def half(self, rows: int) -> jax.ShapeDtypeStruct:
         """Return the abstract keys or values of `rows` tokens, [N, K, D]. K or V of a layer has all KV slots."""
@@ -95,9 +108,16 @@ class KVShape:
         return STATED_TOKENS if self.states else 1
 
     @property
+    def stored_states(self) -> int:
+        """Values of the states in a cache entry for each layer with K,V: those after the image, then B and A of its
+        map (`Meta.states`).
+        """
+        return self.states * (3 if self.maps else 1)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the states in a cache entry of KV."""
-        return 4 * self.layers * self.states
+        return 4 * self.layers * self.stored_states
 
     @property
     def slot_bytes(self) -> int:

@@ -249,7 +249,7 @@ class Runner:
       num_slots: KV slots S of the pool, a multiple of the page size. No request uses the first page.
       max_pages: largest number of pages of a request.
       implementation: implementation of the kernels. None: the best one for each case.
-      codec: codec of stored KV. None: full precision.
+      codec, maps: codec of stored KV, and what its maps stand for, see `KVShape`.
       kept_tokens: capacity of the device tier in tokens.
       compressed_slots: KV slots of the compressed KV pool, as for `num_slots`. 0: there is no such pool.
       num_snapshots: maximum number of snapshots of states, if the model has some.
@@ -267,6 +267,7 @@ class Runner:
         buckets: BucketSizes,
         implementation: str | None = None,
         codec: kernels.Codec | None = None,
+        maps: str = "",
         kept_tokens: int = 0,
         compressed_slots: int = 0,
         num_snapshots: int = 0,
@@ -281,7 +282,7 @@ class Runner:
         self.shapes = Shapes(
             config, params, self.normalization,
             num_slots=num_slots, max_pages=max_pages, buckets=buckets, implementation=implementation, codec=codec,
-            kept_tokens=kept_tokens, compressed_slots=compressed_slots, num_snapshots=num_snapshots,
+            maps=maps, kept_tokens=kept_tokens, compressed_slots=compressed_slots, num_snapshots=num_snapshots,
             is_host=self.is_host, devices=devices,
         )  # fmt: skip
         self.constants = self.shapes.constants(self.text)
@@ -293,9 +294,8 @@ class Runner:
 
     def reset(self) -> None:
         """Drop all mutable arrays, for example after an interrupted call."""
-        text, like = self.config.text, self.shapes.like
-        states = [EmptyStates(like[i]) if text.kind_of(i).states else None for i in range(text.num_layers)]
-        self.pool = Pool(self.programs, EmptyPool(), states)
+        kinds = zip(self.shapes.like, map(self.config.text.kind_of, range(self.config.text.num_layers)), strict=True)
+        self.pool = Pool(self.programs, EmptyPool(), [EmptyStates(i) if kind.states else None for i, kind in kinds])
         self.compressed = Pool(self.programs, EmptyCompressed(), [None] * bool(self.shapes.compressed_slots))
         self._encoder_rows: jax.Array | None = None
         self._decode_slots: DecodeState | None = None

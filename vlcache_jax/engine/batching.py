@@ -277,7 +277,9 @@ def _block_ends(prefills: abc.Sequence[Prefill], max_rows: int, depth: npt.NDArr
 
     So does the last one before a linked image. The result of the tokens before it does not depend on those after it.
     """
-    is_end = np.concatenate([block_ends(one.layout, len(one.sequence.layout), max_rows) for one in prefills])
+    is_end = np.concatenate(
+        [block_ends(one.layout, len(one.sequence.layout), max_rows, one.sequence.planned.edges) for one in prefills]
+    )
     is_end[:-1] |= (depth[:-1] > 0) & (depth[1:] == 0)
     return is_end
 
@@ -309,8 +311,8 @@ def _saved_tokens(
                 tokens = np.flatnonzero(mine >= 0)
                 if len(tokens):
                     is_last = tokens[-1] == use.span.length - 1
-                    slot = prefill.states.stores.get(use.span.stop) if is_last else None
-                    yield SavedTokens(use.saved, tokens, mine[tokens], slot)
+                    slots = prefill.states.stores.get(use.span.stop, ()) if is_last else ()
+                    yield SavedTokens(use.saved, tokens, mine[tokens], slots)
         first += count
 
 

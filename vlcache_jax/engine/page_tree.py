@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.engine.snapshots import Places, Snapshot, StateSlots
+from vlcache_jax.engine.snapshots import MapSlots, Places, Snapshot, StateNeeds, StateSlots
 from vlcache_jax.inputs.processor import Grid
 
 _IMAGE = 1 << 63  # above every token id
@@ -355,8 +355,8 @@ class PageTree[Maker]:
 
     def take_snapshots(
         self, chain: Chain, keep: int, places: Places, maker: Maker, cached: int, matched: int
-    ) -> tuple[list[Snapshot[Maker]], dict[int, int]]:
-        """Return the new snapshots that a prefill takes or loads, and the slots that it needs, see `BlockTable.stated`.
+    ) -> StateNeeds[Maker]:
+        """Return the new snapshots that a prefill takes or loads, and the slots that it needs.
 
         Args:
           chain: tokens of its prompt.
@@ -367,20 +367,31 @@ class PageTree[Maker]:
         """
         assert self._states is not None
         loaded, read = places.loaded(cached), places.read(cached)
-        snapshots, stated = [], {}
+        needs = StateNeeds[Maker]()
         wanted = dict.fromkeys([*loaded, *read, *places.chosen(cached, matched)])
         for place in (place for place in wanted if place <= keep):
             made = self.add_snapshot(chain, place, maker, is_needed=place in loaded)
-            if made is None and place in loaded:
-                alone = Snapshot(place, place, chain.owner, maker=maker)
-                if self._states.add(alone, is_needed=True):
-                    self._states.drop(alone)  # there is one in the tree, and this one is for the prefill alone
-                    made = alone
+            if made is None and (place in loaded or (place in read and places.edges is not None)):
+                made = self._alone(chain, place, maker)  # there is one in the tree, or the page there is not shared
             if made is not None:
-                snapshots.append(made)
+                needs.snapshots.append(made)
                 if place in loaded or place in read:
-                    stated[place] = made.slot
-        return snapshots, stated
+                    needs.stated[place] = made.slot
+        for end, inner in places.maps(cached):
+            added, passed = (self._alone(chain, end, maker) for _ in range(2))
+            needs.alone.extend(one for one in (added, passed) if one is not None)
+            if added is not None and passed is not None:
+                needs.maps[end] = MapSlots(end, inner, added.slot, passed.slot)
+        return needs
+
+    def _alone(self, chain: Chain, place: int, maker: Maker) -> Snapshot[Maker] | None:
+        """Return a slot that only a prefill uses, until it was launched; None if there is none."""
+        assert self._states is not None
+        alone = Snapshot(place, place, chain.owner, maker=maker)
+        if not self._states.add(alone, is_needed=True):
+            return None
+        self._states.drop(alone)
+        return alone
 
     def _snapshots(self, known: _Known[Maker]) -> list[Snapshot[Maker]]:
         """Return the snapshots among the known tokens of a page."""

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.engine.page_tree import Chain, Match, Page, PageTree
-from vlcache_jax.engine.snapshots import Places, Snapshot, StateSlots
+from vlcache_jax.engine.snapshots import Places, Snapshot, StateNeeds, StateSlots
 from vlcache_jax.pallas_kernels import PAGE
 
 
@@ -42,9 +42,7 @@ class BlockTable:
       pages: these pages as `Pages` objects.
       original: page to copy, until the prefill was launched.
       resumed: snapshot from which the prompt continues, until the prefill was launched.
-      snapshots: snapshots that its prefill takes or loads.
-      stated: by the ends of images that are linked or stored, the slots for the states after them. Some may be
-        missing, because no slot was free.
+      states: slots of states that its prefill needs.
       era: value of `Pages` when it was taken.
     """
 
@@ -62,8 +60,7 @@ class BlockTable:
     pages: list[Page[BlockTable]] = field(default_factory=list)
     original: Page[BlockTable] | None = None
     resumed: Snapshot[BlockTable] | None = None
-    snapshots: list[Snapshot[BlockTable]] = field(default_factory=list)
-    stated: dict[int, int] = field(default_factory=dict)
+    states: StateNeeds[BlockTable] = field(default_factory=StateNeeds)
     era: tuple[int, int] = (0, 0)
 
     @property
@@ -194,8 +191,8 @@ class Pages:
             if chain is not None:
                 self._enter(block_table, chain, keep, block_table)
             if chain is not None and places is not None:
-                found = self._tree.take_snapshots(chain, keep, places, block_table, cached, block_table.matched)
-                block_table.snapshots, block_table.stated = found
+                matched = block_table.matched
+                block_table.states = self._tree.take_snapshots(chain, keep, places, block_table, cached, matched)
             return block_table
 
     def fork(self, origin: BlockTable, prompt: int, length: int, *, spare: int = 0) -> BlockTable | None:
@@ -246,7 +243,7 @@ class Pages:
             for page in block_table.pages:
                 if page.maker is block_table:
                     page.maker = None
-            for snapshot in block_table.snapshots:
+            for snapshot in block_table.states.snapshots:
                 snapshot.maker = None
 
     def end(
@@ -277,7 +274,7 @@ class Pages:
                 self._enter(block_table, chain, len(chain), None)
                 if slot is not None:
                     snapshot = self._tree.add_snapshot(chain, len(chain), slot=slot, is_decoded=is_decoded)
-            for made in block_table.snapshots:
+            for made in block_table.states.snapshots:
                 if self.states is not None and (failed or made.maker is block_table):
                     self.states.drop(made)
             if block_table.era[0] == self._era[0]:
@@ -409,6 +406,7 @@ class Pages:
         if block_table.original is not None and block_table.era[0] == self._era[0]:
             self._release(block_table.original)
         if self.states is not None and not block_table.is_computed:
-            for snapshot in [*block_table.snapshots, *([block_table.resumed] if block_table.resumed else [])]:
+            resumed = [block_table.resumed] if block_table.resumed else []
+            for snapshot in [*block_table.states.snapshots, *block_table.states.alone, *resumed]:
                 self.states.leave(snapshot)
         block_table.original = block_table.resumed = None

@@ -487,8 +487,8 @@ class Prefiller:
         if step.saved:
             self.writer.kv(step.saved, self.copies.save(step, forward_pass.new_kv))
             for saved in step.saved:
-                if saved.state_slot is not None:
-                    store_states(self.runner, self.writer, saved.record, saved.state_slot)
+                if saved.state_slots:
+                    store_states(self.runner, self.writer, saved.record, saved.state_slots)
         self.writer.throttle(2 * self.runner.transfer_bytes)
         later = {placement.image for other in group.steps for placement in other.placements}
         group.where = {image: place for image, place in group.where.items() if image in later}

@@ -33,6 +33,7 @@ from vlcache_jax.inputs.expansion import Inset
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.request_options import ResolvedOptions
+from vlcache_jax.reuse.edges import Edges
 from vlcache_jax.reuse.policies import Plan
 from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
@@ -191,6 +192,7 @@ class Planned:
       owner: digest of the salt whose pages the request may share; None if it shares no pages.
       request_key: key of its set of images; None if it has no images or nothing is reused.
       request_known: whether the same set of images appeared before.
+      edges: tokens of linked images that are computed, if the cache holds maps of states; else None.
       reservation: cache reservation until the request has run; None if it reserves nothing.
     """
 
@@ -203,6 +205,7 @@ class Planned:
     owner: str | None = None
     request_key: str | None = None
     request_known: bool = False
+    edges: Edges | None = None
     reservation: CacheReservation | None = None
 
 

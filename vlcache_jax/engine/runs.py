@@ -15,25 +15,31 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.engine.snapshots import MapSlots
 from vlcache_jax.inputs.layout import Layout
-from vlcache_jax.models.layer_kinds import BLOCK, Runs
+from vlcache_jax.models.layer_kinds import BLOCK, BlockKind, Runs
+from vlcache_jax.reuse.edges import Edges
 
 Index = npt.NDArray[np.int32]
 
 
-def block_ends(layout: Layout, prompt: int, max_rows: int = BLOCK) -> npt.NDArray[np.bool_]:
+def block_ends(layout: Layout, prompt: int, max_rows: int = BLOCK, edges: Edges | None = None) -> npt.NDArray[np.bool_]:
     """Return for each token whether it is the last one of its block, bool [n].
 
     Args:
       layout: layout of the prompt and of tokens generated after it.
       prompt: number of tokens of the prompt.
       max_rows: largest number of tokens of a step; a block has at most as many.
+      edges: tokens of linked images that are computed. Images have the same blocks whether they are linked or not.
     """
     size = min(BLOCK, max_rows)
     is_end = np.zeros(len(layout), bool)
     is_end[size - 1 :: size] = True
     is_end[[span.stop - 1 for span in layout.images]] = True
     is_end[[start - 1 for start in layout.turns if start]] = True
+    if edges is not None:
+        inner = [edges.inner(span) for span in layout.images]
+        is_end[[place - 1 for run in inner if len(run) for place in (run.start, run.stop)]] = True
     is_end[max(prompt - 2, 0) :] = True
     return is_end
 
@@ -57,7 +63,10 @@ class PromptStates(NamedTuple):
       source: slot of the states before that token; 0 if there are no tokens before it.
       copies: slots that receive a copy of the states, by the number of the prompt's tokens before it.
       loads: slots that the states after linked images are loaded into, by the number of tokens up to their end.
-      stores: slots with the states after images that are saved, by the same number. They are among the copies.
+      stores: slots with the states after images that are saved, by the same number. They are among the copies. Behind
+        them are the slots of their maps, if these are saved, too.
+      made: maps of images that are computed, to be saved.
+      linked: maps of images that are linked.
     """
 
     slot: int
@@ -65,7 +74,19 @@ class PromptStates(NamedTuple):
     source: int = 0
     copies: Mapping[int, Sequence[int]] = MappingProxyType({})
     loads: Mapping[int, int] = MappingProxyType({})
-    stores: Mapping[int, int] = MappingProxyType({})
+    stores: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    made: Sequence[MapSlots] = ()
+    linked: Sequence[MapSlots] = ()
+
+    def loaded(self, end: int, has_maps: bool) -> tuple[int, ...]:
+        """Return the slots that the states of a linked image are loaded into, 0 for those that are not.
+
+        Args:
+          end: number of tokens up to the end of the image.
+          has_maps: whether its cache entry has a map, too.
+        """
+        maps = [(one.added, one.passed) for one in self.linked if one.end == end]
+        return self.loads.get(end, 0), *(maps[0] if maps else (0, 0) if has_maps else ())
 
     def before(self, place: int) -> int | None:
         """Return the slot of the states from which a block after the first `place` tokens continues.
@@ -93,13 +114,26 @@ def make_runs(
     """
     ends = np.flatnonzero(is_end)
     starts = np.append(0, ends[:-1] + 1)
-    blocks = []  # start, length, source, target
+    blocks: list[tuple[int, ...]] = []  # start, length, source, target, kind, tail, factor
     for begin, end in zip(starts.tolist(), ends.tolist(), strict=True):
         first, last = int(index[begin]), int(index[end])
         own = states[int(owner[begin])]
         if (source := own.before(first)) is not None:
-            blocks += [(begin, 0, source, target) for target in own.copies.get(first, ())]
-        blocks.append((begin, end + 1 - begin, own.slot if source is None else source, own.slot))
-        blocks += [(end + 1, 0, own.slot, target) for target in own.copies.get(last + 1, ())]
-    start, length, source, target = np.array(blocks, np.int32).T
-    return Runs(order.astype(np.int32), start, length, source, target, len(blocks))
+            blocks += [_block(begin, 0, source, target) for target in own.copies.get(first, ())]
+        for one in own.linked:
+            if one.inner.stop == first:
+                blocks.append((begin, 0, own.slot, own.slot, BlockKind.LINK, one.added, one.passed))
+        before, count = own.slot if source is None else source, end + 1 - begin
+        for one in own.made:
+            if first in one.inner:
+                for slot, kind in ((one.added, BlockKind.ADDED), (one.passed, BlockKind.PASSED)):
+                    blocks.append((begin, count, slot if first > one.inner.start else 0, slot, kind, before, 0))
+        blocks.append(_block(begin, count, before, own.slot))
+        blocks += [_block(end + 1, 0, own.slot, target) for target in own.copies.get(last + 1, ())]
+    start, length, source, target, *kinds = np.array(blocks, np.int32).T
+    return Runs(order.astype(np.int32), start, length, source, target, len(blocks), *kinds)
+
+
+def _block(start: int, length: int, source: int, target: int) -> tuple[int, ...]:
+    """Return a block that computes tokens, or copies a state if it has none."""
+    return start, length, source, target, BlockKind.COMPUTE, source, 0

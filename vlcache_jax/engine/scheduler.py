@@ -451,7 +451,7 @@ def continuation(sequence: Sequence, tokens: Listed[int], cached: int, num_layer
 def places(sequence: Sequence, max_rows: int) -> Places:
     """Return where a sequence may continue, and takes snapshots; a block has at most `max_rows` tokens."""
     layout = sequence.layout.extended(sequence.generated) if sequence.generated else sequence.layout
-    prompt = len(sequence.layout)
+    prompt, edges = len(sequence.layout), sequence.planned.edges
     observed = 0
     if (compressor := sequence.planned.options.compress) is not None and compressor.alpha < 1:
         with contextlib.suppress(ValueError):  # which ends the request when it is to be compressed
@@ -459,7 +459,10 @@ def places(sequence: Sequence, max_rows: int) -> Places:
     uses = sequence.progress.images
     linked = [use.span for use in uses if use.linked is not None]
     stored = [use.span for use in uses if use.saved is not None and not use.saved.is_settled]
-    return Places(layout, prompt, block_ends(layout, prompt, max_rows), observed, linked, stored)
+    mapped = [span for span in linked if span.state == "approximate"]
+    exact = [span for span in linked if span.state != "approximate"]
+    is_end = block_ends(layout, prompt, max_rows, edges)
+    return Places(layout, prompt, is_end, observed, exact, stored, [*mapped, *stored], edges)
 
 
 def images_with_states(
@@ -467,19 +470,29 @@ def images_with_states(
 ) -> tuple[Plan, list[ImageUse]]:
     """Return what a sequence computes and where its images come from, given the slots for the states after these.
 
-    Images without a slot are neither linked nor stored. Nor are images linked of which tokens are computed, because
-    there are no states within them, nor images stored that pages hold. Other sequences wait for what is stored, so
-    the cache entries of the rest are cancelled. Of several outputs of a request, the first one stores its images.
+    Images without a slot are neither linked nor stored. Nor are images linked exactly of which tokens are computed,
+    because there are no states within them, or by a map that stands for other tokens, nor images stored that pages
+    hold. Other sequences wait for what is stored, so the cache entries of the rest are cancelled. Of several outputs of
+    a request, the first one stores its images.
     """
+    needs = block_table.states
     plan, images, planned = sequence.progress.plan, [*sequence.progress.images], sequence.planned
     is_first = all(other.planned.request is not planned.request for other in running)
     for i, use in enumerate(images):
-        has_slot = use.span.stop in block_table.stated
+        has_slot, map_slots = use.span.stop in needs.stated, needs.maps.get(use.span.stop)
         if use.linked is not None and use.span.stop > block_table.cached:
-            if not has_slot or plan.depth[use.span.tokens].any():
+            depth = plan.depth[use.span.tokens]
+            if use.span.state == "approximate":
+                inner = range(0) if map_slots is None else map_slots.inner
+                can_link = 0 < len(inner) == np.count_nonzero(depth == 0) and not plan.depth[inner].any()
+            else:
+                can_link = has_slot and not depth.any()
+            if not can_link:
                 images[i] = dataclasses.replace(use, linked=None, why=Why.no_state)
                 plan = plan.computing(use.span.tokens, num_layers)
-        elif use.saved is not None and not use.saved.is_settled and not (has_slot and is_first):
+            continue
+        has_slot &= map_slots is not None or planned.edges is None or not planned.edges.inner(use.span)
+        if use.saved is not None and not use.saved.is_settled and not (has_slot and is_first):
             images[i] = dataclasses.replace(use, saved=None)
             if is_first and planned.reservation is not None:
                 planned.reservation.cancel(use.saved)
@@ -496,11 +509,22 @@ def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptState
     assert block_table is not None
     if block_table.is_fork:
         return PromptStates(slot, block_table.cached, slot)
-    ends = {use.span.stop: use for use in sequence.progress.images if use.span.stop in block_table.stated}
-    loads = {end: block_table.stated[end] for end, use in ends.items() if use.linked is not None}
-    stores = {end: block_table.stated[end] for end, use in ends.items() if use.saved is not None}
+    needs, images = block_table.states, sequence.progress.images
+    ends = {use.span.stop: use for use in images if use.span.stop in needs.stated}
+    loads = {end: needs.stated[end] for end, use in ends.items() if use.linked is not None}
+    linked = [needs.maps[use.span.stop] for use in images if use.linked is not None and use.span.stop in needs.maps]
+    stores: dict[int, tuple[int, ...]] = {}
+    made = []
+    for end in (end for end, use in ends.items() if use.saved is not None):
+        if sequence.planned.edges is None:
+            stores[end] = (needs.stated[end],)
+        elif (slots := needs.maps.get(end)) is not None:
+            stores[end] = needs.stated[end], slots.added, slots.passed
+            made.append(slots)
+        else:  # all of its tokens are computed wherever it is linked, so no prompt reads the map
+            stores[end] = needs.stated[end], 0, 0
     copies = defaultdict(list)
-    for snapshot in block_table.snapshots:
+    for snapshot in needs.snapshots:
         if snapshot.place not in loads:
             copies[snapshot.place].append(snapshot.slot)
     for other in prefilling:
@@ -508,7 +532,7 @@ def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptState
         if table is not None and table.origin is block_table:
             copies[table.cached].append(other.progress.state_slot)
     source = 0 if block_table.resumed is None else block_table.resumed.slot
-    return PromptStates(slot, block_table.cached, source, copies, loads, stores)
+    return PromptStates(slot, block_table.cached, source, copies, loads, stores, made, linked)
 
 
 def is_after(sequence: Sequence, count: int) -> bool:

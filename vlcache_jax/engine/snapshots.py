@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -25,6 +25,7 @@ from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.snapshots import HostSnapshots
 from vlcache_jax.device import kv_shape
 from vlcache_jax.inputs.layout import ImageSpan, Layout
+from vlcache_jax.reuse.edges import Edges
 
 IMAGE_SPACING = 512  # least number of tokens between two snapshots of which the second is at the end of an image
 TEXT_SPACING = 2048  # the same for text
@@ -221,6 +222,40 @@ class StateSlots[Maker]:
         snapshot.slot = 0
 
 
+class MapSlots(NamedTuple):
+    """Slots for the map S -> A S + B of an image.
+
+    Attributes:
+      end: number of tokens up to the end of the image.
+      inner: indices of the tokens that the map stands for.
+      added, passed: slots of B and of A. That of B also has the last inputs of the convolution.
+    """
+
+    end: int
+    inner: range
+    added: int
+    passed: int
+
+
+@dataclass(frozen=True, eq=False)
+class StateNeeds[Maker]:
+    """Slots that a prefill needs besides that of its sequence.
+
+    Attributes:
+      snapshots: snapshots that it takes or loads.
+      stated: by the ends of images that are linked exactly or stored, the slots for the states after them. Some may be
+        missing, because no slot was free.
+      alone: slots that only the prefill uses, until it was launched.
+      maps: by the ends of images that are linked by their maps, or whose maps are stored, the slots of these. Some may
+        be missing.
+    """
+
+    snapshots: list[Snapshot[Maker]] = field(default_factory=list)
+    stated: dict[int, int] = field(default_factory=dict)
+    alone: list[Snapshot[Maker]] = field(default_factory=list)
+    maps: dict[int, MapSlots] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Places:
     """Places of a prompt at which a prefill may continue, and at which it takes snapshots.
@@ -235,6 +270,8 @@ class Places:
         prompt; 0 if there is none.
       linked: images that may be linked, so that there are no states within them.
       stored: images whose cache entries are filled with the states after them.
+      mapped: images that are linked by their maps, or whose cache entries are filled with these.
+      edges: tokens of linked images that are computed; None if there are no maps.
     """
 
     layout: Layout
@@ -243,6 +280,8 @@ class Places:
     observed: int = 0
     linked: Sequence[ImageSpan] = ()
     stored: Sequence[ImageSpan] = ()
+    mapped: Sequence[ImageSpan] = ()
+    edges: Edges | None = None
 
     def loaded(self, cached: int) -> list[int]:
         """Return where a prefill that begins with token `cached` loads states: the ends of linked images."""
@@ -251,6 +290,12 @@ class Places:
     def read(self, cached: int) -> list[int]:
         """Return where such a prefill takes snapshots for cache entries: the ends of stored images."""
         return [span.stop for span in self.stored if span.start >= cached]
+
+    def maps(self, cached: int) -> Iterator[tuple[int, range]]:
+        """Yield the images whose maps such a prefill reads or writes: their ends, and the tokens of the maps."""
+        if self.edges is not None:
+            inner = {span: self.edges.inner(span) for span in self.mapped if span.start >= cached}
+            yield from ((span.stop, tokens) for span, tokens in inner.items() if tokens)
 
     def allows(self, place: int, is_decoded: bool) -> bool:
         """Return whether a prefill may continue from a snapshot at a place, see `Snapshot`.

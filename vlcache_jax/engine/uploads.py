@@ -151,17 +151,17 @@ class DeviceCopies:
         return arrays
 
 
-def store_states(runner: Runner, writer: Writer, record: Record, slot: int) -> None:
-    """Request to fill a record with the states of a slot."""
+def store_states(runner: Runner, writer: Writer, record: Record, slots: abc.Iterable[int]) -> None:
+    """Request to fill a record with the states of slots."""
     writer.throttle(2 * runner.transfer_bytes)  # a chunk may end many images
-    writer.states(record, runner.pool.stored_states(slot))
+    writer.states(record, [runner.pool.stored_states(slot) for slot in slots])
 
 
 def move_snapshots(runner: Runner, writer: Writer, moves: abc.Iterable[StateMove]) -> None:
     """Launch copies of snapshots to host memory and from there, in their order."""
     for slot, record, is_load in moves:
         if not is_load:
-            store_states(runner, writer, record, slot)
+            store_states(runner, writer, record, [slot])
             continue
         for group in runner.shapes.link_groups:
             states = runner.devices.put(record.buffers[-1][group.parts])
@@ -202,7 +202,11 @@ class Transfers:
 
     def _put(self, record: Record, parts: slice) -> list[jax.Array]:
         kv = self._runner.put([buffer[parts] for buffer in record.kv])
-        return kv if record.states is None else [*kv, self._runner.devices.put(record.states[parts])]
+        if record.states is None:
+            return kv
+        values = self._runner.shapes.kv.states
+        firsts = range(0, record.meta.states, values)
+        return [*kv, *self._runner.devices.put([record.states[parts, first : first + values] for first in firsts])]
 
     def _lent(self, record: Record, parts: slice) -> list[jax.Array]:
         record.lent[parts.start] = lent = self._put(record, parts)
@@ -224,14 +228,15 @@ class _Batch:
       where: for images in the device tier, the places to read; for others, the places to write. None if there is no
         device tier.
       promoted: cache entries that are copied to the device tier.
-      slots: for each image, the slot that the states after it are loaded into; empty if the model has none.
+      slots: for each image, the slots that its states are loaded into, see `KVShape.stored_states`, 0 for those that
+        are not loaded; empty if the model has none.
     """
 
     records: tuple[Record, ...]
     places: abc.Callable[[], jax.Array | np.ndarray]
     where: jax.Array | None
     promoted: tuple[Record, ...] = ()
-    slots: tuple[int, ...] = ()
+    slots: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,10 +285,14 @@ class Upload:
             piece, coming = self._started.popleft()
             images, batch = coming if isinstance(coming, list) else coming.result(), piece.batch
             read += jax.tree.leaves(images)
-            kv = [image[:-1] for image in images] if batch.slots else images
+            kv = images
+            if batch.slots:
+                kv = [image[: -len(slots)] for image, slots in zip(images, batch.slots, strict=True)]
             done.append(self._copies.link(piece.group, kv, batch.places(), batch.where))
-            for image, slot in zip(images, batch.slots, strict=False):
-                self._runner.pool.load_states(piece.group.parts, image[-1], slot)
+            for image, slots in zip(images, batch.slots, strict=False):
+                for states, slot in zip(image[-len(slots) :], slots, strict=True):
+                    if slot:
+                        self._runner.pool.load_states(piece.group.parts, states, slot)
             if piece.group.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._copies.tier.fill(record, record.meta.tokens, 0)
@@ -361,7 +370,9 @@ def _batches(
             records = tuple([record for record, _, _ in some])
             if not tier.num_pages:
                 stated = [(prefill, span) for record, prefill, span in some if record.meta.states]
-                slots = tuple([prefill.states.loads[span.stop] for prefill, span in stated])
+                slots = tuple(
+                    [prefill.states.loaded(span.stop, bool(runner.shapes.kv.maps)) for prefill, span in stated]
+                )
                 yield _Batch(records, functools.cache(places), None, slots=slots)
                 continue
             new = [record for record in dict.fromkeys(records) if record not in promoted]

@@ -44,6 +44,7 @@ from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.preparation.openings import Openings
 from vlcache_jax.request_options import ResolvedOptions
+from vlcache_jax.reuse.edges import EdgePolicy, Edges
 from vlcache_jax.reuse.policies import Plan, Policy
 from vlcache_jax.reuse.selection import RowChoice, computing, decide, parse_policy
 
@@ -172,26 +173,15 @@ def identity_of(config: ModelConfig, device: str, kv: KVShape, count: int = 1) -
     """
     text, vision = config.text, config.vision
     return {
-        "device": device,
-        "dtype": kv.dtype.name,
-        "codec": kv.codec_name or "auto",
-        "model": config.model_type,
-        "layers": text.num_layers,
-        "width": text.hidden_size,
-        "mlp": text.intermediate_size,
-        "heads": text.num_heads,
-        "kv heads": kv.heads,
-        "head": kv.width,
-        "vision layers": vision.depth,
-        "vision width": vision.hidden_size,
-        "vision mlp": vision.intermediate_size,
-        "vision heads": vision.num_heads,
-        "patch": vision.patch_size,
-        "merge": vision.merge_size,
+        "device": device, "dtype": kv.dtype.name, "codec": kv.codec_name or "auto", "model": config.model_type,
+        "layers": text.num_layers, "width": text.hidden_size, "mlp": text.intermediate_size,
+        "heads": text.num_heads, "kv heads": kv.heads, "head": kv.width,
+        "vision layers": vision.depth, "vision width": vision.hidden_size, "vision mlp": vision.intermediate_size,
+        "vision heads": vision.num_heads, "patch": vision.patch_size, "merge": vision.merge_size,
         "deepstack": vision.num_deepstack,
         **_experts(text),
         **({} if count == 1 else {"devices": count}),
-    }
+    }  # fmt: skip
 
 
 def _experts(text: TextConfig) -> Identity:
@@ -234,6 +224,7 @@ def read_rates(path: pathlib.Path) -> tuple[Identity, Rates]:
 
 
 _CONTEXT = re.compile("[0-9a-f]{64}")
+_EXACT = parse_policy("exact")
 _MAX_TOKENS = 2**31  # maximum of an image; larger shapes are refused
 
 
@@ -262,7 +253,7 @@ class MetaBuilder:
         data = self._kv.record(room)
         return Meta(
             entry, owner, context, canonical, grid, self._tokens(grid), str(data.dtype), data.shape,
-            self._kv.code_bytes, self._kv.states, model=self._fingerprint(), codec=self._kv.stored_as,
+            self._kv.code_bytes, self._kv.stored_states, model=self._fingerprint(), codec=self._kv.form,
         )  # fmt: skip
 
     @property
@@ -306,6 +297,7 @@ class Planner:
       keeps_pages: use the prefix cache for prompts.
       turn_token: ID of the token that begins a message; None: it is unknown.
       openings: neutral contexts of images; None: there are none.
+      edges: tokens of linked images that are computed, in a model with states whose cache holds maps; else None.
       max_tokens: maximum tokens of a prompt.
     """
 
@@ -322,12 +314,13 @@ class Planner:
         keeps_pages: bool = True,
         turn_token: int | None = None,
         openings: Openings | None = None,
+        edges: Edges | None = None,
         max_tokens: int = _MAX_TOKENS,
     ):
         self.store, self.writer, self.rates = store, writer, rates
         self._links_kv, self._keeps_pages = links_kv, keeps_pages
         self._turn_token = turn_token if config.text.has_states else None
-        self._config, self._openings, self._max_tokens = config, openings, max_tokens
+        self._config, self._openings, self._edges, self._max_tokens = config, openings, edges, max_tokens
         self._forms, self._token_buckets, self._min_tokens = forms, token_buckets, forms.min_tokens
 
     def stores_kv(self, tokens: int) -> bool:
@@ -346,7 +339,7 @@ class Planner:
         makes_none = options.donors == "any" or self.store.config.load in ("encoder", "none")
         if self._openings is None or makes_none or not donors:
             return
-        exact = dataclasses.replace(options, reuse=parse_policy("exact"), compress=None)
+        exact = dataclasses.replace(options, reuse=_EXACT, compress=None)
         for first, moment in enumerate(request.moments):
             if moment is not None and moment.chunk:  # it comes with the first chunk
                 continue
@@ -389,7 +382,7 @@ class Planner:
           donors: donors of each image, see `donors`, which is called for None.
           is_asked: whether a caller asked for it, so that it is counted.
         """
-        start, policy = time.perf_counter(), options.reuse
+        start, policy = time.perf_counter(), self._policy(options)
         layers = self._config.text.num_layers
         contexts = request.contexts if policy.links else []
         handles: list[Handle] = []
@@ -436,12 +429,13 @@ class Planner:
             owner=request.owner if policy.links and self._keeps_pages else None,
             request_key=key,
             request_known=known,
+            edges=self._edges,
             reservation=CacheReservation(self.store, handles, made, None if known else key, request.items),
         )
 
     def donors(self, request: Request, options: ResolvedOptions) -> list[Donors]:
         """Return the contexts from which the KV of each image may be linked; empty if only exact KV is."""
-        if not options.reuse.approximates:
+        if not self._policy(options).approximates:
             return []
         openings, is_own = self._openings, partial(self.store.requests.had_context, request.owner, options.caller)
         neutral = None if openings is None else openings.of_images(request.token_ids)
@@ -453,6 +447,12 @@ class Planner:
             of_image if moment is None else of_image._replace(neutral=videos[moment.video][moment.chunk])
             for moment in request.moments
         ]
+
+    def _policy(self, options: ResolvedOptions) -> Policy:
+        """Return the policy of a request. Compression observes states again, which maps do not allow."""
+        if self._edges is None or not isinstance(options.reuse, EdgePolicy):
+            return options.reuse
+        return _EXACT if options.compress else dataclasses.replace(self._edges, policy=options.reuse)
 
     def _find(self, image: ImageRef, context: str, donors: Donors | None, owner: str) -> Handle:
         """Return the entries of an image under its own key, or else under its shared one."""

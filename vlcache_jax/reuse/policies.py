@@ -145,21 +145,32 @@ class StaticRatio:
     """Policy that computes the first floor(ratio x T) of T image tokens in every layer (VLCache, static r).
 
     Ratio 0 is full reuse.
+
+    Attributes:
+      ratio: the ratio.
+      shift: True if the other tokens are corrected, see `Spread`.
     """
 
     ratio: Fraction
     links: bool = True
     approximates: bool = True
+    shift: bool = False
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
     @property
     def name(self) -> str:
+        if self.shift:
+            return f"shift-first-{float(self.ratio):g}"
         return f"{float(self.ratio):g}" if self.ratio else "full"
 
+    def edges(self, tokens: int) -> tuple[int, int]:
+        """Return the numbers of first and of last tokens of an image that are computed."""
+        return max(int(self.ratio * tokens), int(self.shift)), 0
+
     def plan(self, layout: Layout, num_layers: int) -> Plan:
-        return first_tokens(layout, num_layers, lambda tokens: [int(self.ratio * tokens)] * num_layers)
+        return edge_tokens(layout, num_layers, self.edges, shift=self.shift)
 
 
 @dataclass(frozen=True)
@@ -204,8 +215,12 @@ class MPIC:
     def name(self) -> str:
         return f"mpic-{self.k}"
 
+    def edges(self, tokens: int) -> tuple[int, int]:
+        """Return the numbers of first and of last tokens of an image that are computed."""
+        return self.k, 0
+
     def plan(self, layout: Layout, num_layers: int) -> Plan:
-        return first_tokens(layout, num_layers, lambda tokens: [min(self.k, tokens)] * num_layers)
+        return edge_tokens(layout, num_layers, self.edges)
 
 
 @dataclass(frozen=True)
@@ -234,9 +249,12 @@ class EPIC:
     def name(self) -> str:
         return f"epic-{self.k}" if self.ends == "first" else f"epic-{self.k}-{self.ends}"
 
+    def edges(self, tokens: int) -> tuple[int, int]:
+        """Return the numbers of first and of last tokens of an image that are computed."""
+        return self.k * (self.ends != "last"), self.k * (self.ends != "first")
+
     def plan(self, layout: Layout, num_layers: int) -> Plan:
-        first, last = self.k * (self.ends != "last"), self.k * (self.ends != "first")
-        return edge_tokens(layout, num_layers, lambda tokens: (first, last))
+        return edge_tokens(layout, num_layers, self.edges)
 
 
 @dataclass(frozen=True)
@@ -244,25 +262,31 @@ class Ends:
     """Policy that computes floor(ratio x T) of T image tokens in every layer: half at each end. Not from a paper.
 
     If the number is odd, the beginning has one token more.
+
+    Attributes:
+      ratio: the ratio.
+      shift: True if the other tokens are corrected, see `Spread`.
     """
 
     ratio: Fraction
     links: bool = True
     approximates: bool = True
+    shift: bool = False
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
     @property
     def name(self) -> str:
-        return f"ends-{float(self.ratio):g}"
+        return f"{'shift-' * self.shift}ends-{float(self.ratio):g}"
+
+    def edges(self, tokens: int) -> tuple[int, int]:
+        """Return the numbers of first and of last tokens of an image that are computed."""
+        count = max(int(self.ratio * tokens), int(self.shift))
+        return count - count // 2, count // 2
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
-        def counts(tokens: int) -> tuple[int, int]:
-            count = int(self.ratio * tokens)
-            return count - count // 2, count // 2
-
-        return edge_tokens(layout, num_layers, counts)
+        return edge_tokens(layout, num_layers, self.edges, shift=self.shift)
 
 
 @dataclass(frozen=True)
@@ -410,18 +434,21 @@ def spread_ranks(rows: int, columns: int) -> npt.NDArray[np.integer]:
     return ranks
 
 
-def edge_tokens(layout: Layout, num_layers: int, counts: Callable[[int], tuple[int, int]]) -> Plan:
+def edge_tokens(
+    layout: Layout, num_layers: int, counts: Callable[[int], tuple[int, int]], *, shift: bool = False
+) -> Plan:
     """Return the plan that computes the first and the last tokens of each approximate image in every layer.
 
     Args:
       counts: returns the numbers of first and of last tokens for a number of image tokens.
+      shift: see `Plan`.
     """
     plan = first_tokens(layout, num_layers, lambda tokens: [min(counts(tokens)[0], tokens)] * num_layers)
     for span in layout.images:
         if span.state == "approximate":
             plan.depth[span.stop - min(counts(span.length)[1], span.length) : span.stop] = num_layers
     plan.depth[-1] = num_layers + 1
-    return plan
+    return dataclasses.replace(plan, shift=shift)
 
 
 def check_ratio(ratio: Fraction) -> None:

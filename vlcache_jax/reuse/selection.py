@@ -459,7 +459,12 @@ _DIGITS = 30
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
 _WITH_COUNT: dict[str, Callable[[int], Policy]] = {"mpic": MPIC, "epic": EPIC}
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
-_WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}
+_WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {
+    "ends": Ends,
+    **_WITH_SCHEDULE,
+    "shift-first": functools.partial(StaticRatio, shift=True),
+    "shift-ends": functools.partial(Ends, shift=True),
+}
 # Policy of "approximate": the most accurate one that computes at most 3 % of tokens x layers
 # (docs/research/reuse_study.md).
 APPROXIMATE = "shift-0.03"
@@ -476,9 +481,9 @@ def parse_policy(reuse: Any) -> Policy:
 
     Args:
       reuse: "off", "exact", "approximate" (the recommended policy), "full" (ratio 0), "full-two-pass", a ratio from 0
-        to 1 as a number or a decimal string, "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and
-        others of `selection.NAMED`, the path of a schedule file, by itself or after "spread-", "shift-" or
-        "question-", a `Schedule` or a `Policy`. "asked-" is the deprecated name of "question-".
+        to 1 as a number or a decimal string, "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "shift-first-R",
+        "shift-ends-R", "cacheblend-R" and others of `selection.NAMED`, the path of a schedule file, by itself or after
+        "spread-", "shift-" or "question-", a `Schedule` or a `Policy`. "asked-" is the deprecated name of "question-".
 
     Raises:
       ValueError: `reuse` is anything else.

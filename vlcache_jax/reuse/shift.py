@@ -220,7 +220,7 @@ def _moved(
     own, bias = rope.rotate(old_k, cos, -sin), _bias(attention)
     if bias is not None:
         own -= bias
-    weight = attention.k_norm.scale[...] if attention.config.qk_norm else jnp.ones(own.shape[-1])
+    weight = attention.k_norm.factor if attention.config.qk_norm else jnp.ones(own.shape[-1])
     factor = length_kept(own, own + dk, weight)
     new_k = (old_k + rope.rotate(dk, cos, sin)) * factor  # a difference of 0 leaves all bits: the factor is 1
     if bias is not None:

@@ -63,15 +63,17 @@ def repack(rows: Rows, size: int) -> jax.Array:
     return jnp.pad(packed, ((0, 0), (0, size - packed.shape[1])))
 
 
-def pack_runs(runs: Runs, rows: int, slots: int) -> tuple[npt.NDArray[np.int32], np.int32]:
+def pack_runs(runs: Runs, rows: int, slots: int, has_maps: bool = False) -> tuple[npt.NDArray[np.int32], np.int32]:
     """Pack the runs of a step as int32 [5, rows + slots], and their number. Padding rows follow the others.
 
-    A block has tokens, or copies states to a slot that no other block copies them to.
+    A block has tokens, or copies states to a slot that no other block copies them to. With maps, int32 [8, 3 rows +
+    slots]: a block of tokens may also be one of A and one of B.
     """
-    packed = np.zeros((5, rows + slots), np.int32)
+    packed = np.zeros((8, 3 * rows + slots) if has_maps else (5, rows + slots), np.int32)
     packed[0, :rows] = np.arange(rows)
     packed[0, : len(runs.place)] = runs.place
-    for row, field in zip(packed[1:], runs[1:-1], strict=True):
+    fields = runs.start, runs.length, runs.source, runs.target, runs.kind, runs.tail, runs.factor
+    for row, field in zip(packed[1:], fields, strict=False):
         row[: len(field)] = field
     return packed, np.int32(runs.count)
 
@@ -80,8 +82,8 @@ def unpack_runs(packed: tuple[Any, Any] | None, size: int) -> Runs | None:
     """Return the runs of a step whose first `size` rows enter a layer."""
     if packed is None:
         return None
-    place, start, length, source, target = packed[0]
-    return Runs(place[:size], start, length, source, target, packed[1])
+    place, start, length, source, target, *kinds = packed[0]
+    return Runs(place[:size], start, length, source, target, packed[1], *kinds)
 
 
 Params = dict[str, Any]
@@ -163,6 +165,7 @@ class Shapes:
         buckets: BucketSizes,
         implementation: str | None,
         codec: kernels.Codec | None = None,
+        maps: str = "",
         kept_tokens: int = 0,
         compressed_slots: int = 0,
         num_snapshots: int = 0,
@@ -174,7 +177,7 @@ class Shapes:
         self.num_slots, self.max_pages, self.kept_tokens = num_slots, max_pages, kept_tokens
         self.compressed_slots = compressed_slots
         self.dtype = params["language_model"]["norm"]["scale"].dtype
-        self.kv = KVShape.of(config, self.dtype, codec)
+        self.kv = KVShape.of(config, self.dtype, codec, maps)
         # Weights and their graph definitions.
         self.visual, self.normalization = abstract((params["visual"], normalization))
         self.text = abstract(params["language_model"])
@@ -281,14 +284,15 @@ class Shapes:
 
     def pack_runs(self, runs: Runs | None) -> tuple[npt.NDArray[np.int32], np.int32] | None:
         """Pack the runs of a step, see `pack_runs`."""
-        return None if runs is None else pack_runs(runs, self.buckets.max_rows, self.num_states)
+        return None if runs is None else pack_runs(runs, self.buckets.max_rows, self.num_states, bool(self.kv.maps))
 
     @property
     def runs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct] | None:
         """Abstract runs of a step, see `pack_runs`; None if no layer has states."""
         if not self.num_states:
             return None
-        return ints(5, self.buckets.max_rows + self.num_states), ints()
+        rows = self.buckets.max_rows
+        return (ints(8, 3 * rows + self.num_states) if self.kv.maps else ints(5, rows + self.num_states)), ints()
 
     def moves(self, layers: int) -> Moves:
         """Return the abstract moves of some layers."""

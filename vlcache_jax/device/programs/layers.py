@@ -207,7 +207,7 @@ def layer_step(
     """Compute a layer of which only the first rows write KV.
 
     A bucket may include rows after them that have dropped out, whose KV slots contain linked KV. Before the layer runs,
-    linked KV is shifted by the change that the recomputed rows show.
+    linked KV is shifted by the change that the recomputed rows show. States are not.
 
     Args:
       x: hidden states [N, M].
@@ -226,7 +226,7 @@ def layer_step(
     index = jnp.arange(len(x), dtype=jnp.int32)
     writing, needed = active
     layer = shapes.bind_layer(params)
-    if moves is not None:
+    if moves is not None and hasattr(layer, "self_attn"):
         row_image = jnp.where(index < writing, moves.row_image[: len(x)], -1)
         k, v = memory
         memory = [*move(layer.self_attn, k, v, differences(layer, x, k, v, rows, row_image), moves)]

@@ -93,7 +93,7 @@ def _set_level(level: int) -> None:
 PROGRAMS: tuple[type[Program[Any]], ...] = (
     memory.EmptyPool, memory.EmptyStates, memory.EmptyEncoderRows, memory.EmptyDecodeState, memory.OpenDecodeSlot,
     memory.HoldDecodeSlots,
-    memory.CopyPages,
+    memory.CopyPages, memory.LoadStates, memory.StoreStates,
     layers.Embed, layers.Layer, layers.Block, layers.Slice,
     answer.OutputHead, answer.LastHidden, answer.HeadRows, answer.SampleFirst, answer.ScoreTokens, window.Window,
     compress.EmptyCompressed, compress.EmptySums, compress.Observe, compress.Compact, window.CompressedWindow,
