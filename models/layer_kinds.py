@@ -23,15 +23,22 @@ class StateArray:
       name: name within the layer.
       shape: shape. Several devices divide its first axis.
       dtype: dtype. None: that of the model.
+      is_linear: True for matrices S that tokens change to A S + B, see `BlockKind`.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype | None = None
+    is_linear: bool = False
+
+    @property
+    def values(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
 
     def nbytes(self, dtype: Any) -> int:
         """Return its bytes in a model of `dtype`."""
-        return math.prod(self.shape) * np.dtype(self.dtype or dtype).itemsize
+        return self.values * np.dtype(self.dtype or dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +61,7 @@ class LayerKind:
     @property
     def state_values(self) -> int:
         """Number of values of a sequence's state; 0 for a layer with pages."""
-        return sum(math.prod(array.shape) for array in self.states)
+        return sum(array.values for array in self.states)
 
     def sequence_bytes(self, dtype: Any) -> int:
         """Return the bytes of a sequence's state in a model of `dtype`; 0 for a layer with pages."""

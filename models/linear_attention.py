@@ -50,7 +50,7 @@ def layer_kind(config: LinearAttentionConfig) -> LayerKind:
         NAME,
         (
             StateArray("conv", (config.key_heads, config.taps - 1, width)),
-            StateArray("rule", (config.key_heads, config.group, config.key_width, config.value_width), FLOAT32),
+            StateArray("rule", (config.key_heads, config.group, config.key_width, config.value_width), FLOAT32, True),
         ),
     )
 

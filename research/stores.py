@@ -131,7 +131,17 @@ def make_record(codec: str, number: int, tokens: int) -> Record:
     entry = f"{sorted((PLAIN, *CODECS)).index(codec):02x}{number:062x}"
     grid = (1, 2, 2 * tokens)
     meta = Meta(
-        entry, owner_key(None), _KEY, True, grid, tokens, str(data.dtype), data.shape, kv.code_bytes, 0, _KEY, codec
+        entry,
+        owner_key(None),
+        _KEY,
+        True,
+        grid,
+        tokens,
+        str(data.dtype),
+        data.shape,
+        kv.code_bytes,
+        model=_KEY,
+        codec=codec,
     )
     record = Record(meta)
     rng = np.random.default_rng((number, tokens))

@@ -289,7 +289,7 @@ def programs_made_once() -> Iterator[None]:
     """
     import jax
 
-    from vlcache_jax.device.programs import compile_cache, compress, memory, table, window
+    from vlcache_jax.device.programs import compile_cache, compress, memory, states, table, window
     from vlcache_jax.device.programs.base import Program, Shapes, abstract
     from vlcache_jax.reuse import shift
 
@@ -299,6 +299,7 @@ def programs_made_once() -> Iterator[None]:
     )  # fmt: skip
     of_records = (
         memory.Link, memory.Recall, memory.Code, memory.EmptyTier, memory.KeepLayer, memory.KeepRows, memory.Restage,
+        states.LoadMaps, states.StoreMaps,
     )  # fmt: skip
     init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
@@ -307,6 +308,7 @@ def programs_made_once() -> Iterator[None]:
         leaves, tree = jax.tree.flatten(abstract((params, normalization)))
         for name in ("compressed_slots", "codec", "kept_tokens"):  # most programs do not know of them
             sizes.pop(name, None)
+        sizes["maps"] = bool(sizes.get("maps"))  # programs do not know what their tokens are
         buckets = sizes["buckets"]  # a program has its own number of sequences
         sizes["buckets"] = dataclasses.replace(buckets, sequences=buckets.sequences[-1:])
         self.description = (config, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(sizes.items()))  # type: ignore[attr-defined]

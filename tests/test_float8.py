@@ -94,9 +94,9 @@ def test_a_schedule_of_one_is_none_of_the_other(made):
     source, converted, twin = map(open_checkpoint, made)
     layers = source.config.text.num_layers
     policy = Scheduled(Schedule((250,) * layers, "qwen3_vl", source.source_digest))
-    assert converted.check_policy(policy) is policy
+    assert converted.policy_of(policy) is policy
     with pytest.raises(ValueError, match="allow_other_model"):
-        twin.check_policy(policy)
+        twin.policy_of(policy)
 
 
 def test_what_is_kept_of_a_layer_is_planned(made):

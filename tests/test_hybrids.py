@@ -147,7 +147,8 @@ def test_encoder_output_of_known_images_is_used_in_any_context(llm, conversation
 @pytest.mark.parametrize(
     ("reuse", "reason"),
     [
-        ("approximate", "'exact', 'off', or a policy that computes the first or the last tokens .* as one map"),
+        ("approximate", "'exact' or 'off', got 'approximate': an engine of qwen3_5 links .* only by its own policy"),
+        ("shift-0.03", "'exact', 'off', or a policy that computes the first or the last tokens .* as one map"),
         ("full", "'exact' or 'off', got 'full': an engine of qwen3_5 links .* only by its own policy"),
         (0.1, "'exact' or 'off', got '0.1': an engine of qwen3_5 links .* only by its own policy"),
     ],

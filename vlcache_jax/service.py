@@ -75,7 +75,6 @@ from vlcache_jax.preparation.recognition import Recognizer
 from vlcache_jax.preparation.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.request_options import Compress, RequestOptions, ResolvedOptions, Reuse
 from vlcache_jax.reuse.policies import Policy
-from vlcache_jax.reuse.selection import parse_policy
 from vlcache_jax.sampling import StructuredOutputsConfig
 
 _log = logging.getLogger(__name__)
@@ -205,7 +204,7 @@ class Service:
         if devices.count > 1:
             with Progress(f"checking that {devices.count} devices can communicate", show=config.use_tqdm):
                 check_exchange(devices)
-        policy = checkpoint.check_policy(config.policy)
+        policy = checkpoint.policy_of("approximate" if config.reuse == "approximate" else config.policy)
         stored = _how_stored(config, checkpoint, policy)
         shares = Quotas(config.cache.owner_bytes)
         tiers = open_tiers(config.cache, shares, fingerprint=stored.fingerprint, codec=stored.kv.stored_as)
@@ -342,7 +341,7 @@ class Service:
         Raises:
           ValueError: `reuse` is not a policy, or is a policy of another model.
         """
-        return self.policy if reuse is None else self.checkpoint.check_policy(parse_policy(reuse), self.policy)
+        return self.policy if reuse is None else self.checkpoint.policy_of(reuse, self.policy)
 
     def compressor_of(self, compress: Compress | None) -> Compressor | None:
         """Return the compression policy of a call, or None.

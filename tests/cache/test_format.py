@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from vlcache_jax.cache import keys
 from vlcache_jax.cache.items import _TABLES, COLUMNS, FOLDER
@@ -24,6 +25,7 @@ from vlcache_jax.inputs.processor import ImageProcessor
 # Lines of other versions stay: a version that was in use once must never stand for something else.
 GOLDEN = {3: "19e68e343ead6518a853e89992eb382ba3ff0181383f8c89107e1eca1a9adc2d"}
 STATED = "5c87ef4f6ce95da4d0649e120ac8f96f1335319978075eb032c06059cde31cbc"  # a file with states
+MAPPED = "5117f23bbf996243a041650a7b645673292fd6aa557334c6e9cca068a873c2ce"  # files with maps
 WHOLE = Meta(
     "a" * 64, "b" * 64, "c" * 64, False, (1, 4, 6), 6, "bfloat16", (2, 2, 8, 2, 4), model="d" * 64, codec="bfloat16"
 )
@@ -73,7 +75,8 @@ def all_records():
     """Encoder rows, K, V, and coded ones."""
     whole = WHOLE
     headers = {"buffers": "planes"}  # attributes that the header has under another name
-    yield [headers.get(field.name, field.name) for field in dataclasses.fields(Meta) if field.name != "states"]
+    later = {"states", "maps"}
+    yield [headers.get(field.name, field.name) for field in dataclasses.fields(Meta) if field.name not in later]
     yield file_of(whole)
     yield file_of(dataclasses.replace(whole, dtype="uint8", shape=(2, 2, 8 * 12), buffers=(8, 4), codec="float32 int8"))
     rows = dataclasses.replace(whole, context=None, canonical=True, shape=(3, 8, 16))
@@ -92,6 +95,18 @@ def test_states_came_later():
     """Files without them are as they were, so the version stayed."""
     assert digest(file_of(dataclasses.replace(WHOLE, states=5))) == STATED
     assert b"states" not in file_of(WHOLE)
+
+
+def test_maps_came_later():
+    mapped = dataclasses.replace(WHOLE, states=5, maps=6)
+    coded = dataclasses.replace(
+        mapped, dtype="uint8", shape=(2, 2, 8 * 12), buffers=(8, 4), codec="float32 int8 ends-0.5"
+    )
+    assert digest(file_of(mapped), file_of(coded)) == MAPPED
+    assert b"maps" not in file_of(dataclasses.replace(WHOLE, states=5))
+    names = safetensors.numpy.load(file_of(coded))
+    assert names["maps.1"].dtype == np.int8
+    assert names["states.1"].shape == (5,)
 
 
 def test_places_bear_the_version():

@@ -259,7 +259,10 @@ SIZES_OF_AN_ENGINE = {
     },
     "buckets": [lambda one: dataclasses.replace(one, window=one.window + 1)],
     "implementation": [lambda one: "another"],
-    "kv": [lambda one: dataclasses.replace(one, width=one.width + 8)],
+    "kv": [
+        lambda one: dataclasses.replace(one, width=one.width + 8),
+        lambda one: dataclasses.replace(one, maps="ends-0.1"),
+    ],
     **{
         name: [
             _in_first(lambda leaf: _other(leaf, shape=(*leaf.shape, 1))),
@@ -274,7 +277,7 @@ SIZES_OF_AN_ENGINE = {
 def test_no_size_of_an_engine_is_forgotten():
     """A program that another engine left would not take this one's arrays."""
     weights = {"visual", "text", "head"}  # `params`
-    told = SIZES_OF_AN_ENGINE.keys() - weights - {"kv"} | {"params", "codec"}
+    told = SIZES_OF_AN_ENGINE.keys() - weights - {"kv"} | {"params", "codec", "maps"}
     assert told == inspect.signature(Runner).parameters.keys() - {"devices"}  # the files are for one CPU
 
 

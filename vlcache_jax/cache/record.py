@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 import logging
 import math
 import mmap
@@ -25,7 +26,7 @@ Part = tuple[str] | tuple[str, int]
 """Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""
 
 Buffers = tuple[npt.NDArray[Any], ...]
-"""Arrays of a record or a part: one, or two (codes and scales) if the KV is coded, and last the states if it has some.
+"""Arrays of a record or a part: one, or two (codes and scales) if the KV is coded, then states and maps if it has some.
 """
 
 CHECKSUM = "xxh3_64"
@@ -68,8 +69,9 @@ class Meta:
       dtype, shape: dtype and shape of the data, with the token axis padded to a bucket size: KV before rotation [L, 2,
         T, K, D], or coded [L, 2, bytes] over all buffers; encoder output and DeepStack features [1 + J, T, M].
       buffers: bytes per token of the codes and of the scales; empty if the KV is not coded.
-      states: float32 values per part: states after the image of the layers without KV that precede the part's layer
-        (`TextConfig.state_layers`). 0: the model has none.
+      states: float32 values per part that belong to the layers without KV that precede the part's layer
+        (`TextConfig.state_layers`), see `KVShape.entry_states`. 0: the model has none.
+      maps: values per part of the maps of these layers, see `KVShape.entry_maps`, in `map_dtype`.
       model: fingerprint of the model's configuration and weights.
       codec: dtype or codec of the KV, as in entry keys.
       checksums: checksum of each part without padding; empty until the record is filled.
@@ -85,6 +87,7 @@ class Meta:
     shape: tuple[int, ...]
     buffers: tuple[int, ...] = ()
     states: int = 0
+    maps: int = 0
     model: str = ""
     codec: str = ""
     checksums: tuple[int, ...] = ()
@@ -112,25 +115,35 @@ class Meta:
 
     @property
     def buffer_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the arrays: [L, 2, T, bytes] if the KV is coded, and last [L, states] if there are states."""
+        """Shapes of the arrays: KV, [L, 2, T, bytes] if it is coded, and [L, states] and [L, maps] if there are any."""
         data = tuple((*self.shape[:2], self.padded, size) for size in self.buffers) or (self.shape,)
-        return (*data, (self.shape[0], self.states)) if self.states else data
+        return (*data, *((self.shape[0], values) for values in (self.states, self.maps) if values))
 
     @property
     def buffer_dtypes(self) -> tuple[np.dtype[Any], ...]:
         """Dtypes of the arrays."""
-        data = (np.dtype(self.dtype),) * max(len(self.buffers), 1)
-        return (*data, np.dtype(np.float32)) if self.states else data
+        rest = ((np.dtype(np.float32), self.states), (self.map_dtype, self.maps))
+        return (*((np.dtype(self.dtype),) * self.kv_buffers), *(dtype for dtype, values in rest if values))
 
     @property
-    def state_bytes(self) -> int:
-        """Size of the states of each part in bytes."""
-        return 4 * self.states
+    def kv_buffers(self) -> int:
+        """Number of arrays of KV or encoder output, which precede states and maps."""
+        return max(len(self.buffers), 1)
+
+    @property
+    def map_dtype(self) -> np.dtype[Any]:
+        """Dtype of the maps: int8 if the KV is coded, else that of the KV."""
+        return np.dtype(np.int8 if self.buffers else self.dtype)
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Sizes of the states and of the maps of each part in bytes."""
+        return 4 * self.states, self.maps * self.map_dtype.itemsize
 
     @functools.cached_property
     def nbytes(self) -> int:
         """Size in host memory in bytes, with padding."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize + self.shape[0] * self.state_bytes
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize + self.shape[0] * sum(self.state_bytes)
 
     @property
     def part_bytes(self) -> int:
@@ -165,14 +178,14 @@ def checksum(meta: Meta, part: Buffers) -> int:
 def blocks(meta: Meta, part: Buffers) -> Iterator[npt.NDArray[Any]]:
     """Yield the contiguous arrays of a part without padding, in their order outside memory.
 
-    For KV these are all buffers of the keys, then those of the values, then the states; for encoder output one array
-    [T, M].
+    For KV these are all buffers of the keys, then those of the values, then states and maps; for encoder output one
+    array [T, M].
     """
-    data, states = (part[:-1], part[-1:]) if meta.states else (part, ())
+    data, rest = part[: meta.kv_buffers], part[meta.kv_buffers :]
     for half in [data] if meta.context is None else zip(*data, strict=True):
         for buffer in half:
             yield buffer[: meta.tokens]
-    yield from states
+    yield from rest
 
 
 class State(enum.Enum):
@@ -303,13 +316,18 @@ class Record:
 
     @property
     def kv(self) -> Buffers:
-        """Buffers of KV, without the states."""
-        return self.buffers[:-1] if self.meta.states else self.buffers
+        """Buffers of KV, without states and maps."""
+        return self.buffers[: self.meta.kv_buffers]
 
     @property
     def states(self) -> npt.NDArray[np.float32] | None:
-        """States after the image, [L, n], see `Meta.states`; None if the model has none."""
-        return self.buffers[-1] if self.meta.states else None
+        """Float32 values of layers without KV, [L, states], see `Meta.states`; None if the model has none."""
+        return self.buffers[self.meta.kv_buffers] if self.meta.states else None
+
+    @property
+    def maps(self) -> npt.NDArray[Any] | None:
+        """Maps of these layers, [L, maps], see `Meta.maps`; None if there are none."""
+        return self.buffers[-1] if self.meta.maps else None
 
     def part(self, number: int) -> Buffers:
         """Return the arrays of a part."""
@@ -401,12 +419,13 @@ class Record:
     def is_finite(self, parts: slice = slice(None)) -> bool:
         """Return whether its parts, or some of them, have no NaN and no infinity."""
         for number in range(len(self.meta.parts))[parts]:
-            part = self.part(number)
-            # Of coded KV only the scales can be non-finite.
-            checked = part[-1:] if self.meta.buffers else part
-            for rows in blocks(self.meta, checked):
-                if not is_finite(rows.view(np.float16) if self.meta.buffers else rows):
-                    return False
+            part, rest = self.part(number), self.meta.kv_buffers
+            floats = blocks(self.meta, part)
+            if self.meta.buffers:  # codes are finite; their scales are float16, and those of maps are among the states
+                halves = (half[: self.meta.tokens].view(np.float16) for half in part[rest - 1])
+                floats = itertools.chain(halves, part[rest : rest + bool(self.meta.states)])
+            if not all(map(is_finite, floats)):
+                return False
         return True
 
     def checksums(self) -> tuple[int, ...]:

@@ -19,17 +19,29 @@ from vlcache_jax.cache.store import Store
 _log = logging.getLogger(__name__)
 
 
+class EntrySlots(NamedTuple):
+    """Slots of states that a cache entry is stored from or loaded into; 0: none.
+
+    Attributes:
+      state: slot of the states after the image.
+      added, passed: slots of B and A of its map.
+    """
+
+    state: int = 0
+    added: int = 0
+    passed: int = 0
+
+
 class SavedTokens(NamedTuple):
     """Tokens of a cache entry that a prefill chunk computed: row `rows[i]` of the chunk is token `tokens[i]`.
 
-    If the last token is among them and the model has states, `state_slots` are the slots with those after it, and with
-    B and A of its map.
+    If the last token is among them and the model has states, `slots` has what the entry stores of these.
     """
 
     record: Record
     tokens: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
-    state_slots: tuple[int, ...] = ()
+    slots: EntrySlots | None = None
 
 
 class _PendingCopy(NamedTuple):
@@ -106,15 +118,23 @@ class Writer:
 
         self._enqueue(jax.tree.leaves(layers), [part.record for part in saved], fill)
 
-    def states(self, record: Record, states: Sequence[jax.Array]) -> None:
-        """Request to fill a cache entry with a snapshot, or what belongs to its image (`Meta.states`), [L, n] each."""
+    def states(self, record: Record, states: Sequence[jax.Array], maps: jax.Array | None = None) -> None:
+        """Request to fill a cache entry with a snapshot, or with what belongs to its image.
+
+        Args:
+          record: the entry.
+          states: columns of `Record.states`, [L, n] each.
+          maps: `Record.maps`; None if it has none.
+        """
 
         def fill() -> None:
             if not record.is_settled and record.states is not None:
                 np.concatenate(states, axis=1, out=record.states)
+                if record.maps is not None:
+                    record.maps[:] = maps
                 self._arrived(record, 1)
 
-        self._enqueue(states, [record], fill)
+        self._enqueue([*states, *([] if maps is None else [maps])], [record], fill)
 
     def _arrived(self, record: Record, count: int) -> None:
         """Note that `count` of what a cache entry lacks has been copied, see `Record.missing`."""

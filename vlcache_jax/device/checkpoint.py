@@ -53,6 +53,7 @@ from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.edges import EdgePolicy, Edges
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.selection import APPROXIMATE_WITH_STATES, parse_policy
 
 _log = logging.getLogger(__name__)
 _HASHING = threading.Lock()
@@ -85,22 +86,19 @@ def edges_of(policy: Policy, config: ModelConfig) -> Edges | None:
     return Edges(policy, sizes.taps - 1)
 
 
-def links_images(config: ModelConfig) -> bool:
-    """Return whether a model can load the KV of images, which takes KV in each layer instead of states."""
-    return not config.text.has_states
-
-
-def check_links(policy: Policy, config: ModelConfig) -> None:
-    """Check that a model can load the KV of images as a policy requires.
+def policy_for(reuse: Any, config: ModelConfig) -> Policy:
+    """Return the policy that a value of `reuse` stands for in a model: "approximate" depends on its layers.
 
     Raises:
-      ValueError: the policy loads KV of other contexts, and layers of the model keep states.
+      ValueError: there is no such policy, see `parse_policy`.
     """
-    if policy.approximates and not links_images(config):
-        raise ValueError(
-            f"reuse must be 'exact' or 'off' for {config.model_type}, got {policy.name!r}: its layers with "
-            "linear attention keep a state of all earlier tokens, and loading an image's KV does not update it"
-        )
+    is_recommended = isinstance(reuse, str) and reuse == "approximate" and config.text.has_states
+    return parse_policy(APPROXIMATE_WITH_STATES if is_recommended else reuse)
+
+
+def links_images(config: ModelConfig) -> bool:
+    """Return whether each layer of a model keeps KV, so that any policy can link images."""
+    return not config.text.has_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,25 +140,31 @@ class Checkpoint(abc.ABC):
         """Return `edges_of` for the model."""
         return edges_of(policy, self.config)
 
-    def check_policy(self, policy: Policy, own: Policy | None = None) -> Policy:
-        """Return the policy.
+    def policy_of(self, reuse: Any, own: Policy | None = None) -> Policy:
+        """Return the policy of an engine, or of a request, see `policy_for`.
 
         Args:
-          policy: policy of an engine, or of a request.
-          own: policy of the engine, for that of a request.
+          reuse: value of `reuse`.
+          own: policy of the engine, for a request. A request for "approximate" has it if the model keeps states.
 
         Raises:
-          ValueError: the policy uses a schedule that was measured on another model, or does not fit the layers that
-            keep states, or the maps of these that the engine caches.
+          ValueError: there is no such policy, it uses a schedule that was measured on another model, or it does not fit
+            the layers that keep states, or the maps of these that the engine caches.
         """
+        policy, cached = policy_for(reuse, self.config), None if own is None else self.edges_of(own)
         edges = self.edges_of(policy)
         if edges is not None and own is not None:
-            cached = self.edges_of(own)
+            if cached is not None and isinstance(reuse, str) and reuse == "approximate":
+                return own
             if cached is None or cached.computed != edges.computed:
+                given, others = (
+                    reuse if isinstance(reuse, str) else policy.name,
+                    f"{own.name!r}, " * (cached is not None),
+                )
                 raise ValueError(
-                    f"reuse of a request must be {'' if cached is None else f'{own.name!r}, '}'exact' or 'off', got "
-                    f"{policy.name!r}: an engine of {self.config.model_type} links images of other contexts only by "
-                    f"its own policy, for which it caches maps of states, and its policy is {own.name!r}"
+                    f"reuse of a request must be {others}'exact' or 'off', got {given!r}: an engine of "
+                    f"{self.config.model_type} links images of other contexts only by its own policy, for which it "
+                    f"caches maps of states, and its policy is {own.name!r}"
                 )
         if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             fingerprint = "" if schedule.allow_other_model else self.source_digest

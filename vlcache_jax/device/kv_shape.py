@@ -32,6 +32,7 @@ class KVShape:
       dtype: dtype of KV in the pool.
       codec: codec of stored KV. None: KV is stored in full precision.
       states: float32 values of a sequence's states that precede each layer with K,V.
+      matrices, rows: values of those that change linearly (`StateArray.is_linear`), and their number of matrix rows.
       maps: name of the tokens that maps of images in cache entries stand for, see `Edges`; empty: entries hold none.
     """
 
@@ -41,21 +42,28 @@ class KVShape:
     dtype: np.dtype
     codec: Codec | None = None
     states: int = 0
+    matrices: int = 0
+    rows: int = 0
     maps: str = ""
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: Any, codec: Codec | None = None, maps: str = "") -> Self:
-        """Return the layout for a model whose KV has the given dtype and codec; see `maps`.
-
-        Raises:
-          ValueError: there are maps and a codec.
-        """
-        if maps and codec is not None:
-            raise ValueError(f"cache.codec must be 'auto' with maps of states (reuse={maps!r}), got {codec.name!r}")
+        """Return the layout for a model whose KV has the given dtype and codec; see `maps`."""
         text = config.text
-        values = [sum(text.kind_of(layer).state_values for layer in layers) for layers in text.state_layers]
-        states = 0 if codec else max(values, default=0)  # coded KV cannot be exact, and only exact KV needs states
-        return cls(len(text.paged_layers), text.num_kv_heads, text.head_dim, np.dtype(dtype), codec, states, maps)
+        arrays = [[one for layer in layers for one in text.kind_of(layer).states] for layers in text.state_layers]
+        linear = [[one for one in part if one.is_linear] for part in arrays]
+        states, matrices, rows = (
+            max((sum(count(one) for one in part) for part in parts), default=0)
+            for parts, count in (
+                (arrays, lambda one: one.values),
+                (linear, lambda one: one.values),
+                (linear, lambda one: one.values // one.shape[-1]),
+            )
+        )
+        return cls(
+            len(text.paged_layers), text.num_kv_heads, text.head_dim, np.dtype(dtype), codec,
+            states, matrices, rows, maps,
+        )  # fmt: skip
 
     @property
     def codec_name(self) -> str | None:
@@ -108,16 +116,42 @@ class KVShape:
         return STATED_TOKENS if self.states else 1
 
     @property
-    def stored_states(self) -> int:
-        """Values of the states in a cache entry for each layer with K,V: those after the image, then B and A of its
-        map (`Meta.states`).
+    def own_states(self) -> int:
+        """Float32 values of the states after an image, for each layer with K,V in its cache entry.
+
+        0 with a codec: coded KV cannot be linked exactly, and only exact links need these states.
         """
-        return self.states * (3 if self.maps else 1)
+        return 0 if self.codec else self.states
+
+    @property
+    def map_states(self) -> int:
+        """Float32 values that belong to the map of an image, for each layer with K,V in its cache entry.
+
+        They are the states that do not change linearly, after the tokens of the map, and the scales of coded maps: one
+        for each row of B and A.
+        """
+        scales = 2 * self.rows if self.codec else 0
+        return self.states - self.matrices + scales if self.maps else 0
+
+    @property
+    def entry_states(self) -> int:
+        """Float32 values of a cache entry for each layer with K,V (`Meta.states`)."""
+        return self.own_states + self.map_states
+
+    @property
+    def entry_maps(self) -> int:
+        """Values of B and A in a cache entry for each layer with K,V (`Meta.maps`)."""
+        return 2 * self.matrices if self.maps else 0
+
+    @property
+    def map_dtype(self) -> np.dtype:
+        """Dtype of B and A in cache entries."""
+        return np.dtype(np.int8) if self.codec else self.dtype
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states in a cache entry of KV."""
-        return 4 * self.layers * self.stored_states
+        """Bytes of states and maps in a cache entry of KV."""
+        return self.layers * (4 * self.entry_states + self.map_dtype.itemsize * self.entry_maps)
 
     @property
     def slot_bytes(self) -> int:

@@ -311,7 +311,7 @@ def _saved_tokens(
                 tokens = np.flatnonzero(mine >= 0)
                 if len(tokens):
                     is_last = tokens[-1] == use.span.length - 1
-                    slots = prefill.states.stores.get(use.span.stop, ()) if is_last else ()
+                    slots = prefill.states.stores.get(use.span.stop) if is_last else None
                     yield SavedTokens(use.saved, tokens, mine[tokens], slots)
         first += count
 

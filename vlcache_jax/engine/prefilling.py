@@ -39,12 +39,11 @@ from vlcache_jax.device.programs.memory import (
     EmptyDecodeState,
     EmptyEncoderRows,
     EmptyPool,
-    EmptyStates,
     HoldDecodeSlots,
     Link,
-    LoadStates,
     OpenDecodeSlot,
 )
+from vlcache_jax.device.programs.states import EmptyStates, LoadMaps, LoadStates
 from vlcache_jax.device.runner import Clock, Runner
 from vlcache_jax.engine.batching import (
     Placement,
@@ -302,7 +301,7 @@ def _other_programs(runner: Runner, prefills: abc.Sequence[Prefill]) -> abc.Iter
         for count in shapes.split_links(size, number):
             yield from (Link(size, count, group.count) for group in shapes.link_groups)
     if linked:
-        yield from LoadStates.of(shapes)
+        yield from (*LoadStates.of(shapes), *LoadMaps.of(shapes))
 
 
 PATCHES_PER_CALL = 16384  # more patches in one encoder call save no time and take memory
@@ -487,8 +486,8 @@ class Prefiller:
         if step.saved:
             self.writer.kv(step.saved, self.copies.save(step, forward_pass.new_kv))
             for saved in step.saved:
-                if saved.state_slots:
-                    store_states(self.runner, self.writer, saved.record, saved.state_slots)
+                if saved.slots is not None:
+                    store_states(self.runner, self.writer, saved.record, saved.slots)
         self.writer.throttle(2 * self.runner.transfer_bytes)
         later = {placement.image for other in group.steps for placement in other.placements}
         group.where = {image: place for image, place in group.where.items() if image in later}

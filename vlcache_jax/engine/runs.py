@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.cache.writer import EntrySlots
 from vlcache_jax.engine.snapshots import MapSlots
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models.layer_kinds import BLOCK, BlockKind, Runs
@@ -63,8 +64,7 @@ class PromptStates(NamedTuple):
       source: slot of the states before that token; 0 if there are no tokens before it.
       copies: slots that receive a copy of the states, by the number of the prompt's tokens before it.
       loads: slots that the states after linked images are loaded into, by the number of tokens up to their end.
-      stores: slots with the states after images that are saved, by the same number. They are among the copies. Behind
-        them are the slots of their maps, if these are saved, too.
+      stores: by the same number, the slots of what is stored with images. The states after them are among the copies.
       made: maps of images that are computed, to be saved.
       linked: maps of images that are linked.
     """
@@ -74,19 +74,18 @@ class PromptStates(NamedTuple):
     source: int = 0
     copies: Mapping[int, Sequence[int]] = MappingProxyType({})
     loads: Mapping[int, int] = MappingProxyType({})
-    stores: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    stores: Mapping[int, EntrySlots] = MappingProxyType({})
     made: Sequence[MapSlots] = ()
     linked: Sequence[MapSlots] = ()
 
-    def loaded(self, end: int, has_maps: bool) -> tuple[int, ...]:
-        """Return the slots that the states of a linked image are loaded into, 0 for those that are not.
+    def loaded(self, end: int) -> EntrySlots:
+        """Return the slots that the states after a linked image, or its map, are loaded into.
 
         Args:
           end: number of tokens up to the end of the image.
-          has_maps: whether its cache entry has a map, too.
         """
         maps = [(one.added, one.passed) for one in self.linked if one.end == end]
-        return self.loads.get(end, 0), *(maps[0] if maps else (0, 0) if has_maps else ())
+        return EntrySlots(self.loads.get(end, 0), *(maps[0] if maps else ()))
 
     def before(self, place: int) -> int | None:
         """Return the slot of the states from which a block after the first `place` tokens continues.

@@ -21,6 +21,7 @@ from collections.abc import Sequence as Listed
 import numpy as np
 
 from vlcache_jax.cache.record import Why
+from vlcache_jax.cache.writer import EntrySlots
 from vlcache_jax.compress.policies import make_observed
 from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.compressed_pages import CompressedPages
@@ -458,11 +459,12 @@ def places(sequence: Sequence, max_rows: int) -> Places:
             observed = prompt - make_observed(compressor, sequence.layout)
     uses = sequence.progress.images
     linked = [use.span for use in uses if use.linked is not None]
-    stored = [use.span for use in uses if use.saved is not None and not use.saved.is_settled]
-    mapped = [span for span in linked if span.state == "approximate"]
+    saved = {use.span: use.saved.meta for use in uses if use.saved is not None and not use.saved.is_settled}
     exact = [span for span in linked if span.state != "approximate"]
+    stored = [span for span, meta in saved.items() if not meta.buffers]
+    mapped = [*(span for span in linked if span.state == "approximate"), *saved]
     is_end = block_ends(layout, prompt, max_rows, edges)
-    return Places(layout, prompt, is_end, observed, exact, stored, [*mapped, *stored], edges)
+    return Places(layout, prompt, is_end, observed, exact, stored, mapped, edges)
 
 
 def images_with_states(
@@ -491,8 +493,10 @@ def images_with_states(
                 images[i] = dataclasses.replace(use, linked=None, why=Why.no_state)
                 plan = plan.computing(use.span.tokens, num_layers)
             continue
-        has_slot &= map_slots is not None or planned.edges is None or not planned.edges.inner(use.span)
-        if use.saved is not None and not use.saved.is_settled and not (has_slot and is_first):
+        if use.saved is None or use.saved.is_settled:
+            continue
+        has_map = map_slots is not None or planned.edges is None or not planned.edges.inner(use.span)
+        if not (is_first and has_map and (has_slot or use.saved.meta.buffers)):  # coded entries have no states
             images[i] = dataclasses.replace(use, saved=None)
             if is_first and planned.reservation is not None:
                 planned.reservation.cancel(use.saved)
@@ -510,19 +514,13 @@ def states_of(sequence: Sequence, prefilling: Iterable[Sequence]) -> PromptState
     if block_table.is_fork:
         return PromptStates(slot, block_table.cached, slot)
     needs, images = block_table.states, sequence.progress.images
-    ends = {use.span.stop: use for use in images if use.span.stop in needs.stated}
-    loads = {end: needs.stated[end] for end, use in ends.items() if use.linked is not None}
-    linked = [needs.maps[use.span.stop] for use in images if use.linked is not None and use.span.stop in needs.maps]
-    stores: dict[int, tuple[int, ...]] = {}
-    made = []
-    for end in (end for end, use in ends.items() if use.saved is not None):
-        if sequence.planned.edges is None:
-            stores[end] = (needs.stated[end],)
-        elif (slots := needs.maps.get(end)) is not None:
-            stores[end] = needs.stated[end], slots.added, slots.passed
-            made.append(slots)
-        else:  # all of its tokens are computed wherever it is linked, so no prompt reads the map
-            stores[end] = needs.stated[end], 0, 0
+    linked_ends = [use.span.stop for use in images if use.linked is not None]
+    stored_ends = [use.span.stop for use in images if use.saved is not None and not use.saved.is_settled]
+    loads = {end: needs.stated[end] for end in linked_ends if end in needs.stated}
+    linked, made = ([needs.maps[end] for end in ends if end in needs.maps] for ends in (linked_ends, stored_ends))
+    # An image of which a policy computes all tokens has no slots for a map, and no prompt reads its map.
+    maps = {slots.end: (slots.added, slots.passed) for slots in made}
+    stores = {end: EntrySlots(needs.stated.get(end, 0), *maps.get(end, ())) for end in stored_ends}
     copies = defaultdict(list)
     for snapshot in needs.snapshots:
         if snapshot.place not in loads:

@@ -269,7 +269,7 @@ class Places:
       observed: index of the first token that is computed again, from the last snapshot before it, to compress the
         prompt; 0 if there is none.
       linked: images that may be linked, so that there are no states within them.
-      stored: images whose cache entries are filled with the states after them.
+      stored: images whose cache entries are filled with the states after them, so that they may be linked exactly.
       mapped: images that are linked by their maps, or whose cache entries are filled with these.
       edges: tokens of linked images that are computed; None if there are no maps.
     """

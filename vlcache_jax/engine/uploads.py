@@ -17,7 +17,7 @@ import numpy as np
 
 from vlcache_jax.cache.device import DeviceTier, Index
 from vlcache_jax.cache.record import Record, State, TierError
-from vlcache_jax.cache.writer import Writer
+from vlcache_jax.cache.writer import EntrySlots, Writer
 from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.programs.base import LinkGroup, Stored
 from vlcache_jax.device.programs.memory import Code, EmptyTier, KeepLayer, KeepRows, Link, Recall
@@ -151,17 +151,22 @@ class DeviceCopies:
         return arrays
 
 
-def store_states(runner: Runner, writer: Writer, record: Record, slots: abc.Iterable[int]) -> None:
-    """Request to fill a record with the states of slots."""
+def store_states(runner: Runner, writer: Writer, record: Record, slots: EntrySlots) -> None:
+    """Request to fill a record with the states of slots, and with a map if it has one."""
     writer.throttle(2 * runner.transfer_bytes)  # a chunk may end many images
-    writer.states(record, [runner.pool.stored_states(slot) for slot in slots])
+    own = [runner.pool.stored_states(slots.state)] if slots.state else []
+    if not record.meta.maps:
+        writer.states(record, own)
+        return
+    floats, maps = runner.pool.stored_map(slots.added, slots.passed)
+    writer.states(record, [*own, floats], maps)
 
 
 def move_snapshots(runner: Runner, writer: Writer, moves: abc.Iterable[StateMove]) -> None:
     """Launch copies of snapshots to host memory and from there, in their order."""
     for slot, record, is_load in moves:
         if not is_load:
-            store_states(runner, writer, record, [slot])
+            store_states(runner, writer, record, EntrySlots(slot))
             continue
         for group in runner.shapes.link_groups:
             states = runner.devices.put(record.buffers[-1][group.parts])
@@ -204,9 +209,9 @@ class Transfers:
         kv = self._runner.put([buffer[parts] for buffer in record.kv])
         if record.states is None:
             return kv
-        values = self._runner.shapes.kv.states
-        firsts = range(0, record.meta.states, values)
-        return [*kv, *self._runner.devices.put([record.states[parts, first : first + values] for first in firsts])]
+        own, states = self._runner.shapes.kv.own_states, record.states[parts]
+        rest = [] if record.maps is None else [states[:, own:], record.maps[parts]]
+        return [*kv, *self._runner.devices.put([*([states[:, :own]] if own else []), *rest])]
 
     def _lent(self, record: Record, parts: slice) -> list[jax.Array]:
         record.lent[parts.start] = lent = self._put(record, parts)
@@ -228,15 +233,14 @@ class _Batch:
       where: for images in the device tier, the places to read; for others, the places to write. None if there is no
         device tier.
       promoted: cache entries that are copied to the device tier.
-      slots: for each image, the slots that its states are loaded into, see `KVShape.stored_states`, 0 for those that
-        are not loaded; empty if the model has none.
+      slots: for each image, the slots that its states and its map are loaded into; empty if the model has none.
     """
 
     records: tuple[Record, ...]
     places: abc.Callable[[], jax.Array | np.ndarray]
     where: jax.Array | None
     promoted: tuple[Record, ...] = ()
-    slots: tuple[tuple[int, ...], ...] = ()
+    slots: tuple[EntrySlots, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,19 +289,24 @@ class Upload:
             piece, coming = self._started.popleft()
             images, batch = coming if isinstance(coming, list) else coming.result(), piece.batch
             read += jax.tree.leaves(images)
-            kv = images
-            if batch.slots:
-                kv = [image[: -len(slots)] for image, slots in zip(images, batch.slots, strict=True)]
+            kv = [image[: record.meta.kv_buffers] for image, record in zip(images, batch.records, strict=True)]
             done.append(self._copies.link(piece.group, kv, batch.places(), batch.where))
             for image, slots in zip(images, batch.slots, strict=False):
-                for states, slot in zip(image[-len(slots) :], slots, strict=True):
-                    if slot:
-                        self._runner.pool.load_states(piece.group.parts, states, slot)
+                self._load_states(piece.group.parts, image, slots)
             if piece.group.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._copies.tier.fill(record, record.meta.tokens, 0)
             self._linked.append((0 if self._reads_in_place else piece.nbytes, done[-1]))
         return read, done
+
+    def _load_states(self, parts: slice, image: list[jax.Array], slots: EntrySlots) -> None:
+        """Load the states after an image, or its map, from the arrays of some parts of its cache entry."""
+        pool, shapes = self._runner.pool, self._runner.shapes
+        if slots.state:
+            pool.load_states(parts, image[len(shapes.kv.stored())], slots.state)
+        if slots.added:
+            floats, maps = image[-2:]
+            pool.load_map(parts, floats, maps, slots.added, slots.passed)
 
     @property
     def layers(self) -> int:
@@ -370,9 +379,7 @@ def _batches(
             records = tuple([record for record, _, _ in some])
             if not tier.num_pages:
                 stated = [(prefill, span) for record, prefill, span in some if record.meta.states]
-                slots = tuple(
-                    [prefill.states.loaded(span.stop, bool(runner.shapes.kv.maps)) for prefill, span in stated]
-                )
+                slots = tuple([prefill.states.loaded(span.stop) for prefill, span in stated])
                 yield _Batch(records, functools.cache(places), None, slots=slots)
                 continue
             new = [record for record in dict.fromkeys(records) if record not in promoted]

@@ -253,7 +253,7 @@ class MetaBuilder:
         data = self._kv.record(room)
         return Meta(
             entry, owner, context, canonical, grid, self._tokens(grid), str(data.dtype), data.shape,
-            self._kv.code_bytes, self._kv.stored_states, model=self._fingerprint(), codec=self._kv.form,
+            self._kv.code_bytes, self._kv.entry_states, self._kv.entry_maps, self._fingerprint(), self._kv.form,
         )  # fmt: skip
 
     @property

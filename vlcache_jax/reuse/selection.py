@@ -468,6 +468,8 @@ _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {
 # Policy of "approximate": the most accurate one that computes at most 3 % of tokens x layers
 # (docs/research/reuse_study.md).
 APPROXIMATE = "shift-0.03"
+# The same for models with linear attention: the most accurate one of docs/research/hybrid_links.md.
+APPROXIMATE_WITH_STATES = "shift-ends-0.2"
 _NAMED: dict[str, Policy] = {
     "off": Off(),
     "exact": Exact(),
@@ -480,7 +482,7 @@ def parse_policy(reuse: Any) -> Policy:
     """Return the policy of a value of `reuse`.
 
     Args:
-      reuse: "off", "exact", "approximate" (the recommended policy), "full" (ratio 0), "full-two-pass", a ratio from 0
+      reuse: "off", "exact", "approximate" (`APPROXIMATE`), "full" (ratio 0), "full-two-pass", a ratio from 0
         to 1 as a number or a decimal string, "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "shift-first-R",
         "shift-ends-R", "cacheblend-R" and others of `selection.NAMED`, the path of a schedule file, by itself or after
         "spread-", "shift-" or "question-", a `Schedule` or a `Policy`. "asked-" is the deprecated name of "question-".

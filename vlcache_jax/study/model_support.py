@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vlcache_jax.convert.source import locate
-from vlcache_jax.device.checkpoint import check_links, links_images
+from vlcache_jax.device.checkpoint import edges_of, links_images, policy_for
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.selection import parse_policy
@@ -40,13 +40,18 @@ def check_keeps_kv(config: ModelConfig, command: str) -> None:
 
 
 def check_modes(config: ModelConfig, modes: Iterable[Any]) -> None:
-    """Check that a model supports some values of `reuse`.
+    """Check that one engine of a model supports some values of `reuse`, none of which is its own.
 
     Raises:
       ValueError: a value is invalid, or the model does not support it.
     """
     for mode in modes:
-        check_links(parse_policy(mode), config)
+        if edges_of(policy_for(mode, config), config) is not None:
+            raise ValueError(
+                f"reuse must be 'exact' or 'off' for {config.model_type}, got {mode!r}: an engine of a model with "
+                "linear attention links images of other contexts only by its own policy, and this command measures all "
+                "modes with one engine"
+            )
 
 
 def supported_modes[T](config: ModelConfig, modes: Mapping[str, T]) -> tuple[dict[str, T], tuple[str, ...]]:

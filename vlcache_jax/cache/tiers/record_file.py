@@ -23,7 +23,7 @@ SUFFIX = ".safetensors"
 LENGTH = struct.Struct("<Q")  # length of the header, which precedes it
 MAX_HEADER = 2**20  # maximum size of a header in bytes; with 200 layers it has 40 thousand
 _FORMAT = f"vlcache-jax record {FORMAT_VERSION}"
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8", "int8": "I8"}
 _FILE = re.compile(rf"(?P<folder>..)/(?P<entry>[0-9a-f]{{64}})(\.(?P<context>[0-9a-f]{{64}}))?{SUFFIX}")
 _PARSED = 1024  # cached headers, a few KB each: a lookup and the load after it parse the same ones
 _NO_DIGEST = "0" * 32
@@ -92,6 +92,7 @@ def read_header(header: bytes) -> Meta:
             shape=shape,
             buffers=buffers,
             states=int(about.get("states", "0")),
+            maps=int(about.get("maps", "0")),
             model=about["model"],
             codec=about["codec"],
             checksums=checksums,
@@ -125,21 +126,20 @@ def _header(meta: Meta, digest: str) -> bytes:
     }
     if meta.context is not None:
         about["context"] = meta.context
-    if meta.states:
-        about["states"] = str(meta.states)
+    rest = [("states", "F32", meta.states, meta.state_bytes[0])] if meta.states else []
+    if meta.maps:
+        rest.append(("maps", _DTYPES[str(meta.map_dtype)], meta.maps, meta.state_bytes[1]))
+    about |= {name: str(values) for name, _, values, _ in rest}
     tensors: dict[str, Any] = {"__metadata__": about}
     for i, (part, _) in enumerate(zip(meta.parts, meta.checksums, strict=True)):
         tensors[".".join(map(str, part))] = {
             "dtype": _DTYPES[meta.dtype],
             "shape": meta.shape[1:],
-            "data_offsets": (i * size, (i + 1) * size - meta.state_bytes),
+            "data_offsets": (i * size, end := (i + 1) * size - sum(meta.state_bytes)),
         }
-        if meta.states:
-            tensors[f"states.{i}"] = {
-                "dtype": "F32",
-                "shape": (meta.states,),
-                "data_offsets": ((i + 1) * size - meta.state_bytes, (i + 1) * size),
-            }
+        for name, dtype, values, nbytes in rest:
+            offsets = (end, end := end + nbytes)
+            tensors[f"{name}.{i}"] = {"dtype": dtype, "shape": (values,), "data_offsets": offsets}
     text = json.dumps(tensors, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH.size + len(text)) % 64)
     return LENGTH.pack(len(text)) + text

@@ -260,9 +260,9 @@ def _block_sizes(meta: Meta) -> list[int]:
     """Return the size of each block of a part in bytes, without padding."""
     if meta.context is None:
         return [meta.part_bytes]
-    states = [meta.state_bytes] if meta.states else []
-    kv = [meta.tokens * size for size in meta.buffers] if meta.buffers else [(meta.part_bytes - meta.state_bytes) // 2]
-    return kv * 2 + states
+    rest = [size for size in meta.state_bytes if size]
+    kv = [meta.tokens * size for size in meta.buffers] if meta.buffers else [(meta.part_bytes - sum(rest)) // 2]
+    return kv * 2 + rest
 
 
 def _pieces(rows: list[npt.NDArray[np.uint8]]) -> Iterator[npt.NDArray[np.uint8]]:

@@ -275,7 +275,8 @@ class Shapes:
     @property
     def links_kv(self) -> bool:
         """True if KV of images can be linked. In models with states it needs these, in slots of snapshots."""
-        return not self.num_states or (self.kv.codec is None and bool(self.num_snapshots))
+        is_linked = self.kv.codec is None or self.kv.maps  # coded KV is not linked exactly
+        return not self.num_states or bool(is_linked and self.num_snapshots)
 
     @property
     def depth(self) -> tuple[int, bool]:
@@ -318,7 +319,12 @@ class Shapes:
             bias = self.devices.abstract(bias, FIRST)
         elif bias is not None:
             bias = bias[:, place]
-        return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
+        weight = attention["k_norm"]["scale"] if "k_norm" in attention else None
+        if weight is None or not self.config.text.norm_offset:
+            return bias, weight
+        if isinstance(weight, jax.ShapeDtypeStruct):
+            return bias, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight.sharding)
+        return bias, weight.astype(jnp.float32) + 1  # what normed keys are multiplied by
 
     def _work_config(self, rows: int, decode: bool = False, pages: int | None = None) -> kernels.WorkConfig:
         """Return the configuration of the attention of `rows` rows. When decoding, each row is a request.

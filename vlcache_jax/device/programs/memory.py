@@ -6,7 +6,6 @@ They also load stored KV into the pool, and encode new KV as it is stored.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -33,32 +32,6 @@ class EmptyPool(Program[jax.Array]):
 
     def compute(self, shapes: Shapes) -> jax.Array:
         return jnp.zeros(shapes.pool.shape, shapes.pool.dtype)
-
-
-@dataclass(frozen=True)
-class EmptyStates(Program[list[jax.Array]]):
-    """A program that creates the states of a layer, all zero.
-
-    Attributes:
-      like: first layer with states of these shapes.
-    """
-
-    name = "states"
-    gives = SECOND
-    like: int
-
-    @classmethod
-    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return cls.of(shapes)
-
-    @classmethod
-    def of(cls, shapes: Shapes) -> list[Self]:
-        """Return the programs of a model, one for layers of the same shapes."""
-        kinds = map(shapes.config.text.kind_of, shapes.like)
-        return [cls(like) for like in sorted({i for i, kind in zip(shapes.like, kinds, strict=True) if kind.states})]
-
-    def compute(self, shapes: Shapes) -> list[jax.Array]:
-        return [jnp.zeros(one.shape, one.dtype) for one in shapes.memory(self.like)]
 
 
 @dataclass(frozen=True)
@@ -228,94 +201,6 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
                 for layer, buffers in enumerate(kept)
             ]
         return linked, kept, jnp.zeros((), jnp.int32)
-
-
-@dataclass(frozen=True)
-class LoadStates(Program[Halves]):
-    """A program that loads the states after an image, from some parts of its cache entry, into a slot.
-
-    Attributes:
-      parts: for each part, the layers whose states it holds, as the first layers with states of the same shapes.
-    """
-
-    name = "load_states"
-    donates = (0,)
-    gives = SECOND
-    parts: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return cls.of(shapes) if demand.linking else []
-
-    @classmethod
-    def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
-        return cls.of(shapes) if repeat.linked else []
-
-    @classmethod
-    def of(cls, shapes: Shapes) -> list[Self]:
-        """Return the programs of a model, one for groups of layers with states of the same shapes."""
-        groups = (shapes.state_parts(group.parts) for group in shapes.link_groups if shapes.num_states)
-        return [cls(parts) for parts in sorted({_like(shapes, parts) for parts in groups})]
-
-    @classmethod
-    def for_parts(cls, shapes: Shapes, parts: slice) -> Self:
-        """Return the program of some parts of a cache entry."""
-        return cls(_like(shapes, shapes.state_parts(parts)))
-
-    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        states = [shapes.memory(layer) for layers in self.parts for layer in layers]
-        return states, jax.ShapeDtypeStruct((len(self.parts), shapes.kv.states), jnp.float32), ints()
-
-    def compute(self, shapes: Shapes, states: Halves, stored: jax.Array, slot: jax.Array) -> Halves:
-        loaded = list(states)
-        for layer, array, part, own in _places(shapes, self.parts):
-            value = stored[part, own].reshape(1, *states[layer][array].shape[1:]).astype(states[layer][array].dtype)
-            written = jax.lax.dynamic_update_slice_in_dim(states[layer][array], value, slot, 0)
-            loaded[layer] = [*loaded[layer][:array], written, *loaded[layer][array + 1 :]]
-        return loaded
-
-
-@dataclass(frozen=True)
-class StoreStates(Program[jax.Array]):
-    """A program that returns the states of a slot as a cache entry holds them, float32 [L, n] (`Meta.states`)."""
-
-    name = "store_states"
-
-    @classmethod
-    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls()] if shapes.num_states and demand.linking else []
-
-    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        return shapes.states, ints()
-
-    def compute(self, shapes: Shapes, states: Halves, slot: jax.Array) -> jax.Array:
-        parts = shapes.state_parts(slice(None))
-        rows: list[list[jax.Array]] = [[] for _ in parts]
-        for layer, array, part, _ in _places(shapes, parts):
-            rows[part].append(jax.lax.dynamic_index_in_dim(states[layer][array], slot, 0, False).reshape(-1))
-        joined = [jnp.concatenate([one.astype(jnp.float32) for one in row]) for row in rows]
-        return jnp.stack([jnp.pad(row, (0, shapes.kv.states - len(row))) for row in joined])
-
-
-def _like(shapes: Shapes, parts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(shapes.like[layer] for layer in layers) for layers in parts)
-
-
-def _places(shapes: Shapes, parts: tuple[tuple[int, ...], ...]) -> Iterable[tuple[int, int, int, slice]]:
-    """Yield where the states of layers are in the parts of a cache entry.
-
-    Yields:
-      Number of the layer among those of the parts, number of the array, number of the part, values in it.
-    """
-    layer = 0
-    for part, layers in enumerate(parts):
-        first = 0
-        for number in layers:
-            for array, one in enumerate(shapes.memory(number)):
-                size = math.prod(one.shape[1:])
-                yield layer, array, part, slice(first, first + size)
-                first += size
-            layer += 1
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.device.buckets import round_up
-from vlcache_jax.device.programs import answer, compress, encode, layers, memory, window
+from vlcache_jax.device.programs import answer, compress, encode, layers, memory, states, window
 from vlcache_jax.device.programs.answer import OutputHead, SampleFirst
 from vlcache_jax.device.programs.base import Demand, Program, Repeat, Shapes
 from vlcache_jax.device.programs.compile_cache import ProgramFiles
@@ -91,9 +91,9 @@ def _set_level(level: int) -> None:
 
 
 PROGRAMS: tuple[type[Program[Any]], ...] = (
-    memory.EmptyPool, memory.EmptyStates, memory.EmptyEncoderRows, memory.EmptyDecodeState, memory.OpenDecodeSlot,
+    memory.EmptyPool, states.EmptyStates, memory.EmptyEncoderRows, memory.EmptyDecodeState, memory.OpenDecodeSlot,
     memory.HoldDecodeSlots,
-    memory.CopyPages, memory.LoadStates, memory.StoreStates,
+    memory.CopyPages, states.LoadStates, states.StoreStates, states.LoadMaps, states.StoreMaps,
     layers.Embed, layers.Layer, layers.Block, layers.Slice,
     answer.OutputHead, answer.LastHidden, answer.HeadRows, answer.SampleFirst, answer.ScoreTokens, window.Window,
     compress.EmptyCompressed, compress.EmptySums, compress.Observe, compress.Compact, window.CompressedWindow,
