@@ -20,8 +20,8 @@ import numpy.typing as npt
 from vlcache_jax.compress.scores import USUAL, Received
 from vlcache_jax.device.buckets import round_up
 from vlcache_jax.device.programs.compress import Compact, EmptySums
-from vlcache_jax.device.programs.window import ANSWER
-from vlcache_jax.device.runner import Runner, alike_layers
+from vlcache_jax.device.programs.window import ANSWER, alike_layers
+from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import Choosing, SampledTokens
 from vlcache_jax.engine.compressed_pages import CompressedBlockTable
 from vlcache_jax.engine.decode_slots import marks_row, recent_tokens, words_array

@@ -28,7 +28,7 @@ from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import make_counts
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.memory_plan import MemoryPlan, plan_memory, round_pages
-from vlcache_jax.device.runner import alike_layers
+from vlcache_jax.device.programs.window import alike_layers
 from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.params import parameters

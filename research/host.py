@@ -24,7 +24,7 @@ from vlcache_jax.benchmarks.compression import drawn_counts
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.device.programs.base import PAGE_BUCKETS, pack
-from vlcache_jax.device.runner import alike_layers, compressed_work
+from vlcache_jax.device.programs.window import alike_layers, compressed_work
 from vlcache_jax.engine.batching import Prefill, prefill_steps
 from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.pages import Pages

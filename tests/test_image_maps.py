@@ -417,6 +417,15 @@ def test_neutral_donors_are_made_and_linked(directory, questions):
         assert values(ask(llm, questions[1])) == values([output])
 
 
+def test_precomputed_images_are_linked(llm, cold, images):
+    llm.cache.precompute(images[:2])
+    question = user("A ", images[1], " then ", images[0], " how?")
+    [output] = ask(llm, question)
+    assert found(output) == [LINKED] * 2
+    assert [image.donor for image in output.cache.images] == ["neutral"] * 2
+    assert values([output]) != values(ask_cold(cold, question))
+
+
 @pytest.mark.slow
 def test_random_loads_with_aborts_resets_and_few_slots(directory, textured_image, tmp_path):
     """No slot is lost, and each request whose images are all computed or exact has the tokens of a cold run."""

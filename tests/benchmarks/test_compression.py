@@ -16,7 +16,7 @@ from vlcache_jax.benchmarks import compression, compression_filled
 from vlcache_jax.benchmarks.compression import check_request, drawn_counts, first_rows
 from vlcache_jax.benchmarks.settings import CompressionSetup
 from vlcache_jax.compress.parse import parse_compressor
-from vlcache_jax.device.runner import alike_layers
+from vlcache_jax.device.programs.window import alike_layers
 from vlcache_jax.pallas_kernels import PAGE
 
 SETTINGS = SIZES | {"compressed_kv_bytes": 2**22, "max_num_seqs": 8, "use_tqdm": False}

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tests.engine.test_decode_slots import held
 from tests.helper import BUCKETS
 from vlcache_jax.compress.policies import SnapKV
-from vlcache_jax.device.programs.window import LISTS
-from vlcache_jax.device.runner import alike_layers, compressed_work
+from vlcache_jax.device.programs.window import LISTS, alike_layers, compressed_work
 from vlcache_jax.engine.compaction import Compactor
 from vlcache_jax.engine.compressed_pages import CompressedPages
 from vlcache_jax.pallas_kernels import PAGE

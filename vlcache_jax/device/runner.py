@@ -3,10 +3,6 @@
 Arrays that programs update in place are donated to them. An interrupted call can leave donated arrays behind. `reset`
 drops all mutable arrays, and the next call creates them again. `Clock` measures device time with a thread that waits
 for results.
-
-The module also makes the work lists of compressed prompts. Each layer keeps a different number of tokens, but a list
-per layer would cost the host more time than the device saves. So layers that keep similar numbers of tokens share a
-list, which is made for the largest of them.
 """
 
 from __future__ import annotations
@@ -16,26 +12,25 @@ import functools
 import threading
 import time
 from collections import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.device.buckets import BucketSizes, round_up
+from vlcache_jax.device.buckets import BucketSizes, cover, round_up
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.mesh import ONE, Devices
-from vlcache_jax.device.pool import Pool, taken_compressed
 from vlcache_jax.device.programs.answer import HeadRows, LastHidden, OutputHead, SampleFirst, ScoreTokens
-from vlcache_jax.device.programs.base import Halves, Params, Shapes
+from vlcache_jax.device.programs.base import Halves, Params, Program, Shapes
 from vlcache_jax.device.programs.compress import EmptyCompressed
 from vlcache_jax.device.programs.encode import Encode, EncodeApart, Stage, encoder_tables, rows_apart, smallest_grid
 from vlcache_jax.device.programs.memory import (
+    CopyPages,
     EmptyDecodeState,
     EmptyEncoderRows,
     EmptyPool,
@@ -43,13 +38,13 @@ from vlcache_jax.device.programs.memory import (
     OpenDecodeSlot,
     Restage,
 )
-from vlcache_jax.device.programs.states import EmptyStates
+from vlcache_jax.device.programs.states import EmptyStates, LoadMaps, LoadStates, StoreMaps, StoreStates
 from vlcache_jax.device.programs.table import Fitting, Programs
-from vlcache_jax.device.programs.window import ANSWER, LISTS, CompressedWindow, Window
+from vlcache_jax.device.programs.window import ANSWER, CompressedWindow, Window, compressed_work
 from vlcache_jax.device.sampler import COLUMNS, NO_DECODE_SLOT, DecodeState, SampledTokens, choice_of
 from vlcache_jax.models import ModelConfig, abstract_model, bind
 from vlcache_jax.models.vision import Grid
-from vlcache_jax.pallas_kernels import PAGE, WorkConfig, make_work
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.pallas_kernels.link import check_slots
 from vlcache_jax.pallas_kernels.shapes import ExpertsShape
 from vlcache_jax.sampling import MAX_BIASED
@@ -87,45 +82,130 @@ class Clock:
         self._thread.shutdown()
 
 
+class Pool:
+    """A KV pool, whose arrays are donated to programs and returned updated in place.
+
+    Args:
+      programs: programs of the device.
+      empty: program that creates K or V.
+      states: by layer, the program that creates its states, or None if it has K and V. A single None: one pair of K
+        and V for all layers.
+
+    Attributes:
+      arrays: K and V of each layer, or of all layers, [S, K, D], or the states of a layer. None: they do not exist
+        yet, or a program that took them was interrupted.
+    """
+
+    def __init__(
+        self, programs: Programs, empty: Program[jax.Array], states: Sequence[Program[list[jax.Array]] | None]
+    ):
+        self._programs, self._empty, self._states = programs, empty, states
+        self.arrays: Halves | None = None
+
+    def make(self) -> Halves:
+        """Return the arrays, and create them if they do not exist."""
+        if self.arrays is None:
+            run = self._programs.run
+            self.arrays = [run(states) if states else [run(self._empty), run(self._empty)] for states in self._states]
+        return self.arrays
+
+    def taken(self) -> _Taken:
+        """Return a context manager that yields the arrays for programs that take and return them.
+
+        At the end of the `with` block, the list's arrays become the pool. If the block raises, the pool is lost.
+        """
+        return _Taken(self)
+
+    def paged(self) -> Halves:
+        """Return K and V of each layer that has them."""
+        return [arrays for arrays, states in zip(self.make(), self._states, strict=True) if states is None]
+
+    @contextlib.contextmanager
+    def taken_states(self) -> Iterator[Halves]:
+        """Yield the states of the layers that have some, in their order, as `taken` does."""
+        stated = [i for i, states in enumerate(self._states) if states is not None]
+        if not stated:
+            yield []
+            return
+        with self.taken_layers(stated) as own:
+            yield own
+
+    @contextlib.contextmanager
+    def taken_layers(self, layers: Sequence[int]) -> Iterator[Halves]:
+        """Yield what some layers keep, as `taken` does."""
+        with self.taken() as arrays:
+            own = [arrays[i] for i in layers]
+            yield own
+            for i, kept in zip(layers, own, strict=True):
+                arrays[i] = kept
+
+    def load_states(self, parts: slice, stored: jax.Array, slot: int) -> None:
+        """Load states after an image, float32 [parts, n], from some parts of a cache entry into a slot."""
+        shapes = self._programs.shapes
+        layers = [layer for own in shapes.state_parts(parts) for layer in own]
+        with self.taken_layers(layers) as states:
+            states[:] = self._programs.run(LoadStates.for_parts(shapes, parts), states, stored, np.int32(slot))
+
+    def stored_states(self, slot: int) -> jax.Array:
+        """Return the states of a slot as a cache entry holds them, float32 [L, n]."""
+        with self.taken_states() as states:
+            return self._programs.run(StoreStates(), states, np.int32(slot))
+
+    def load_map(self, parts: slice, floats: jax.Array, maps: jax.Array, added: int, passed: int) -> None:
+        """Load the map of an image, from some parts of a cache entry, into the slots of B and A, see `LoadMaps`."""
+        shapes = self._programs.shapes
+        layers = [layer for own in shapes.state_parts(parts) for layer in own]
+        with self.taken_layers(layers) as states:
+            program = LoadMaps.for_parts(shapes, parts)
+            states[:] = self._programs.run(program, states, floats, maps, np.int32(added), np.int32(passed))
+
+    def stored_map(self, added: int, passed: int) -> tuple[jax.Array, jax.Array]:
+        """Return the map of an image as a cache entry holds it, see `StoreMaps`."""
+        with self.taken_states() as states:
+            return self._programs.run(StoreMaps(), states, np.int32(added), np.int32(passed))
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages.
+
+        Args:
+          pairs: (source, target) of each copy; a target occurs in no other pair.
+        """
+        rest, shapes = list(pairs), self._programs.shapes
+        for size in cover(len(pairs), shapes.buckets.sequences):
+            some, rest = rest[:size], rest[size:]
+            source, target = np.zeros(size, np.int32), np.full(size, shapes.num_slots // PAGE, np.int32)
+            source[: len(some)], target[: len(some)] = zip(*some, strict=True)
+            paged = [i for i, states in enumerate(self._states) if states is None]
+            with self.taken_layers(paged) as halves:
+                halves[:] = self._programs.run(CopyPages(size), halves, source, target)
+
+
+class _Taken:
+    """A context manager that takes the arrays of a pool, and returns them unless the block raises."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+
+    def __enter__(self) -> Halves:
+        self._arrays = self._pool.make()
+        self._pool.arrays = None
+        return self._arrays
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._pool.arrays = self._arrays
+
+
+@contextlib.contextmanager
+def _taken_compressed(compressed: Pool, pool: Pool) -> Iterator[Halves]:
+    """Yield K and V of compressed prompts, and the states of the layers that have some, as `Pool.taken` does."""
+    with compressed.taken() as halves, pool.taken_states() as states:
+        arrays = [*halves, *states]
+        yield arrays
+        halves[:], states[:] = arrays[:1], arrays[1:]
+
+
 Taken = Callable[[], contextlib.AbstractContextManager[Halves]]
-Index = npt.NDArray[np.int32]
-
-_ALIKE = 0.6  # a layer shares a list if it keeps at least this fraction of the tokens of the list's largest layer
-
-
-def alike_layers(kept: Index) -> list[list[int]]:
-    """Return the groups of layers that share a work list, those that keep most tokens first.
-
-    Args:
-      kept: kept tokens by layer and prompt, [L, B].
-    """
-    total = kept.sum(1)
-    classes: list[list[int]] = []
-    for layer in np.argsort(-total, kind="stable").tolist():
-        if classes and (total[layer] >= _ALIKE * total[classes[-1][0]] or len(classes) == LISTS):
-            classes[-1].append(layer)
-        else:
-            classes.append([layer])
-    return classes
-
-
-def compressed_work(kept: Index, tokens: Index, config: WorkConfig) -> tuple[Index, Index]:
-    """Return the work lists int32 [LISTS, size], and the number of each layer's list, int32 [L].
-
-    Args:
-      kept: see `alike_layers`.
-      tokens: tokens after the prompt that each sequence sees at its first and at its last decoded token, [2, B].
-    """
-    lists, list_of = np.zeros((LISTS, config.size), np.int32), np.zeros(len(kept), np.int32)
-    first, last = tokens
-    rows = np.arange(kept.shape[1])
-    for number, layers in enumerate(alike_layers(kept)):
-        end = kept[layers].max(0) + last
-        tables = [np.zeros(-(-count // PAGE), np.int32) for count in end]  # the device fills them in
-        least = kept[layers].min(0) + first
-        lists[number] = make_work(rows, np.zeros_like(end), end, tables, config, least=least).buffer
-        list_of[layers] = number
-    return lists, list_of
 
 
 class Runner:
@@ -393,7 +473,7 @@ class Runner:
         for row, own in enumerate(tables):
             for layer, pages in enumerate(own):
                 padded[layer, row, : len(pages)] = pages
-        taken = functools.partial(taken_compressed, self.compressed, self.pool)
+        taken = functools.partial(_taken_compressed, self.compressed, self.pool)
         return self._decode(program, taken, rows, tokens, lists, list_of, padded, all_kept)
 
     def _decode[P: (Window, CompressedWindow)](

@@ -7,8 +7,9 @@ On a CPU, one program tests what its rows request, and ends when all rows have e
 read every predicate and wait for the device. So there a program has a fixed number of steps, and the host chooses it by
 what rows may request (`fixed`).
 
-For compressed requests, each layer has its own tables into one pool, and its own number of prompt tokens. A few work
-lists serve all layers (`vlcache_jax.device.runner`).
+For compressed requests, each layer has its own tables into one pool, and its own number of prompt tokens. A work list
+per layer would cost the host more time than the device saves. So layers that keep similar numbers of tokens share a
+list, which is made for the largest of them (`compressed_work`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from vlcache_jax.device.programs.layers import layer_step
 from vlcache_jax.device.sampler import Choice, Choosing, DecodeState, SampledTokens
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.models.layer_kinds import TokenStates
-from vlcache_jax.pallas_kernels import PAGE, Work
+from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work
 from vlcache_jax.pallas_kernels.split import SECOND, WHOLE
 
 ANSWER = 3  # columns of decode rows before those of `Choosing`, see `WindowRows`
 LISTS = 4  # work lists of compressed requests; more would cost the host more time than they save
+_ALIKE = 0.6  # a layer shares a list if it keeps at least this fraction of the tokens of the list's largest layer
+
+Index = npt.NDArray[np.int32]
 
 
 class WindowRows(NamedTuple):
@@ -320,3 +324,38 @@ def _sample(
         logits, decode_slots, choosing, cpu=transposed, default=sample
     )
     return chosen
+
+
+def alike_layers(kept: Index) -> list[list[int]]:
+    """Return the groups of layers that share a work list, those that keep most tokens first.
+
+    Args:
+      kept: kept tokens by layer and prompt, [L, B].
+    """
+    total = kept.sum(1)
+    classes: list[list[int]] = []
+    for layer in np.argsort(-total, kind="stable").tolist():
+        if classes and (total[layer] >= _ALIKE * total[classes[-1][0]] or len(classes) == LISTS):
+            classes[-1].append(layer)
+        else:
+            classes.append([layer])
+    return classes
+
+
+def compressed_work(kept: Index, tokens: Index, config: WorkConfig) -> tuple[Index, Index]:
+    """Return the work lists int32 [LISTS, size], and the number of each layer's list, int32 [L].
+
+    Args:
+      kept: see `alike_layers`.
+      tokens: tokens after the prompt that each sequence sees at its first and at its last decoded token, [2, B].
+    """
+    lists, list_of = np.zeros((LISTS, config.size), np.int32), np.zeros(len(kept), np.int32)
+    first, last = tokens
+    rows = np.arange(kept.shape[1])
+    for number, layers in enumerate(alike_layers(kept)):
+        end = kept[layers].max(0) + last
+        tables = [np.zeros(-(-count // PAGE), np.int32) for count in end]  # the device fills them in
+        least = kept[layers].min(0) + first
+        lists[number] = make_work(rows, np.zeros_like(end), end, tables, config, least=least).buffer
+        list_of[layers] = number
+    return lists, list_of
