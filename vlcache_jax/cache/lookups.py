@@ -250,6 +250,7 @@ class TierLookups:
         if channel.tier.is_local:
             self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, f"vlcache-{channel.tier.label}-look")
         self._looks = Bounded[_LookupResult](REMEMBERED)
+        self._others = Bounded[bool](REMEMBERED)
         self._stuck: set[Future[list[Found]]] = set()  # late lookups in a tier of this machine that still run
 
     def ask(self, entries: Iterable[str]) -> dict[str, Future[None]]:
@@ -289,13 +290,20 @@ class TierLookups:
         else:
             look = self._looks.get(entry)
             there = [] if look is None else look.found
-        sound = []
+        sound, has_others = [], False
         for one in there:
             if (why := misfit(one.meta, self._form, grid, owner)) is None:
                 sound.append(one)
-            elif not is_others(one.meta, self._form, grid):
+            elif is_others(one.meta, self._form, grid):
+                has_others = True
+            else:
                 self._channel.refuse(one.meta, why)
+        self._others.put(entry, has_others)
         return sound
+
+    def has_others(self, entry: str) -> bool:
+        """Return whether the last call of `found` passed over records of other engines."""
+        return bool(self._others.get(entry))
 
     def forget(self, entry: str) -> None:
         """Discard the result of an image's last lookup, because records are gone."""

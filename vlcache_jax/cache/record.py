@@ -52,6 +52,7 @@ class Why(enum.Enum):
     timeout = "timeout"  # the entry was not loaded in time (`timeout`)
     no_donor = "no_donor"  # cached only in contexts from which it may not be linked (`donors`)
     not_stored = "not_stored"  # cached without KV, which is not stored of images this small (`KVShape.min_tokens`)
+    other_policy = "other_policy"  # cached with maps of other tokens, by an engine with another policy (`reuse`)
     no_state = "no_state"  # no slot for its states or its map, or tokens that these stand for are computed
 
 

@@ -178,7 +178,7 @@ class Store(Records):
             if coming:
                 self.pin([*coming], -1)
         handle.brought = {record.meta.name: label for record, label in coming.items()}
-        return handle
+        return _explained(handle, entry, self.channels)
 
     def _bring_in(
         self, entry: str, context: str, donors: Donors | None, grid: Grid | None, owner: str | None
@@ -422,6 +422,13 @@ def _with_room(meta: Meta, room: Callable[[int], int]) -> Meta | None:
         return replace(meta.with_room(room(meta.tokens)), checksums=())
     except ValueError:
         return None
+
+
+def _explained(handle: Handle, entry: str, channels: Sequence[Channel]) -> Handle:
+    """Return a handle that says whether other engines cached its image with maps of other tokens."""
+    if handle.why is Why.unknown_image and any(channel.looks.has_others(entry) for channel in channels):
+        handle.why = Why.other_policy
+    return handle
 
 
 def _outside(
