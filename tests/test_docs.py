@@ -1,6 +1,7 @@
 """Every Python block and command of the README and of docs/ does what it says, as written and without a network."""
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -218,9 +219,8 @@ def test_what_is_said_of_a_models_memory_is_what_is_counted():
 def test_what_is_said_to_fit_is_what_is_counted():
     """In the guide, and the smallest GPU of each model in the README."""
     rows = table("docs/guides/gpus.md", "model | weights in")
-    counted = {name: describe(name, "auto", 1024, 1024)[1] for name in dict.fromkeys(name for name, *_ in rows)}
     for name, bits, weights, *cells in rows:
-        fits = [fit for fit in counted[name] if fit["weights in"] == bits]
+        fits = [fit for fit in described(name, 1) if fit["weights in"] == bits]
         assert weights == fits[0]["weights"]
         for cell, fit in zip(cells, fits, strict=True):
             fewer = [f"chunk {fit['prefill chunk']}"] * (fit["prefill chunk"] != 8192)
@@ -236,10 +236,15 @@ def test_what_is_said_to_fit_is_what_is_counted():
             assert {smallest(name, bits) for name in names.split(", ")} == {cell}
 
 
+@functools.cache
+def described(name, gpus):
+    return describe(name, "auto", 1024, 1024, gpus=gpus)[1]
+
+
 def smallest(name, bits):
     """The smallest GPU that a model fits on, or of the fewest GPUs that it fits on; "-": it has no such weights."""
     for gpus in (1, 2, 4):
-        fits = [fit for fit in describe(name, "auto", 1024, 1024, gpus=gpus)[1] if fit["weights in"] == bits]
+        fits = [fit for fit in described(name, gpus) if fit["weights in"] == bits]
         for fit in fits:
             if fit["tokens"] != NOTHING:
                 return fit["GPU"]

@@ -142,7 +142,7 @@ def test_steps_of_any_size_make_and_link_the_same_maps(directory, questions):
     assert answers[0] == answers[1] == answers[2]
 
 
-@pytest.mark.slow_for("2", "5")
+@pytest.mark.slow_for("2", "3", "5")
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_images_without_slots_for_their_maps_are_computed(directory, cold, questions, slots):
     """An image takes two, and one more to be stored with the states after it."""

@@ -197,6 +197,7 @@ def test_p1_everything_computed_equals_a_cold_run_even_over_nan(llm, target, don
     assert output.cache.exact  # nothing approximate was left
 
 
+@pytest.mark.thorough_for("qwen3_vl_moe-sharded")
 @each_family
 @pytest.mark.parametrize("ratio", [0, "0.1", 0.5, "shift-0.1"])
 def test_p2_right_records_give_right_answers_at_any_place(llm, a, b, target, ratio):
@@ -271,6 +272,7 @@ def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
     assert_close(fresh_in_the_first, logits(llm, other, reuse="full"))
 
 
+@pytest.mark.thorough_for("qwen3_vl_moe-sharded")
 @each_family
 def test_p5_neighbours_and_padding_change_nothing(llm, target, donors, a, b):
     requests = [target, user("Only ", b), user("no image"), user("First ", a, " second ", b, a)]

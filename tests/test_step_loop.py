@@ -390,6 +390,7 @@ def others(request, checkpoints):
         yield llm, alone
 
 
+@pytest.mark.thorough_for("qwen3_vl_moe-every")
 @pytest.mark.parametrize("seed", some_seeds(buckets=(302,), thorough=range(300, 312)))
 def test_other_families_together_as_one_by_one(others, pictures, monkeypatch, seed):
     assert_together_as_one_by_one(*others, pictures, monkeypatch, seed)
@@ -488,6 +489,7 @@ def test_many_that_are_put_back(request, engine, reference, pictures, monkeypatc
     assert_put_back(llm, reference, pictures, monkeypatch, seed)
 
 
+@pytest.mark.thorough_for("qwen3_vl_moe-every")
 @pytest.mark.parametrize("seed", some_seeds(buckets=(0,), thorough=range(3)))
 def test_many_of_other_families_that_are_put_back(others, pictures, monkeypatch, seed):
     assert_put_back(*others, pictures, monkeypatch, seed)

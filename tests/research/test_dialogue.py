@@ -26,7 +26,7 @@ def test_turns_and_the_cost_of_snapshots_are_measured(monkeypatch, tmp_path, cap
     assert "A dialogue with an image of 64 x 64 more in each turn" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_engines_answer_the_same_dialogue(monkeypatch, tmp_path):
     """This engine stands for vLLM, which tests do not install."""
 
