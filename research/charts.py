@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from research import mpic
+from research import hybrid_links, mpic
 from vlcache_jax.benchmarks import serving, ttft_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -40,6 +40,7 @@ def _draw_rows(
 # The result file, and the function that draws it.
 CHARTS: dict[str, tuple[str, Callable[[dict[str, Any], pathlib.Path], None]]] = {
     "docs/ttft.png": ("ttft_cpu.json", functools.partial(draw_modes, title=TTFT_TITLE)),
+    "docs/hybrid_links.png": ("hybrid_links.json", functools.partial(_draw_rows, hybrid_links.draw)),
     "benchmarks/results/ttft_h200.png": (
         "ttft_h200.json",
         functools.partial(

@@ -31,7 +31,7 @@ from vlcache_jax.common.progress import Progress, say_errors
 from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.pairs import interval, paired
 from vlcache_jax.study.questions import Sample
-from vlcache_jax.study.report import WorkLog, environment, show, write
+from vlcache_jax.study.report import WorkLog, environment, figures, save_figure, show, write
 from vlcache_jax.study.search import solve
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -376,6 +376,29 @@ def main(
             show("Norms of A", head["norms"])
         if out is not None:
             write("Linked images", rows, head, out)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], picture: pathlib.Path) -> None:
+    """Draw the change of accuracy by the percentage of computed tokens, for two images from neutral donors."""
+    pyplot = figures()
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    at = {_named(percent): percent for percent in PERCENTS}
+    for axis, context in zip(axes, ARRANGEMENTS, strict=True):
+        lines: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
+        for row in rows:
+            kind, _, tokens = row["setting"].partition(" ")
+            if (row["context"], row["donors"], row["images"]) == (context, NEUTRAL, "several") and tokens in at:
+                lines.setdefault(kind, []).append((at[tokens], row))
+        for kind, found in lines.items():
+            middle, low, high = ([row[name] for _, row in found] for name in ("difference", "low", "high"))
+            bars = np.abs(np.subtract([low, high], middle))
+            axis.errorbar([percent for percent, _ in found], middle, bars, fmt="o-", capsize=2, label=kind)
+        axis.axhline(0, color="gray", linewidth=0.8)
+        before = "other text" if context == "text_first" else "a question"
+        axis.set(title=f"{before} before two images", xlabel=f"computed tokens [%], at least {LEAST}")
+    axes[0].set(ylabel="accuracy, change from no reuse [points]")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+    save_figure(figure, picture, dpi=100)
 
 
 def chosen[T](name: str, values: Sequence[str] | None, known: Sequence[T], name_of: Callable[[T], str]) -> list[T]:
