@@ -96,6 +96,15 @@ def test_a_picture_that_comes_again_is_told(chats, engine, picture):
     first, again = (one.cache["images"] for one in told)
     assert (first[0]["match"], again[0]["match"]) == ("miss", "exact")
     assert sum(first[0]["rows"]) > sum(again[0]["rows"]) == 0
+    reports = [one.cache for one in told]
+    assert [one["request_known"] for one in reports] == [False, True]
+    assert reports[0]["request_key"] == reports[1]["request_key"] is not None
+    assert reports[0]["matched_tokens"] == 0 < reports[1]["matched_tokens"]
+    assert [image["bytes_moved"] for image in (*first, *again)] == [0, 0]  # from the KV pool nothing moves
+    engine.service.reset_prefix_cache()
+    loaded = chats.create(messages=shows(picture), max_completion_tokens=2, extra_body=more, model="tiny").cache
+    assert loaded["images"][0]["kv"] == "host"
+    assert loaded["images"][0]["bytes_moved"] > 0
     details = [one.usage.prompt_tokens_details for one in told]
     assert [one.image_tokens for one in details] == [first[0]["tokens"]] * 2
     assert details[0].cached_tokens == 0 < details[1].cached_tokens

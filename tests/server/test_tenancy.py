@@ -61,6 +61,10 @@ def test_tenants_share_nothing_and_their_keys_do(serve, keys, textured_image):
     for key in ("b", ADMIN):
         found, usage = matches(served, key, picture)
         assert (found, usage["cached_tokens"]) == (["miss"], 0)
+    reports = [ask(served, key, picture)[1]["cache"] for key in ("a1", "b")]
+    assert all(report["request_known"] for report in reports)
+    assert len({report["request_key"] for report in reports}) == 2
+    assert not ask(served, "b", picture, cache_salt="new")[1]["cache"]["request_known"]
     for key in ("a1", "a2", "b", ADMIN):
         found, usage = matches(served, key, picture)
         assert found == ["exact"]

@@ -346,6 +346,7 @@ def cache_report(cache: CacheReport) -> dict[str, Any]:
             "encoder": image.encoder,
             "tokens": image.tokens,
             "rows": list(image.recomputed),
+            "bytes_moved": image.bytes_moved,
             "why": None if image.why is None else image.why.value,
             "donor": image.donor,
             "video": image.video,
@@ -358,6 +359,9 @@ def cache_report(cache: CacheReport) -> dict[str, Any]:
         "policy": cache.policy,
         "approximate_tokens": cache.approximate_tokens,
         "rows": list(cache.rows),
+        "matched_tokens": cache.matched_tokens,
+        "request_key": cache.request_key,
+        "request_known": cache.request_known,
         "images": images,
     }
 

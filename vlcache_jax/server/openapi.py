@@ -111,7 +111,7 @@ def _request(verb: str) -> str:
 
 _IMAGE = {
     "index": _COUNT, "key": _TEXT, "match": {"enum": ["exact", "approximate", "miss"]}, "kv": _TEXT, "encoder": _TEXT,
-    "tokens": _COUNT, "rows": _COUNTS, "why": {"type": ["string", "null"]},
+    "tokens": _COUNT, "rows": _COUNTS, "bytes_moved": _COUNT, "why": {"type": ["string", "null"]},
     "donor": {"type": ["string", "null"]}, "video": _or_null(_COUNT),
     "chunk": _or_null(_COUNT),
 }  # fmt: skip
@@ -128,6 +128,7 @@ _SCHEMAS: Mapping[str, Any] = {
     }),
     "Cache": _object({
         "exact": {"type": "boolean"}, "policy": _TEXT, "approximate_tokens": _COUNT, "rows": _COUNTS,
+        "matched_tokens": _COUNT, "request_key": _or_null(_TEXT), "request_known": {"type": "boolean"},
         "images": _list(_object(_IMAGE)),
     }),
     "Model": _object({
