@@ -13,6 +13,7 @@ import types
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vlcache_jax import CacheConfig
 from vlcache_jax.cache.lookups import CacheStats, Event, Meter, TierStats
 from vlcache_jax.cache.record import Why
 from vlcache_jax.engine.completions import RequestMetrics
@@ -52,7 +53,12 @@ def metrics():
     meter.move("disk", "in", 1)
     with meter.timing("disk", "read"):
         pass
-    engine = types.SimpleNamespace(stats=lambda: stats, cache=types.SimpleNamespace(registry=meter.registry))
+    cache = types.SimpleNamespace(registry=meter.registry, stats=CacheStats)
+    config = types.SimpleNamespace(cache=CacheConfig(), enable_prefix_caching=True)
+    service = types.SimpleNamespace(
+        config=config, device=types.SimpleNamespace(runner=types.SimpleNamespace(dtype="float32"))
+    )
+    engine = types.SimpleNamespace(stats=lambda: stats, cache=cache, service=service)
     room = types.SimpleNamespace(coming=0, nbytes=0)
     server = ServerMetrics("m", engine, room, types.SimpleNamespace(counts=lambda: (0, 0)))
     server.answered(Counts(1, 1, 1, 1, 1), RequestMetrics())

@@ -98,7 +98,7 @@ class Server:
             self.register = Register(config.api_keys, config.admin_key, secret, self._apply_tenants)
         self.admission = AdmissionControl(config, self.register)
         self._stored = StoredResponses()
-        self._metrics = ServerMetrics(self.models[0], engine, self.admission.room, self._stored)
+        self._metrics = ServerMetrics(self.models[0], engine, self.admission.room, self._stored, config.metrics_prefix)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         names = IdMaker(tag)
         given = engine, config, self.models, self.admission, self._metrics, self.register, names

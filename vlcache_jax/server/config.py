@@ -54,6 +54,7 @@ class ServerConfig:
         leave it as text.
       chat_template: Jinja template, a file with it, or a prompt form such as `qwen3.6`, in place of the checkpoint's
         template.
+      metrics_prefix: prefix of the metrics that vLLM has, too: "vlcache", "vllm" for dashboards of vLLM, or "both".
       embedder: model that finds images for `file_search`, such as `Qwen/Qwen3-VL-Embedding-2B`; by default the served
         model.
       warmup: compile all programs before `/ready` reports success.
@@ -87,6 +88,7 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     chat_template: str | None = None
+    metrics_prefix: str = "vlcache"
     embedder: str | None = None
     warmup: bool = True
 
@@ -123,7 +125,10 @@ class ServerConfig:
                 raise ValueError("api_key and api_keys are mutually exclusive, got both: put the key into the file")
             Tenants.load(self.api_keys, self.admin_key)  # before a model is opened
         parsers = ("auto", "hermes", *xml_tools.FORMS, "none")
-        for name, known in (("tool_call_parser", parsers), ("reasoning_parser", ("auto", "none"))):
+        for name, known in (
+            ("tool_call_parser", parsers), ("reasoning_parser", ("auto", "none")),
+            ("metrics_prefix", ("vlcache", "vllm", "both")),
+        ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {short(getattr(self, name))}")
         check_whole("port", self.port, 0, 65535)

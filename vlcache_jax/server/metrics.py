@@ -1,15 +1,19 @@
-"""Prometheus metrics with the prefix `vlcache:`. If a metric has vLLM's meaning, it has vLLM's name."""
+"""Prometheus metrics with the prefix `vlcache:`. If a metric has vLLM's meaning, it has vLLM's name.
+
+Dashboards and autoscalers for vLLM read the prefix `vllm:`. `ServerConfig.metrics_prefix` gives it to these metrics.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import prometheus_client
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.outputs import RequestMetrics
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.protocol.answers import Counts
 from vlcache_jax.server.room import Room
 from vlcache_jax.server.stored import StoredResponses
@@ -17,6 +21,16 @@ from vlcache_jax.server.stored import StoredResponses
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _WHOLE = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
+OURS, VLLM = "vlcache:", "vllm:"
+# Metrics of vLLM 0.33 that mean the same here.
+AS_VLLM = frozenset({
+    "cache_config", "corrupted_requests", "e2e_request_latency_seconds", "generation_tokens",
+    "inter_token_latency_seconds", "kv_cache_usage_perc", "mm_cache_hits", "mm_cache_queries", "num_preemptions",
+    "num_requests_running", "num_requests_waiting", "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens",
+    "request_decode_time_seconds", "request_generation_tokens", "request_inference_time_seconds",
+    "request_prefill_time_seconds", "request_prompt_tokens", "request_queue_time_seconds", "request_success",
+    "request_time_per_output_token_seconds", "time_to_first_token_seconds",
+})  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -28,10 +42,12 @@ class ServerMetrics:
       engine: the engine, whose queue and KV pool are measured.
       room: the counter of requests and bodies.
       stored: the stored responses.
+      prefix: see `ServerConfig.metrics_prefix`.
     """
 
-    def __init__(self, model: str, engine: AsyncLLM, room: Room, stored: StoredResponses):
+    def __init__(self, model: str, engine: AsyncLLM, room: Room, stored: StoredResponses, prefix: str = "vlcache"):
         self._engine, self._registry = engine, prometheus_client.CollectorRegistry()
+        self._shown = _Prefixed(self._registry, prefix)
         self._registry.register(_Gauges(model, engine, room, stored))
         counter, histogram = prometheus_client.Counter, prometheus_client.Histogram
 
@@ -58,6 +74,10 @@ class ServerMetrics:
         self._queue = timing("request_queue_time_seconds", "Time from arrival to the first prefill in seconds", _WHOLE)
         self._prefill = timing("request_prefill_time_seconds", "Time of the prefill in seconds", _WHOLE)
         self._decode = timing("request_decode_time_seconds", "Time from the first to the last token in seconds", _WHOLE)
+        self._inference = timing("request_inference_time_seconds", "Time of prefill and decode in seconds", _WHOLE)
+        self._each = timing(
+            "request_time_per_output_token_seconds", "Time per token after the first of a request in seconds", _BETWEEN
+        )
         self._prompts = timing("request_prompt_tokens", "Number of prompt tokens of a request", _TOKENS)
         self._answers = timing("request_generation_tokens", "Number of generated tokens of a request", _TOKENS)
 
@@ -85,12 +105,37 @@ class ServerMetrics:
         self._queue.observe(metrics.queue)
         self._prefill.observe(metrics.prefill)
         self._decode.observe(metrics.decode)
+        self._inference.observe(metrics.prefill + metrics.decode)
+        if counts.completion > 1:
+            self._each.observe(metrics.decode / (counts.completion - 1))
         self._prompts.observe(counts.prompt)
         self._answers.observe(counts.completion)
 
     def page(self) -> bytes:
         """Return the metrics of the server and of its cache in Prometheus' text format."""
-        return b"".join(map(prometheus_client.generate_latest, (self._registry, self._engine.cache.registry)))
+        return b"".join(map(prometheus_client.generate_latest, (self._shown, self._engine.cache.registry)))
+
+
+class _Prefixed(prometheus_client.CollectorRegistry):
+    """View of a registry whose metrics have the prefix of vLLM if vLLM has them, or both prefixes."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry, prefix: str):
+        super().__init__()
+        self._inner, self._prefix = registry, prefix
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._inner.collect():
+            is_shared = metric.name.removeprefix(OURS) in AS_VLLM
+            if self._prefix != "vllm" or not is_shared:
+                yield metric
+            if self._prefix != "vlcache" and is_shared:
+                renamed = Metric(_vllm(metric.name), metric.documentation, metric.type, metric.unit)
+                renamed.samples = [sample._replace(name=_vllm(sample.name)) for sample in metric.samples]
+                yield renamed
+
+
+def _vllm(name: str) -> str:
+    return VLLM + name.removeprefix(OURS)
 
 
 class _Gauges(Collector):
@@ -104,6 +149,11 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, (responses, response_bytes) = self._engine.stats(), self._stored.counts()
+        images = self._engine.cache.stats()
+        config = {name: str(value) for name, value in self._config(stats.pages).items()}
+        info = InfoMetricFamily(f"{OURS}cache_config", "Configuration of the KV pool and the image cache")
+        info.add_metric((), {"model_name": self._model, **config})
+        yield info
         gauges = [
             ("num_requests_coming", "Number of requests whose bodies are being received", self._room.coming),
             ("request_body_bytes", "Bytes of bodies that are being received or in flight", self._room.nbytes),
@@ -113,7 +163,16 @@ class _Gauges(Collector):
             ("num_requests_waiting", "Number of waiting sequences", stats.waiting),
             ("kv_cache_usage_perc", "Fraction of the KV pool in use (0 to 1)", stats.in_use / stats.pages),
         ]
-        counters: list[tuple[str, str, float]] = []
+        found = images.hits_exact + images.hits_approximate + images.misses + images.passed_over
+        counters: list[tuple[str, str, float]] = [
+            ("num_preemptions", "Number of preempted sequences", stats.preemptions),
+            ("mm_cache_queries", "Number of images looked up in the image cache", found),
+            ("mm_cache_hits", "Number of images whose encoder output was cached", images.encoder_hits),
+            ("page_hits", "Number of sequences that found tokens in the KV pool", stats.hits),
+            ("page_hit_tokens", "Number of prompt tokens found in the KV pool", stats.hit_tokens),
+            ("page_copies", "Number of KV blocks copied to continue in the middle of them", stats.copies),
+            ("page_evictions", "Number of kept KV blocks that were evicted", stats.evictions),
+        ]
         if stats.max_snapshots:
             gauges.append(("state_snapshots", "Number of snapshots of states on the device", stats.snapshots))
             counters += [
@@ -140,6 +199,18 @@ class _Gauges(Collector):
             ]
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, about, value in values:
-                metric = family(f"vlcache:{name}", about, labels=("model_name",))
+                metric = family(f"{OURS}{name}", about, labels=("model_name",))
                 metric.add_metric((self._model,), value)
                 yield metric
+
+    def _config(self, blocks: int) -> dict[str, object]:
+        """Return the labels of `cache_config_info`, under vLLM's names where it has them."""
+        config, runner = self._engine.service.config, self._engine.service.device.runner
+        cache = {name: getattr(config.cache, name) for name in ("host_bytes", "codec", "load", "donors")}
+        return {
+            "block_size": PAGE,
+            "num_gpu_blocks": blocks,
+            "cache_dtype": runner.dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            **cache,
+        }
