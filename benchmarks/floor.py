@@ -9,11 +9,14 @@ count as follows:
 - Linear attention moves queries, keys, values and results of its rows, and its state once.
 - Linking moves the KV of the tokens that are not computed, in and out. Under `shift`, which is separate from linking,
   they go in and out once more in every layer except the first.
+- Linking in a layer with linear attention moves the map S -> A S + B of each image in, and the state in and out, and
+  multiplies A by the state. An image is a run of tokens that no layer computes.
 - The rest counts nothing: norms, rotations, embeddings of tokens and of patches, sampling, launches.
 
     python -m vlcache_jax.benchmarks.floor
 
-This command prints the reference cases: images of 1024 tokens, 20 480 in all, between 20 and 6 text tokens.
+This command prints the reference cases: images of 1024 tokens, 20 480 in all, between 20 and 6 text tokens. For models
+with linear attention these include the transfer of the cache entries from host memory.
 `measure_rates` measures the rates of this device: matrix products, copies, and transfers from host memory.
 """
 
@@ -22,11 +25,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -34,13 +39,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.programs.base import LINK_GROUPS, LINKED
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.registry import FAMILIES, published_config
-from vlcache_jax.reuse.policies import Plan
+from vlcache_jax.pallas_kernels import CODECS
+from vlcache_jax.reuse.edges import Edges
+from vlcache_jax.reuse.policies import Ends, Plan, StaticRatio
 from vlcache_jax.study import report
 
 PARTS = ("encoder", "linear", "attention", "head", "link", "move")
@@ -53,6 +61,8 @@ COPIED = 2**28  # bytes that are copied to measure the bandwidth; more than cach
 MODELS: dict[str, ModelConfig] = {
     name: published_config(name) for name in ("Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B")
 }
+# Models with linear attention whose lower bounds are counted.
+HYBRIDS: dict[str, ModelConfig] = {name: published_config(name) for name in ("Qwen3.5-9B", "Qwen3.5-35B-A3B")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +118,7 @@ def floor(
     loaded: int = 0,
     itemsize: int = 2,
     kept: int | None = None,
+    mapped: int | None = None,
 ) -> Floor:
     """Return the lower bound of one prompt.
 
@@ -117,8 +128,9 @@ def floor(
       loaded: Bytes of cache entries that come from host memory.
       itemsize: Bytes of a value.
       kept: Bytes of a token's KV in one layer of a cache entry; None: uncoded values.
+      mapped: Bytes of an image's map in one layer with linear attention of a cache entry; None: uncoded values.
     """
-    operators = [*encoder(config, encoded, itemsize), *prefill(config, plan, itemsize, kept)]
+    operators = [*encoder(config, encoded, itemsize), *prefill(config, plan, itemsize, kept, mapped)]
     parts = dict.fromkeys(PARTS, 0.0)
     for operator in operators:
         parts[operator.part] += max(operator.operations / rates.matrix, operator.bytes / rates.memory)
@@ -141,7 +153,9 @@ def _seen(plan: Plan, layer: int) -> npt.NDArray[np.int64]:
     return np.sort(plan.slots[plan.depth > layer + 1]).astype(np.int64) + 1
 
 
-def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None = None) -> Iterator[Operator]:
+def prefill(
+    config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None = None, mapped: int | None = None
+) -> Iterator[Operator]:
     """Yield the operators of the decoder on one prompt; see `floor`.
 
     A layer projects K and V of its rows; everything else it computes for the rows of the next layer only.
@@ -156,6 +170,7 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None
         rows, seen = int((depth > layer).sum()), _seen(plan, layer)
         if not text.kind_of(layer).keeps_kv:
             yield from _linear_attention(text, rows, itemsize)
+            yield from _linked_states(text, plan, itemsize, mapped)
             yield from _mlp(text, layer, len(seen), itemsize)
             continue
         yield linear("linear", rows, width, kv, width * kv)
@@ -232,6 +247,20 @@ def _linear_attention(text: TextConfig, rows: int, itemsize: int) -> Iterator[Op
     yield _linear("linear", rows, values, text.hidden_size, values * text.hidden_size, itemsize=itemsize)
 
 
+def _linked_states(text: TextConfig, plan: Plan, itemsize: int, mapped: int | None) -> Iterator[Operator]:
+    """Yield the operator that links each image in a layer with linear attention; see `prefill`."""
+    sizes = text.linear_attention
+    assert sizes is not None
+    channels = 2 * sizes.key_heads * sizes.key_width + sizes.value_heads * sizes.value_width
+    state = sizes.value_heads * sizes.key_width * sizes.value_width
+    if mapped is None:
+        factor = sizes.value_heads * sizes.key_width**2
+        mapped = itemsize * (state + factor) + 4 * (sizes.taps - 1) * channels  # B, A and inputs of the convolution
+    is_linked = np.concatenate([[False], plan.depth == 0])
+    for _ in range(int((is_linked[1:] & ~is_linked[:-1]).sum())):
+        yield Operator("link", 2 * sizes.key_width * state, mapped + 2 * 4 * state)
+
+
 def _mlp(text: TextConfig, layer: int, rows: int, itemsize: int) -> Iterator[Operator]:
     """Yield the operators of a layer's MLP, or of its router and the experts that rows pass."""
     width, experts = text.hidden_size, text.experts_of(layer)
@@ -278,6 +307,8 @@ def _attention(
 def reference(config: ModelConfig, devices: int = 1) -> dict[str, Floor]:
     """Return the reference cases of a model on an H200 with KV in its memory; several devices divide the images to
     encode.
+
+    The model has KV in each layer. For others see `reference_with_states`.
     """
     layers = config.text.num_layers
 
@@ -298,6 +329,41 @@ def reference(config: ModelConfig, devices: int = 1) -> dict[str, Floor]:
         "r = 0": floor(config, plan([0] * layers)),
         "shift, r = 0.03": floor(config, plan([15] * layers, shift=True)),
     }
+
+
+def reference_with_states(config: ModelConfig) -> dict[str, Floor]:
+    """Return the reference cases of a model with linear attention on an H200 whose cache entries are in host memory.
+
+    A policy computes the ends of an image, see `Edges`. Encoder output is transferred for the tokens that are computed.
+    """
+    layers, sizes, dtype = config.text.num_layers, config.text.linear_attention, np.dtype(jnp.bfloat16)
+    assert sizes is not None
+    token = config.vision.out_hidden_size * dtype.itemsize  # of encoder output
+    side = int(np.sqrt(IMAGE)) * config.vision.merge_size
+    depth = np.full(BEFORE + IMAGES * IMAGE + AFTER, layers, np.int16)
+    depth[-1] = layers + 1
+    cases = {
+        "cold": floor(config, Plan(depth), encoded=[(1, side, side)] * IMAGES),
+        "encoder cached": floor(config, Plan(depth), loaded=IMAGES * IMAGE * token),
+    }
+    policies: dict[str, StaticRatio | Ends] = {
+        "r = 0": StaticRatio(Fraction(0)),
+        **{f"shift-ends, r = {ratio}": Ends(Fraction(ratio), shift=True) for ratio in ("0.1", "0.2")},
+    }
+    for (name, policy), codec in itertools.product(policies.items(), (None, "int8")):
+        edges = Edges(policy, sizes.taps - 1)
+        first, last = edges.counts(IMAGE)
+        linked = depth.copy()
+        linked[BEFORE:-AFTER].reshape(IMAGES, IMAGE)[:, first : IMAGE - last] = 0
+        kv = KVShape.of(config, dtype, None if codec is None else CODECS[codec], edges.computed)
+        cases[name if codec is None else f"{name}, {codec}"] = floor(
+            config,
+            Plan(linked, shift=policy.shift),
+            loaded=IMAGES * (IMAGE * kv.stored_bytes + kv.state_bytes + (first + last) * token),
+            kept=kv.stored_bytes // kv.layers,
+            mapped=kv.map_bytes // (layers - kv.layers),
+        )
+    return cases
 
 
 def seconds(
@@ -379,8 +445,8 @@ def main() -> None:
         {"model": model, "case": name, "ms": 1e3 * found.seconds}
         | {f"{part} ms": 1e3 * seconds for part, seconds in found.parts.items()}
         | {"TFLOP": found.operations / 1e12}
-        for model, config in MODELS.items()
-        for name, found in reference(config).items()
+        for model, config in (MODELS | HYBRIDS).items()
+        for name, found in (reference_with_states if config.text.has_states else reference)(config).items()
     ]
     head = report.environment() | {"rates": dataclasses.asdict(H200)}
     report.publish("What a prefill costs at least on an H200", rows, head, parser.parse_args().out)

@@ -41,6 +41,18 @@ def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
     return images
 
 
+def edge_ranks(tokens: int, first: int) -> npt.NDArray[np.integer]:
+    """Return the place of each of an image's tokens in the order of an edge policy, `[tokens]`.
+
+    The first tokens come first, then the others from the last one on.
+
+    Args:
+      tokens: Tokens of the image.
+      first: Number of first tokens that the policy computes.
+    """
+    return np.concatenate([np.arange(first), np.arange(tokens - 1, first - 1, -1)])
+
+
 class KnownImages:
     """Generator of prompts of text, images and text, which also derives from a report which tokens were computed.
 
@@ -84,7 +96,7 @@ class KnownImages:
         }
 
     def plan(self, report: Any, ranks: npt.NDArray[np.integer] | None = None) -> Plan:
-        """Return the plan of a prompt from its `CacheReport`: all text tokens, and the first tokens of each image.
+        """Return the plan of a prompt from its `CacheReport`: all text tokens, and some tokens of each image.
 
         Args:
           report: The `CacheReport`.

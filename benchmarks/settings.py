@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterator
 from typing import Annotated
@@ -95,7 +96,7 @@ class TtftSetup(BenchModel):
 
     Attributes:
       ratios: Ratios of image tokens that are recomputed in every layer, each a configuration; None: `ttft.RATIOS`, or
-        none if the model supports no ratios.
+        none for a model with states, which needs an engine for each.
       max_model_len: Limit with which engines are opened; None is the length of the longest prompt.
 
     Raises:
@@ -149,7 +150,15 @@ class TtftSetup(BenchModel):
         typer.Option(help="Directory for cached images; measured too, as after a restart.", show_default=False,
                      rich_help_panel="Image cache"),
     ] = None  # fmt: skip
-    ratios: tuple[str, ...] | None = None
+    ratios: Annotated[
+        tuple[str, ...] | None,
+        typer.Option(
+            help="Ratios of image tokens to recompute in each layer, each a mode to measure: 0.1,0.2.",
+            show_default="0.3,0.2,0.1; none for models with linear attention",
+            rich_help_panel="Image cache",
+        ),
+        Parsed(_parse_names),
+    ] = None
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -158,6 +167,9 @@ class TtftSetup(BenchModel):
             CacheConfig(host_bytes=self.host_bytes, device_bytes=self.device_bytes, codec=codec)
         if self.schedule is not None:
             Schedule.load(self.schedule)
+        for ratio in self.ratios or ():
+            if not re.fullmatch(r"0?\.0*[1-9]\d*", ratio):
+                raise ValueError(f'ratios must be numbers above 0 and below 1 like "0.1,0.2", got {ratio!r}')
         if self.images is not None and self.image_tokens is not None:
             totals = ",".join(map(str, self.image_tokens))
             raise ValueError(f"images and image_tokens are mutually exclusive, got {self.images} and {totals}")

@@ -4,6 +4,8 @@ Every prompt has new text before its images, so nothing is an exact hit: other e
 configurations are interleaved. The table has medians, and the lower bound of each at the rates of this device, which
 are measured in the same run (`floor`, `rates`). Hits and outputs are checked.
 
+A model with linear attention has an engine for each policy that links images, one after the other.
+
     vlcache bench ttft --out benchmarks/results/ttft_cpu.json
     vlcache bench ttft --random-weights qwen3-vl-8b --image-tokens 1024,3072,5120,10240,20480 --codec auto,int8
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,20 +22,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, best, floor, measure_rates, pairs, rates_as_json
-from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
+from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, edge_ranks, image_grid
 from vlcache_jax.benchmarks.settings import TtftSetup
-from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, mode, publish
+from vlcache_jax.benchmarks.ttft_table import (
+    COLD,
+    ENCODER_CACHED,
+    SHIFT,
+    SHIFT_ENDS,
+    MeasuredCase,
+    make_rows,
+    mode,
+    publish,
+)
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.common.checks import parse_bytes
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
 from vlcache_jax.device.checkpoint import links_images
+from vlcache_jax.device import kv_shape
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.reuse.policies import spread_ranks
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.model_support import left_out, read_config, supported_modes
+from vlcache_jax.study.model_support import read_config, refusal, slots_for
 from vlcache_jax.study.report import environment
 
 if TYPE_CHECKING:
@@ -52,8 +65,8 @@ def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     from vlcache_jax import SamplingParams
 
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    llm.generate(prompt, one, use_tqdm=False)
-    [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
+    llm.generate(prompt, one, reuse="exact", use_tqdm=False)
+    [output] = llm.generate(prompt, one, reuse="exact", use_tqdm=False, verify=True)
     is_found = output.num_cached_tokens > 0
     if not links_images(llm.service.checkpoint.config):
         is_found = all(image.encoder != "computed" for image in output.cache.images)
@@ -75,7 +88,7 @@ def check_coded(llm: LLM, codec: str, scores: Sequence[Any]) -> int:
     config = llm.service.device.runner.config
     buffers = KVShape.of(config, llm.service.device.runner.dtype, CODECS.get(codec)).code_bytes
     metas = [record.meta for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
-    sizes = {(meta.buffers, meta.nbytes // meta.padded) for meta in metas}
+    sizes = {(meta.buffers, (meta.nbytes - len(meta.parts) * sum(meta.state_bytes)) // meta.padded) for meta in metas}
     if len(sizes) != 1 or {own for own, _ in sizes} != {buffers}:
         raise ValueError(f"cache entries of codec {codec} must have buffers of {buffers} bytes, got {sizes}")
     [(_, size)] = sizes
@@ -135,7 +148,6 @@ def check_logprobs(answers: Mapping[str, Sequence[Logprob]]) -> None:
             raise ValueError(f"log-probabilities must depend on the prompt, got the same ones for {same} and {name}")
 
 
-SHIFT = "shift, r = 0.03"  # the public mode "approximate"
 RATIOS = ("0.3", "0.2", "0.1")
 LOGPROBS = 20  # number of log-probabilities that are checked in each output
 
@@ -154,21 +166,23 @@ def check_model(setup: TtftSetup, config: ModelConfig) -> None:
     """Check that the model supports what is explicitly to be measured.
 
     Raises:
-      ValueError: A setting is about the KV of images, and layers of the model keep states.
+      ValueError: Layers of the model keep states, which a setting excludes.
     """
     if links_images(config):
         return
-    defaults: dict[str, tuple[Any, str]] = {
-        "schedule": (setup.schedule, "None"), "ratios": (setup.ratios or None, "None"),
-        "codec": (None if setup.codecs == ("auto",) else ",".join(setup.codecs), "auto"),
-        "device_bytes": (parse_bytes(setup.device_bytes, "device_bytes") or None, "0"),
-    }  # fmt: skip
-    for name, (given, default) in defaults.items():
-        if given is not None:
-            raise ValueError(
-                f"{name} must be {default} for {config.model_type}, got {given}: its layers with linear attention "
-                "keep a state of all earlier tokens, so stored KV of images is not loaded"
-            )
+    if setup.schedule is not None:
+        raise ValueError(
+            f"schedule must be None for {config.model_type}, got {setup.schedule}: its layers with linear attention "
+            "take the tokens that are not computed as one map of their state, so all layers compute the same tokens"
+        )
+    if size := parse_bytes(setup.device_bytes, "device_bytes"):
+        raise ValueError(
+            f"device_bytes must be 0 for {config.model_type}, got {size}: the copies of cache entries in device memory "
+            "have KV of each layer, and its layers with linear attention have none"
+        )
+    for given in (*(setup.ratios or ()), *(("full",) if setup.codecs != ("auto",) else ())):
+        if why := refusal(config, given):
+            raise ValueError(why)
 
 
 def longest_prompt(setup: TtftSetup) -> int:
@@ -208,16 +222,15 @@ def measure(
     with setup.opened() as (model, name):
         config = read_config(model)
         check_model(setup, config)
-        modes = make_configurations(
-            config.model_type, config.text.num_layers, setup.schedule, RATIOS if setup.ratios is None else setup.ratios
-        )
-        modes, others = supported_modes(config, modes)
-        for place, cache in make_caches(setup):
-            if cases and not any(map(_links, modes)):
-                break  # the baselines have been measured, and no other mode depends on tier and codec
+        engines, others = make_engines(setup, config)
+        for (place, cache), (own, modes) in itertools.product(make_caches(setup), engines):
+            # The baselines depend on neither tier nor codec.
+            wanted = {key: reuse for key, reuse in modes.items() if not cases or _links(key)}
+            if not wanted:
+                continue
             with LLM(
                 model, dtype=setup.dtype, max_model_len=setup.max_model_len or longest_prompt(setup), cache=cache,
-                enable_prefix_caching=False, **settings,
+                **own, **settings,
             ) as llm:  # fmt: skip
                 # The first runs compile the programs that they need, far fewer than `warmup` compiles for any request.
                 llm.service.ahead.stop()
@@ -225,11 +238,10 @@ def measure(
                 # After an engine is open, because it must use jax first.
                 rates.append(measure_rates(llm.service.device.runner.dtype))
                 head = head or _head(setup, llm, name)
-                wanted = {key: reuse for key, reuse in modes.items() if not cases or _links(key)}
                 cases += _Measuring(llm, setup, place, cache.codec).cases(wanted)
                 rates.append(measure_rates(llm.service.device.runner.dtype))
     if others:
-        head["left out"] = left_out(config, map(mode, others))
+        head["left out"] = "; ".join(f"{mode(name)}: {why}" for name, why in others.items())
     fastest = best(rates)
     publish(make_rows(cases, fastest), head | {"rates": rates_as_json(fastest)}, out, picture)
 
@@ -284,7 +296,7 @@ class _Measuring:
         one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
         looked_at = dataclasses.replace(one, logprobs=LOGPROBS)
         llm = self._llm
-        [donor] = llm.generate(known.draw(), one, use_tqdm=False)
+        [donor] = llm.generate(known.draw(), one, reuse="exact", use_tqdm=False)
         llm.cache.flush()
         if llm.cache.stats().refused:
             raise ValueError(
@@ -300,6 +312,7 @@ class _Measuring:
         for repeat in range(self._setup.repeats + 1):
             for name, reuse in reuses.items():
                 llm.cache.flush()
+                llm.reset_prefix_cache()  # so that all slots of snapshots are free
                 if self._place == "disk":
                     llm.reset_mm_cache()  # as after a restart
                 [output] = llm.generate(known.draw(), one if repeat else looked_at, reuse=reuse, use_tqdm=False)
@@ -316,17 +329,23 @@ class _Measuring:
 
     def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> MeasuredCase:
         config, report = self._config, outputs[0].cache
-        kv = self._llm.service.stored.kv
-        plan = known.plan(report, spread_ranks(*image_grid(known.tokens)) if name == SHIFT else None)
-        plan = dataclasses.replace(plan, shift=name == SHIFT)
+        kv, service = self._llm.service.stored.kv, self._llm.service
+        edges, ranks = service.checkpoint.edges_of(service.policy), None
+        if edges is not None:
+            ranks = edge_ranks(known.tokens, edges.counts(known.tokens)[0])
+        elif name == SHIFT:
+            ranks = spread_ranks(*image_grid(known.tokens))
+        plan = dataclasses.replace(known.plan(report, ranks), shift=name in (SHIFT, SHIFT_ENDS))
+        moved = sum(image.bytes_moved for image in report.images)
         least = functools.partial(
             floor,
             config,
             plan,
             encoded=known.encoded(report),
-            loaded=sum(image.bytes_moved for image in report.images),
+            loaded=moved,
             itemsize=kv.dtype.itemsize,
             kept=kv.stored_bytes // kv.layers,
+            mapped=kv.map_bytes // (config.text.num_layers - kv.layers) if kv.maps else None,
         )
         return MeasuredCase(
             images=known.images,
@@ -338,6 +357,7 @@ class _Measuring:
             reused=len(known) - report.rows[-1],
             rows=report.rows,
             pairs=pairs(plan, config.text),
+            moved=moved,
             floor=least,
         )
 
@@ -355,6 +375,35 @@ def make_configurations(
         f"schedule, mean {falling.mean_text}": falling,
         SHIFT: "approximate",
     }
+
+
+def make_engines(
+    setup: TtftSetup, config: ModelConfig
+) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], dict[str, str]]:
+    """Return the engines to open, and the configurations that are left out.
+
+    A model with states has an engine for each policy that links images, because an engine caches the maps of its own
+    policy only. Their slots are those of snapshots, which prefix caching has.
+
+    Returns:
+      The engines, each with its settings and its configurations by name; and the reasons for those left out, by name.
+    """
+    apart: dict[str, Any] = {"enable_prefix_caching": False}
+    layers = config.text.num_layers
+    if links_images(config):
+        ratios = RATIOS if setup.ratios is None else setup.ratios
+        return [(apart, make_configurations(config.model_type, layers, setup.schedule, ratios))], {}
+    all_modes = make_configurations(config.model_type, layers, None, setup.ratios or ())
+    all_modes[SHIFT_ENDS] = all_modes.pop(SHIFT)
+    modes = {name: reuse for name, reuse in all_modes.items() if _links(name)}
+    others = {name: why for name, reuse in modes.items() if (why := refusal(config, reuse))}
+    if (least := min(tokens for _, tokens in setup.sizes)) < kv_shape.STATED_TOKENS:
+        others = dict.fromkeys(modes, f"images must have at least {kv_shape.STATED_TOKENS} tokens, got {least}") | others
+    slots = slots_for(max(images for images, _ in setup.sizes))
+    own = [
+        ({"reuse": reuse, "state_snapshots": slots}, {name: reuse}) for name, reuse in modes.items() if name not in others
+    ]
+    return [(apart, {name: all_modes[name] for name in (COLD, ENCODER_CACHED)}), *own], others
 
 
 def falling_schedule(model_type: str, layers: int) -> Schedule:

@@ -18,9 +18,11 @@ from vlcache_jax.study.report import figures, save_figure, show, write
 TITLE = "Time to the first token"
 STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
 TIMES = ("TTFT ms", "spread ms", "over cold", "over encoder cached", "floor ms", "times floor", "TTFT minus compute %")
-COUNTS = ("tokens reused", "rows a layer", "pairs a layer", "GFLOP", "GFLOP/s of cold")
+COUNTS = ("tokens reused", "rows a layer", "pairs a layer", "MB moved", "GFLOP", "GFLOP/s of cold")
 COLD, ENCODER_CACHED = "cold", "encoder cached"
-MODES = {COLD: "no reuse", ENCODER_CACHED: '"exact"', "shift, r = 0.03": '"approximate"', "r = 0": '"full"'}
+# The public mode "approximate", and that of models with states.
+SHIFT, SHIFT_ENDS = "shift, r = 0.03", "shift-ends, r = 0.2"
+MODES = {COLD: "no reuse", ENCODER_CACHED: '"exact"', SHIFT: '"approximate"', "r = 0": '"full"'}
 """The public name of each configuration that README compares."""
 
 
@@ -31,6 +33,8 @@ def mode(configuration: str) -> str:
     """
     ratio = re.fullmatch(r"r = ([\d.]+)", configuration)
     schedule = re.fullmatch(r"schedule, mean ([\d.]+)", configuration)
+    if configuration == SHIFT_ENDS:
+        return MODES[SHIFT]
     if configuration in MODES:
         return MODES[configuration]
     if schedule:
@@ -50,6 +54,7 @@ class MeasuredCase:
       reused: Tokens that the last layer did not compute.
       rows: Tokens computed in each layer `[L]`.
       pairs: Pairs of a query and a key that it sees, in each layer `[L]`.
+      moved: Bytes of cache entries read from disk or copied to the device.
       floor: Lower bound, by the rates of the device.
     """
 
@@ -62,6 +67,7 @@ class MeasuredCase:
     reused: int
     rows: tuple[int, ...]
     pairs: tuple[int, ...]
+    moved: int
     floor: Callable[[DeviceRates], Floor]
 
     @property
@@ -97,6 +103,7 @@ class MeasuredCase:
             "tokens reused": self.reused,
             "rows a layer": statistics.fmean(self.rows),
             "pairs a layer": statistics.fmean(self.pairs),
+            "MB moved": self.moved / 1e6,
             "floor ms": 1000 * least.seconds,
             "times floor": self.ttft / least.seconds,
             "GFLOP": least.operations / 1e9,

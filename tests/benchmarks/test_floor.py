@@ -8,7 +8,17 @@ import math
 import numpy as np
 import pytest
 
-from vlcache_jax.benchmarks.floor import H200, MODELS, decode, floor, reference
+from vlcache_jax.benchmarks.floor import (
+    H200,
+    HYBRIDS,
+    MODELS,
+    DeviceRates,
+    decode,
+    floor,
+    reference,
+    reference_with_states,
+)
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.registry import load_config, published_config
 from vlcache_jax.reuse.policies import Plan
@@ -74,6 +84,66 @@ def test_layers_with_states_count_their_own_matrices(checkpoints):
             if (one.is_kernel or "experts" in one.path) and "shared_expert_gate" not in one.path
         )
         assert found == 2 * 3 * (used + text.hidden_size * text.vocab_size) + 3 * 6 * states + attention
+
+
+def linked(config, *inner):
+    """Return a plan of 100 tokens that computes all but some runs of them."""
+    depth = np.full(100, config.text.num_layers, np.int16)
+    for start, stop in inner:
+        depth[start:stop] = 0
+    depth[-1] += 1
+    return Plan(depth)
+
+
+def test_linking_moves_the_map_of_each_image_and_the_state(checkpoints):
+    config = load_config(checkpoints("qwen3_5"))
+    text, sizes = config.text, config.text.linear_attention
+    assert (text.num_layers, len(text.paged_layers)) == (4, 1)
+    state = sizes.value_heads * sizes.key_width * sizes.value_width
+    conv = 3 * (2 * sizes.key_heads * sizes.key_width + sizes.value_heads * sizes.value_width)
+    kv = 2 * text.num_kv_heads * text.head_dim
+    rates = DeviceRates(matrix=1e30, memory=1.0)
+    one, two = linked(config, (10, 50)), linked(config, (10, 30), (35, 55))
+    for plan, images in ((one, 1), (two, 2)):
+        found = floor(config, plan, rates, itemsize=2).parts["link"]
+        # A, B and the inputs of the convolution in, the state in and out, in three layers; KV of 40 tokens in one.
+        assert found == 3 * images * (2 * 2 * state + 4 * conv + 2 * 4 * state) + 2 * 2 * kv * 40
+        coded = floor(config, plan, rates, itemsize=2, kept=kv, mapped=state).parts["link"]
+        assert coded == 3 * images * (state + 2 * 4 * state) + 3 * kv * 40
+    assert floor(config, linked(config), rates).parts["link"] == 0
+    # Both compute as many tokens, and the query of the layer with full attention is the last one.
+    more = floor(config, two).operations - floor(config, one).operations
+    assert more == 3 * 2 * sizes.key_width * state
+
+
+def test_the_map_of_a_cache_entry_has_the_counted_bytes():
+    for name, config in HYBRIDS.items():
+        kv = KVShape.of(config, "bfloat16", maps="full")
+        plan = linked(config, (10, 50))
+        alike = [
+            floor(config, plan, mapped=mapped).parts["link"]
+            for mapped in (None, kv.map_bytes // (config.text.num_layers - kv.layers))
+        ]
+        assert alike[0] == alike[1], name
+
+
+def test_reference_cases_of_models_with_states_load_their_entries():
+    config = HYBRIDS["Qwen3.5-9B"]
+    found = reference_with_states(config)
+    assert [*found] == [
+        "cold", "encoder cached", "r = 0", "r = 0, int8", "shift-ends, r = 0.1", "shift-ends, r = 0.1, int8",
+        "shift-ends, r = 0.2", "shift-ends, r = 0.2, int8",
+    ]  # fmt: skip
+    entry = 33.6e6 + 3 * 50.3e6 - 50.3e6 + 2 * 2.4e6  # KV, a state in float32, B and A in bfloat16, two convolutions
+    assert found["r = 0"].parts["load"] * 50e9 == pytest.approx(20 * entry, rel=0.01)
+    assert found["encoder cached"].parts["load"] * 50e9 == 20 * 1024 * 4096 * 2
+    rows = found["shift-ends, r = 0.1"].parts["linear"] / found["cold"].parts["linear"]
+    assert rows == pytest.approx((20 * 102 + 26) / (20 * 1024 + 26), rel=0.01)
+    for name in ("r = 0", "shift-ends, r = 0.1", "shift-ends, r = 0.2"):
+        plain, coded = found[name].parts, found[f"{name}, int8"].parts
+        assert coded["load"] < plain["load"] / 2
+        assert {**plain, "load": 0, "link": 0} == {**coded, "load": 0, "link": 0}
+        assert (plain["move"] == 0) == (name == "r = 0")
 
 
 def test_moving_reads_and_writes_what_is_not_computed_once_more():

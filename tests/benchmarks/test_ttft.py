@@ -16,15 +16,21 @@ from vlcache_jax import BucketSizes
 from vlcache_jax.benchmarks import floor as floor_module
 from vlcache_jax.benchmarks import random_models, ttft
 from vlcache_jax.benchmarks.floor import DeviceRates, floor, pairs
+from vlcache_jax.benchmarks.known_images import edge_ranks
 from vlcache_jax.benchmarks.settings import TtftSetup, split_images
-from vlcache_jax.benchmarks.ttft import check_found, check_logprobs, check_model
-from vlcache_jax.benchmarks.ttft_table import STEPS
+from vlcache_jax.benchmarks.ttft import check_found, check_logprobs, check_model, make_engines
+from vlcache_jax.benchmarks.ttft_table import SHIFT_ENDS, STEPS
 from vlcache_jax.cache.store import Store
 from vlcache_jax.commands.cli import app
+from vlcache_jax.device import kv_shape
+from vlcache_jax.device.checkpoint import policy_for
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.models.family import PublishedSize
 from vlcache_jax.models.registry import SIZES, load_config, published_config
 from vlcache_jax.reuse.policies import Plan
+from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.study.model_support import slots_for
 
 CONFIGURATIONS = [
     "cold", "encoder cached", "r = 0.3", "r = 0.2", "r = 0.1", "r = 0", "schedule, mean 0.0333", "shift, r = 0.03",
@@ -263,24 +269,87 @@ def test_a_hybrid_is_measured_in_the_modes_that_it_supports(tmp_path, capsys, ch
     assert [row["configuration"] for row in found["rows"]] == CONFIGURATIONS[:2]
     # One of the four layers has full attention and is the last one, which has a query for the last token only.
     assert [row["pairs a layer"] for row in found["rows"]] == [31 / 4] * 2
-    reason = (
-        'not measured: 0.3, 0.2, 0.1, "full", schedule (mean 3.25 %), "approximate": qwen3_5 supports only exact and '
-        "off, because its layers with linear attention keep a state of all earlier tokens"
-    )
-    assert reason in capsys.readouterr().out
-    assert reason.endswith(found["left out"])
+    assert f"not measured: {found['left out']}\n" in capsys.readouterr().out
+    reasons = found["left out"].split("; ")
+    least = "images must have at least 256 tokens, got 16"
+    assert [reason for reason in reasons if reason.endswith(least)] == [f'"full": {least}', f'"approximate": {least}']
+    assert any(reason.startswith("schedule (mean 3.25 %): reuse must be 'exact', 'off', or a") for reason in reasons)
+
+
+@pytest.mark.slow
+def test_each_mode_of_a_hybrid_has_an_engine(tmp_path, hybrid, monkeypatch):
+    monkeypatch.setattr(kv_shape, "STATED_TOKENS", 1)
+    out = tmp_path / "ttft.json"
+    setup = TtftSetup(
+        model=str(hybrid), dtype="float32", images=2, tokens=16, text_before=7, repeats=1, codecs=("auto", "int8"),
+        ratios=("0.4",),
+    )  # fmt: skip
+    ttft.measure(setup, out=out, **ENGINE)
+    found = json.loads(out.read_text())
+    rows = {(row["codec"], row["configuration"]): row for row in found["rows"]}
+    fresh = {"cold": 16, "encoder cached": 16, "r = 0.4": 6, "r = 0": 3, SHIFT_ENDS: 3 + 1}
+    assert list(rows) == [
+        *(("-", name) for name in CONFIGURATIONS[:2]),
+        *((codec, name) for codec in ("auto", "int8") for name in ("r = 0.4", "r = 0", SHIFT_ENDS)),
+    ]
+    assert found["left out"].startswith("schedule (mean 3.25 %): ")
+    kv = KVShape.of(load_config(hybrid), np.float32, maps="full")
+    for (codec, name), row in rows.items():
+        assert row["rows a layer"] == 7 + 2 * (fresh[name] + 2) + 6
+        assert row["tokens reused"] == 2 * (16 - fresh[name])
+        assert (row["MB moved"] == 0) == (name == "cold")
+        if codec == "auto":
+            assert row["MB moved"] >= 2 * (16 * kv.stored_bytes + kv.state_bytes) / 1e6
+        if codec == "int8":  # which has no states after images, and codes for maps
+            assert row["MB moved"] < rows["auto", name]["MB moved"] / 3
+            assert row["floor ms"] < rows["auto", name]["floor ms"]
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"ratios": ("0.1",)}, "ratios must be None for qwen3_5, got"),
-        ({"codecs": ("auto", "int8")}, "codec must be auto for qwen3_5, got auto,int8"),
-        ({"device_bytes": "2MB"}, "device_bytes must be 0 for qwen3_5, got 2000000"),
+        ({"schedule": "falling.json"}, "schedule must be None for qwen3_5, got falling.json: its layers with linear"),
+        ({"device_bytes": "2MB"}, "device_bytes must be 0 for qwen3_5, got 2000000: the copies of cache entries in"),
     ],
 )
-def test_what_a_hybrid_does_not_support_is_refused(checkpoints, asked, message):
+def test_what_a_hybrid_does_not_support_is_refused(checkpoints, asked, message, monkeypatch):
+    monkeypatch.setattr(Schedule, "load", lambda path: None)
     config = load_config(checkpoints("qwen3_5"))
-    check_model(dataclasses.replace(SETUP, ratios=(), device_bytes="0"), config)
+    check_model(dataclasses.replace(SETUP, ratios=("0.1",), codecs=("auto", "int8"), device_bytes="0"), config)
     with pytest.raises(ValueError, match=message):
         check_model(dataclasses.replace(SETUP, **asked), config)
+
+
+@pytest.mark.parametrize("asked", [{"ratios": ("0.1",)}, {"codecs": ("auto", "int8")}])
+def test_keys_and_values_of_different_width_are_not_linked(checkpoints, asked):
+    config = load_config(checkpoints("qwen3_5-tied"))
+    setup = TtftSetup(model="tied", tokens=256)
+    check_model(setup, config)
+    [(_, modes)], others = make_engines(setup, config)
+    assert [*modes] == CONFIGURATIONS[:2]
+    assert [*others] == ["r = 0", "schedule, mean 0.0333", SHIFT_ENDS]
+    with pytest.raises(ValueError, match=r"linear_key_head_dim 8 and linear_value_head_dim 12, which differ"):
+        check_model(dataclasses.replace(setup, **asked), config)
+
+
+def test_engines_have_slots_for_the_images_of_the_longest_prompt(checkpoints):
+    config = load_config(checkpoints("qwen3_5"))
+    setup = TtftSetup(model="hybrid", image_tokens=(1024, 3072))
+    engines, others = make_engines(setup, config)
+    assert [own.get("reuse") for own, _ in engines] == [None, "full", "approximate"]
+    assert [own.get("state_snapshots") for own, _ in engines[1:]] == [slots_for(3)] * 2
+    assert slots_for(3) >= 3 * 3
+    assert [*others] == ["schedule, mean 0.0325"]
+    assert policy_for("approximate", config).name == SHIFT_ENDS.replace(", r = ", "-")
+
+
+@pytest.mark.parametrize("ratio", ["0", "1", "ends-0.1", "1e-1", "", "0.0"])
+def test_ratios_are_numbers_between_0_and_1(ratio):
+    with pytest.raises(ValueError, match=r'ratios must be numbers above 0 and below 1 like "0.1,0.2", got'):
+        TtftSetup(ratios=("0.1", ratio))
+
+
+def test_the_plan_of_an_edge_policy_has_its_tokens():
+    ranks = edge_ranks(10, 3)
+    assert np.flatnonzero(ranks < 5).tolist() == [0, 1, 2, 8, 9]
+    assert sorted(ranks) == list(range(10))

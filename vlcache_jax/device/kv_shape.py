@@ -149,9 +149,14 @@ class KVShape:
         return np.dtype(np.int8) if self.codec else self.dtype
 
     @property
+    def map_bytes(self) -> int:
+        """Bytes of the maps in a cache entry of KV, and of what belongs to them."""
+        return self.layers * (4 * self.map_states + self.map_dtype.itemsize * self.entry_maps)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of states and maps in a cache entry of KV."""
-        return self.layers * (4 * self.entry_states + self.map_dtype.itemsize * self.entry_maps)
+        return 4 * self.layers * self.own_states + self.map_bytes
 
     @property
     def slot_bytes(self) -> int:

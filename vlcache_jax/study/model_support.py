@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.convert.source import locate
@@ -46,12 +46,31 @@ def check_modes(config: ModelConfig, modes: Iterable[Any]) -> None:
       ValueError: a value is invalid, or the model does not support it.
     """
     for mode in modes:
-        if edges_of(policy_for(mode, config), config) is not None:
+        policy = policy_for(mode, config)
+        if policy.approximates and not links_images(config):
+            given = mode if isinstance(mode, str) else policy.name
             raise ValueError(
-                f"reuse must be 'exact' or 'off' for {config.model_type}, got {mode!r}: an engine of a model with "
+                f"reuse must be 'exact' or 'off' for {config.model_type}, got {given!r}: an engine of a model with "
                 "linear attention links images of other contexts only by its own policy, and this command measures all "
                 "modes with one engine"
             )
+
+
+def check_one_mode(config: ModelConfig, modes: Sequence[Any]) -> None:
+    """Check that one engine of a model supports some approximate values of `reuse`, one of which may be its own.
+
+    Raises:
+      ValueError: an engine of the model has one policy and `modes` is not one, or the model does not support it.
+    """
+    if links_images(config):
+        return
+    if len(modes) != 1:
+        raise ValueError(
+            f"reuse must be one approximate mode for {config.model_type}, got {', '.join(map(str, modes))}: an engine "
+            "of a model with linear attention links images of other contexts only by its own policy; run the command "
+            "once for each mode"
+        )
+    edges_of(policy_for(modes[0], config), config)
 
 
 def supported_modes[T](config: ModelConfig, modes: Mapping[str, T]) -> tuple[dict[str, T], tuple[str, ...]]:
@@ -68,8 +87,30 @@ def supported_modes[T](config: ModelConfig, modes: Mapping[str, T]) -> tuple[dic
 
 
 def left_out(config: ModelConfig, names: Iterable[str]) -> str:
-    """Return a sentence about modes that a measurement leaves out because a model does not support them."""
+    """Return a sentence about modes that a measurement leaves out because one engine of a model has not all of them."""
     return (
-        f"{', '.join(names)}: {config.model_type} supports only exact and off, because its layers with linear "
-        "attention keep a state of all earlier tokens"
+        f"{', '.join(names)}: {config.model_type} needs an engine for each policy that links images of other contexts, "
+        "and this command measures all modes with one"
     )
+
+
+def refusal(config: ModelConfig, mode: Any) -> str:
+    """Return why no engine of a model can have a value of `reuse` as its own policy; empty if one can."""
+    try:
+        edges_of(policy_for(mode, config), config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def slots_for(images: int, prompts: int = 1) -> int:
+    """Return the `state_snapshots` with which prompts that run together link or store each of their images.
+
+    Storing takes three slots for each image and linking by a map two. The ends of images, of the prompt and of messages
+    take others for snapshots.
+
+    Args:
+      images: largest number of images of a prompt.
+      prompts: largest number of prompts that run together.
+    """
+    return prompts * (3 * images + 4)
