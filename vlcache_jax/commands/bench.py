@@ -291,7 +291,8 @@ def accuracy_command(
     reuse: Annotated[
         list[str] | None,
         typer.Option(metavar="<str>", help="Reuse mode to compare with no reuse; may be repeated.",
-                     show_default="full, 0.03, 0.1, approximate, shift-0.1 and the schedules of the shipped model",
+                     show_default="full, 0.03, 0.1, approximate, shift-0.1 and the schedules of the shipped model; "
+                     "approximate for a model with linear attention, which takes one mode",
                      rich_help_panel="Image cache"),
     ] = None,
     context: Context = None,
@@ -328,7 +329,6 @@ def accuracy_command(
         orders = [accuracy.arrangement_of(one) for one in context or accuracy.CONTEXTS]
         donors = [accuracy.donors_of(one) for one in cached or ()]
         protocols = accuracy.protocols_of(orders, donors, seeds, auxiliary=auxiliary)
-        settings = reuse or [*SETTINGS, *(map(str, SCHEDULES) if chosen is None else ())]
         check_writable("out", out)
         check_writable("chart", chart, PICTURES)
         check_all_readable("data", data or [])
@@ -336,17 +336,17 @@ def accuracy_command(
         say("importing JAX")
         from vlcache_jax import LLM
         from vlcache_jax.device.checkpoint import links_images
-        from vlcache_jax.study.model_support import check_modes, read_config
+        from vlcache_jax.study.model_support import check_one_mode, read_config
 
-        named = accuracy.name_settings(settings)
         config = read_config(chosen or TINY_VQA)
-        if reuse is None and not links_images(config):
-            raise ValueError(f"reuse is required for {config.model_type}, which supports only exact: use --reuse exact")
-        check_modes(config, settings)
+        default = [*SETTINGS, *(map(str, SCHEDULES) if chosen is None else ())]
+        settings = reuse or (default if links_images(config) else ["approximate"])
+        named = accuracy.name_settings(settings, config)
+        check_one_mode(config, settings)
         with Progress("reading questions"):
             samples = load_samples(data or [], questions=questions)
-        cache = CacheConfig(load="kv")
-        with LLM(chosen or TINY_VQA, dtype=dtype, cache=cache, enable_prefix_caching=False) as llm:
+        engine = accuracy.engine_options(config, named, samples)
+        with LLM(chosen or TINY_VQA, dtype=dtype, cache=CacheConfig(load="kv"), **engine) as llm:
             results = accuracy.run(
                 llm, samples, named, accuracy.possible(protocols, samples), max_tokens=max_tokens, work=work
             )

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
     from vlcache_jax import SamplingParams
     from vlcache_jax.llm import LLM
+    from vlcache_jax.models import ModelConfig
     from vlcache_jax.reuse.policies import Policy
 
 COLD = "off"
+RUNNING = 4  # prompts that run at once in a model with states
 OTHER_TEXTS = (
     "Look at the picture.",
     "This is page 3 of the book.",
@@ -194,6 +196,7 @@ def answer_cold(
 ) -> Cold:
     """Answer the samples `chosen` without reuse, and score these answers."""
     formal = [protocol.formal(samples, i) for i in chosen]
+    llm.reset_prefix_cache()
     outputs = llm.chat(formal, _greedy(max_tokens), reuse=COLD)
     answers = [output.outputs[0] for output in outputs]
     texts, forced = [answer.text for answer in answers], [list(answer.token_ids) for answer in answers]
@@ -229,7 +232,7 @@ def evaluate(
     Raises:
       ValueError: an image is not an exact or approximate hit as the protocol expects.
     """
-    from vlcache_jax.reuse.policies import EPIC, Spread
+    from vlcache_jax.reuse.policies import EPIC
 
     formal = [protocol.formal(samples, i) for i in chosen]
     alone = dataclasses.replace(protocol, donors="alone")
@@ -243,11 +246,14 @@ def evaluate(
         scores, texts, seconds = answer(llm, formal, cold, policy, max_tokens=max_tokens)
         for i, score in zip(chosen, scores, strict=True):
             if found := {image.match for image in score.cache.images} - {expected, "exact"}:
+                least = llm.service.stored.kv.min_tokens
                 raise ValueError(
                     f"images of row {samples[i].index} with reuse {name} must be {expected} cache hits, "
                     f"got {', '.join(sorted(found))}"
+                    + f"; an image of this model is stored if it has at least {least} tokens"
+                    * (least > 1)
                 )
-        moved = isinstance(policy, Spread) and policy.shift
+        moved = getattr(policy, "shift", False)
         yield name, _results(llm, samples, chosen, scores, texts, cold.logits, seconds, moved=moved)
 
 
@@ -269,6 +275,7 @@ def answer(
     # If every token of the cold answer is the most likely one, the policy's answer is the cold answer.
     other = [k for k, score in enumerate(scores) if not score.greedy.all()]
     if other:
+        llm.reset_prefix_cache()
         answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=policy)
         for k, output in zip(other, answers, strict=True):
             texts[k] = output.outputs[0].text
@@ -285,6 +292,7 @@ def _score(llm: LLM, formal: Sequence[Any], forced: list[list[int]], reuse: Any)
     """Return (scores of the forced answers, seconds). Scores again if programs were compiled meanwhile."""
     programs = llm.service.device.runner.programs
     while True:
+        llm.reset_prefix_cache()  # pages of earlier runs would be exact hits
         compiled, start = programs.num_programs, time.perf_counter()
         scores = llm.score(formal, forced, reuse=reuse, keep_logits=True)
         if programs.num_programs == compiled:
@@ -308,7 +316,8 @@ def _results(
         images, rows = found.cache.images, found.cache.rows
         read = sum(image.bytes_moved for image in images)
         if moved:  # in all layers but the first, whose KV does not depend on the context
-            tokens = sum(image.tokens - fresh for image in images for fresh in image.recomputed[1:])
+            # If some layers have no KV, all compute the same tokens, so the last counts are those of layers with KV.
+            tokens = sum(image.tokens - fresh for image in images for fresh in image.recomputed[1:][-kv.layers :])
             read += 2 * tokens * kv.slot_bytes // kv.layers
         results.append(
             AccuracyResult(
@@ -326,6 +335,22 @@ def _results(
             )
         )
     return results
+
+
+def engine_options(config: ModelConfig, settings: dict[str, Policy], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the options of an engine that evaluates `settings` on the samples.
+
+    A model with states links images by the engine's own policy, the only one of `settings`, and needs slots for the
+    maps of prompts that run together. Prefix caching has these slots.
+    """
+    from vlcache_jax.device.checkpoint import links_images
+    from vlcache_jax.study.model_support import slots_for
+
+    if links_images(config):
+        return {"enable_prefix_caching": False}
+    [policy] = settings.values()
+    images = max(len(sample.images) for sample in samples)
+    return {"reuse": policy, "max_num_seqs": RUNNING, "state_snapshots": slots_for(images, RUNNING)}
 
 
 def batches(samples: Sequence[Sample], size: int, numbers: Iterable[int] | None = None) -> Iterator[list[int]]:
@@ -354,12 +379,17 @@ def batches(samples: Sequence[Sample], size: int, numbers: Iterable[int] | None 
         waiting = later
 
 
-def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
+def name_settings(settings: Sequence[str], config: ModelConfig | None = None) -> dict[str, Policy]:
     """Return the policies of settings by name. The name of a schedule is that of its file, without the folder.
+
+    Args:
+      settings: values of `reuse`.
+      config: configuration of the model, on which the policy of "approximate" depends; None: it has KV in each layer.
 
     Raises:
       ValueError: two settings have the same name or policy, or a setting is no valid `reuse`.
     """
+    from vlcache_jax.device.checkpoint import policy_for
     from vlcache_jax.reuse.policies import Scheduled
     from vlcache_jax.reuse.selection import parse_policy
 
@@ -367,7 +397,7 @@ def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
     policies: dict[Policy, str] = {}
     for setting in settings:
         name = setting
-        policy = parse_policy(setting)
+        policy = parse_policy(setting) if config is None else policy_for(setting, config)
         if not policy.approximates:
             raise ValueError(
                 f"reuse must be an approximate mode (approximate, full, a ratio, a schedule), got {setting!r}"
