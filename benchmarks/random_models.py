@@ -37,6 +37,21 @@ VISION = {
     "deepstack_visual_indexes": [2, 4, 6],
 }
 
+# The small model with linear attention in three of four layers.
+HYBRID = "hybrid"
+HYBRID_TEXT = {
+    **TEXT,
+    "head_dim": 128,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
 # Token ids of these models that are text: the tokenizer knows single bytes, and most ids spell nothing.
 LETTERS = (*b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",)
 
@@ -48,7 +63,8 @@ def make_random_model(
 
     Args:
       directory: It is created if it does not exist.
-      shape: A published model, such as "qwen3-vl-8b"; None is 12 decoder layers x 768, 8 encoder layers x 384.
+      shape: A published model, such as "qwen3-vl-8b"; None is 12 decoder layers x 768, 8 encoder layers x 384, and
+        "hybrid" the same with linear attention in three of four decoder layers.
       layers: Layers of the decoder; None is all.
 
     Returns:
@@ -59,19 +75,24 @@ def make_random_model(
     """
     text: dict[str, Any]
     vision: dict[str, Any]
-    if shape is None:
-        model_type, text, vision, tied = "qwen3_vl", {**TEXT, "max_position_embeddings": 32768}, {**VISION}, True
+    if shape is None or shape == HYBRID:
+        model_type, text, vision, tied = "qwen3_vl", {**TEXT}, {**VISION}, True
+        if shape == HYBRID:
+            model_type, text = "qwen3_5", {**HYBRID_TEXT}
+            del vision["deepstack_visual_indexes"]
         most = text["num_hidden_layers"]
-        title = f"{text['hidden_size']} wide, random weights"
+        title = f"{text['hidden_size']} wide, {'linear attention, ' * (shape == HYBRID)}random weights"
     else:
         name = find_name(shape)
         if name is None:
-            raise ValueError(f"random_weights must be one of {', '.join(map(str.lower, SIZES))}, got {shape!r}")
+            names = ", ".join((HYBRID, *map(str.lower, SIZES)))
+            raise ValueError(f"random_weights must be one of {names}, got {shape!r}")
         size = SIZES[name]
         model_type, text, vision, tied = size.model_type, {**size.text}, {**size.vision}, size.tie_word_embeddings
         most = text["num_hidden_layers"]
         title = f"shape of {name}, random weights"
-    least = 1 + len(vision.get("deepstack_visual_indexes", ()))  # one layer without DeepStack
+    # One layer without DeepStack, and one with full attention.
+    least = max(1 + len(vision.get("deepstack_visual_indexes", ())), text.get("full_attention_interval", 1))
     if layers is not None and not least <= layers <= most:
         raise ValueError(f"layers must be from {least} to {most}, the layers of the model, got {layers}")
     count = most if layers is None else layers

@@ -59,7 +59,8 @@ class BenchModel:
     random_weights: Annotated[
         str | None,
         typer.Option(
-            help="Published size to open with random weights, such as qwen3-vl-8b or qwen2.5-vl-7b.",
+            help="Published size to open with random weights, such as qwen3-vl-8b or qwen2.5-vl-7b; hybrid is a small "
+            "decoder with linear attention.",
             show_default=False,
             rich_help_panel="Model",
         ),

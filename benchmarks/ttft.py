@@ -39,8 +39,8 @@ from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.common.checks import parse_bytes
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.common.progress import Progress
-from vlcache_jax.device.checkpoint import links_images
 from vlcache_jax.device import kv_shape
+from vlcache_jax.device.checkpoint import links_images
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.reuse.policies import spread_ranks
@@ -398,10 +398,14 @@ def make_engines(
     modes = {name: reuse for name, reuse in all_modes.items() if _links(name)}
     others = {name: why for name, reuse in modes.items() if (why := refusal(config, reuse))}
     if (least := min(tokens for _, tokens in setup.sizes)) < kv_shape.STATED_TOKENS:
-        others = dict.fromkeys(modes, f"images must have at least {kv_shape.STATED_TOKENS} tokens, got {least}") | others
+        others = (
+            dict.fromkeys(modes, f"images must have at least {kv_shape.STATED_TOKENS} tokens, got {least}") | others
+        )
     slots = slots_for(max(images for images, _ in setup.sizes))
     own = [
-        ({"reuse": reuse, "state_snapshots": slots}, {name: reuse}) for name, reuse in modes.items() if name not in others
+        ({"reuse": reuse, "state_snapshots": slots}, {name: reuse})
+        for name, reuse in modes.items()
+        if name not in others
     ]
     return [(apart, {name: all_modes[name] for name in (COLD, ENCODER_CACHED)}), *own], others
 

@@ -23,9 +23,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from research.hybrids import HYBRID_TEXT
 from vlcache_jax import LLM, RequestOutput, SamplingParams
-from vlcache_jax.benchmarks.random_models import LETTERS
+from vlcache_jax.benchmarks.random_models import HYBRID_TEXT, LETTERS
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, show, write
 from vlcache_jax.testing import make_checkpoint

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from research.dialogue import SIDE
-from research.hybrids import HYBRID_TEXT
 from vlcache_jax.benchmarks.peer import set_up, take_turn
 from vlcache_jax.benchmarks.peer.jobs import JobStep, Pictures
+from vlcache_jax.benchmarks.random_models import HYBRID_TEXT
 from vlcache_jax.benchmarks.throughput import IMAGE
 from vlcache_jax.common.files import cache_home, check_writable
 from vlcache_jax.study.report import environment, show, write

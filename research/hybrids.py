@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax import LLM, SamplingParams
-from vlcache_jax.benchmarks.random_models import LETTERS, TEXT
+from vlcache_jax.benchmarks.random_models import HYBRID_TEXT, LETTERS, TEXT
 from vlcache_jax.common.files import check_writable
 from vlcache_jax.study.report import environment, show, write
 from vlcache_jax.testing import make_checkpoint
@@ -32,18 +32,6 @@ BATCHES = (1, 8, 32)
 FULL = "full attention"
 HYBRID = "hybrid"
 OTHER = "hybrid, transformers"
-HYBRID_TEXT = {
-    **TEXT,
-    "head_dim": 128,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "layer_types": None,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 3,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
 Measure = Callable[[Sequence[Sequence[int]], int], float]  # (prompts, tokens of each output) -> seconds
 
 

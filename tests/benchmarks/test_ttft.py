@@ -198,8 +198,17 @@ def test_random_models_have_the_published_shapes(tmp_path, name):
         random_models.make_random_model(tmp_path, name.lower(), 0)
 
 
+def test_the_small_hybrid_has_full_attention_in_every_fourth_layer(tmp_path):
+    directory, title = random_models.make_random_model(tmp_path, "hybrid")
+    text = load_config(directory).text
+    assert (text.num_layers, text.hidden_size, text.paged_layers) == (12, 768, (3, 7, 11))
+    assert title == "768 wide, linear attention, random weights, 12 layers"
+    with pytest.raises(ValueError, match="layers must be from 4 to 12, the layers of the model, got 3"):
+        random_models.make_random_model(tmp_path, "hybrid", 3)
+
+
 def test_a_random_model_must_be_one_of_those():
-    with pytest.raises(ValueError, match=r"random_weights must be one of .*, qwen3-vl-8b, .*, got 'qwen3-vl-9b'"):
+    with pytest.raises(ValueError, match=r"random_weights must be one of hybrid, .*qwen3-vl-8b, .*, got 'qwen3-vl-9b'"):
         random_models.make_random_model("", "qwen3-vl-9b")
     with pytest.raises(ValueError, match="layers must be from 4 to 12, the layers of the model, got 13"):
         random_models.make_random_model("", layers=13)
