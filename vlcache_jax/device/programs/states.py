@@ -46,14 +46,13 @@ class EmptyStates(Program[list[jax.Array]]):
 
 
 @dataclass(frozen=True)
-class LoadStates(Program[Halves]):
-    """A program that loads the states after an image, from some parts of its cache entry, into a slot.
+class _LoadParts(Program[Halves]):
+    """A program that loads what some parts of a cache entry hold of layers with states.
 
     Attributes:
       parts: for each part, the layers whose states it holds, as the first layers with states of the same shapes.
     """
 
-    name = "load_states"
     donates = (0,)
     gives = SECOND
     parts: tuple[tuple[int, ...], ...]
@@ -77,9 +76,20 @@ class LoadStates(Program[Halves]):
         """Return the program of some parts of a cache entry."""
         return cls(_like(shapes, shapes.state_parts(parts)))
 
+    def states(self, shapes: Shapes) -> list[Any]:
+        """Return the abstract states of the layers."""
+        return [shapes.memory(layer) for layers in self.parts for layer in layers]
+
+
+@dataclass(frozen=True)
+class LoadStates(_LoadParts):
+    """A program that loads the states after an image, or a snapshot, from some parts of its cache entry into a slot."""
+
+    name = "load_states"
+
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        states = [shapes.memory(layer) for layers in self.parts for layer in layers]
-        return states, jax.ShapeDtypeStruct((len(self.parts), shapes.kv.states), jnp.float32), ints()
+        stored = jax.ShapeDtypeStruct((len(self.parts), shapes.kv.states), jnp.float32)
+        return self.states(shapes), stored, ints()
 
     def compute(self, shapes: Shapes, states: Halves, stored: jax.Array, slot: jax.Array) -> Halves:
         loaded = [list(arrays) for arrays in states]
@@ -106,41 +116,19 @@ class StoreStates(Program[jax.Array]):
 
 
 @dataclass(frozen=True)
-class LoadMaps(Program[Halves]):
-    """A program that loads the map of an image, from some parts of its cache entry, into the slots of B and A.
-
-    Attributes:
-      parts: see `LoadStates`.
-    """
+class LoadMaps(_LoadParts):
+    """A program that loads the map of an image, from some parts of its cache entry, into the slots of B and A."""
 
     name = "load_maps"
-    donates = (0,)
-    gives = SECOND
-    parts: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return cls.of(shapes) if demand.linking else []
-
-    @classmethod
-    def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
-        return cls.of(shapes) if repeat.linked else []
 
     @classmethod
     def of(cls, shapes: Shapes) -> list[Self]:
-        """Return the programs of a model whose cache entries have maps, see `LoadStates.of`."""
-        return [cls(one.parts) for one in LoadStates.of(shapes)] if shapes.kv.maps else []
-
-    @classmethod
-    def for_parts(cls, shapes: Shapes, parts: slice) -> Self:
-        """Return the program of some parts of a cache entry."""
-        return cls(_like(shapes, shapes.state_parts(parts)))
+        return super().of(shapes) if shapes.kv.maps else []
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        states = [shapes.memory(layer) for layers in self.parts for layer in layers]
         kv, parts = shapes.kv, len(self.parts)
         floats = jax.ShapeDtypeStruct((parts, kv.map_states), jnp.float32)
-        return states, floats, jax.ShapeDtypeStruct((parts, kv.entry_maps), kv.map_dtype), ints(), ints()
+        return self.states(shapes), floats, jax.ShapeDtypeStruct((parts, kv.entry_maps), kv.map_dtype), ints(), ints()
 
     def compute(
         self, shapes: Shapes, states: Halves, floats: jax.Array, maps: jax.Array, added: jax.Array, passed: jax.Array
