@@ -74,6 +74,22 @@ def test_the_dashboard_reads_metrics_that_there_are(serve, textured_image):
         assert text.count("{") == text.count("}")
 
 
+def test_a_line_about_traffic(engine, textured_image, serve):
+    """It counts what came since the line before, and there is none without traffic."""
+    engine.service.reset_mm_cache()
+    served = serve()
+    traffic = served.server.traffic
+    traffic.line(10.0)
+    assert traffic.line(10.0) is None
+    ask(served, textured_image)
+    found = traffic.line(10.0)
+    assert re.match(
+        r"0\.2 requests/s, \d+ prompt tokens/s computed, \d tokens/s generated; 0 running, 0 waiting;", found
+    )
+    assert found.endswith("; 2 images, 50 % cached")
+    assert traffic.line(10.0) is None
+
+
 def test_another_prefix_is_refused():
     with pytest.raises(ValueError, match=r"metrics_prefix must be vlcache or vllm or both, got 'prometheus'"):
         ServerConfig(metrics_prefix="prometheus")

@@ -40,7 +40,7 @@ from vlcache_jax.server.inference import (
     read_off_loop,
     template_of,
 )
-from vlcache_jax.server.metrics import ServerMetrics
+from vlcache_jax.server.metrics import ServerMetrics, TrafficLog
 from vlcache_jax.server.openapi import document, page
 from vlcache_jax.server.retrieval import Retrieval
 from vlcache_jax.server.stored import StoredResponses
@@ -99,6 +99,7 @@ class Server:
         self.admission = AdmissionControl(config, self.register)
         self._stored = StoredResponses()
         self._metrics = ServerMetrics(self.models[0], engine, self.admission.room, self._stored, config.metrics_prefix)
+        self.traffic = TrafficLog(engine, lambda: self._metrics.requests)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         names = IdMaker(tag)
         given = engine, config, self.models, self.admission, self._metrics, self.register, names

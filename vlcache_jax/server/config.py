@@ -55,6 +55,7 @@ class ServerConfig:
       chat_template: Jinja template, a file with it, or a prompt form such as `qwen3.6`, in place of the checkpoint's
         template.
       metrics_prefix: prefix of the metrics that vLLM has, too: "vlcache", "vllm" for dashboards of vLLM, or "both".
+      log_traffic: print a line about requests, tokens and caches every ten seconds while there is traffic.
       embedder: model that finds images for `file_search`, such as `Qwen/Qwen3-VL-Embedding-2B`; by default the served
         model.
       warmup: compile all programs before `/ready` reports success.
@@ -89,6 +90,7 @@ class ServerConfig:
     reasoning_parser: str = "auto"
     chat_template: str | None = None
     metrics_prefix: str = "vlcache"
+    log_traffic: bool = True
     embedder: str | None = None
     warmup: bool = True
 
@@ -135,7 +137,7 @@ class ServerConfig:
         check_whole("max_waiting", self.max_waiting, 1)
         check_whole("max_n", self.max_n, 1)
         check_whole("max_files", self.max_files, 0)
-        check_flags(warmup=self.warmup)
+        check_flags(warmup=self.warmup, log_traffic=self.log_traffic)
         for name in ("max_body_bytes", "max_file_bytes", "max_waiting_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if int(self.max_waiting_bytes) < int(self.max_body_bytes):

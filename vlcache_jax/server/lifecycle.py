@@ -33,6 +33,7 @@ _POLL = 0.1  # seconds between two checks of the engine, or of requests that are
 _REPEAT = 1.0  # seconds after which a second signal exits at once; an earlier one is a duplicate of the first
 SMALL: Any = {"kv_cache_bytes": "1GiB"}
 """Engine options of an embedder. Its inputs are short: queries, and images of library items."""
+_LOG = 10.0  # seconds between two lines about the traffic
 _LAST = 10.0  # seconds in which aborted requests may send their last message
 
 
@@ -128,6 +129,7 @@ class _Process:
         serving = asyncio.create_task(self._http.serve(sockets=[self._place]))
         warming = asyncio.create_task(self._warm_up())
         watching = asyncio.create_task(self._watch())
+        logging = asyncio.create_task(self._log_traffic())
         ending = asyncio.create_task(self._ends.wait())
         await asyncio.wait({serving, watching, ending}, return_when=asyncio.FIRST_COMPLETED)
         admission = self._server.admission
@@ -141,6 +143,7 @@ class _Process:
         self._http.should_exit = True
         await serving
         watching.cancel()
+        logging.cancel()
         if not warming.done():  # compilation cannot be interrupted
             os._exit(FAILED if admission.failure else 0)
         if admission.failure is None:
@@ -168,6 +171,14 @@ class _Process:
         while self._server.admission.failure is None:
             await asyncio.sleep(_POLL)
             await self._server.check_health()
+
+    async def _log_traffic(self) -> None:
+        """Print a line every ten seconds while there is traffic."""
+        traffic = self._server.traffic
+        while self._config.log_traffic:
+            await asyncio.sleep(_LOG)
+            if (line := traffic.line(_LOG)) is not None:
+                say(line)
 
     def _read_keys(self) -> None:
         assert self._server.register is not None

@@ -5,7 +5,7 @@ Dashboards and autoscalers for vLLM read the prefix `vllm:`. `ServerConfig.metri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -43,6 +43,9 @@ class ServerMetrics:
       room: the counter of requests and bodies.
       stored: the stored responses.
       prefix: see `ServerConfig.metrics_prefix`.
+
+    Attributes:
+      requests: number of prompts all answers of which have ended.
     """
 
     def __init__(self, model: str, engine: AsyncLLM, room: Room, stored: StoredResponses, prefix: str = "vlcache"):
@@ -67,7 +70,7 @@ class ServerMetrics:
             ("model_name", "finished_reason"), registry=self._registry,
         )  # fmt: skip
         self._corrupted = counting("corrupted_requests", "Number of requests that ended with non-finite logits")
-        self._model = model
+        self._model, self.requests = model, 0
         self._first = timing("time_to_first_token_seconds", "Time to first token in seconds", _FIRST)
         self._between = timing("inter_token_latency_seconds", "Time between deliveries of tokens in seconds", _BETWEEN)
         self._whole = timing("e2e_request_latency_seconds", "End-to-end latency of a request in seconds", _WHOLE)
@@ -96,6 +99,7 @@ class ServerMetrics:
 
     def answered(self, counts: Counts, metrics: RequestMetrics) -> None:
         """Count the tokens and times of a prompt, all answers of which have ended."""
+        self.requests += 1
         self._prompt.inc(counts.prompt)
         self._generated.inc(counts.completion)
         self._queried.inc(counts.prompt)
@@ -114,6 +118,45 @@ class ServerMetrics:
     def page(self) -> bytes:
         """Return the metrics of the server and of its cache in Prometheus' text format."""
         return b"".join(map(prometheus_client.generate_latest, (self._shown, self._engine.cache.registry)))
+
+
+class TrafficLog:
+    """Maker of lines about the traffic since the line before.
+
+    Args:
+      engine: the engine.
+      requests: returns the number of requests that have ended.
+    """
+
+    def __init__(self, engine: AsyncLLM, requests: Callable[[], int]):
+        self._engine, self._requests = engine, requests
+        self._before = self._now()
+
+    def line(self, seconds: float) -> str | None:
+        """Return a line about the last `seconds`, or None if nothing was computed, runs or waits."""
+        stats, before, now = self._engine.stats(), self._before, self._now()
+        self._before = now
+        new = {name: now[name] - before[name] for name in now}
+        if not (any(new.values()) or stats.running or stats.waiting):
+            return None
+        hits = new["hits"] / new["images"] if new["images"] else 0
+        return (
+            f"{new['requests'] / seconds:.1f} requests/s, {new['prompt'] / seconds:.0f} prompt tokens/s computed, "
+            f"{new['output'] / seconds:.0f} tokens/s generated; {stats.running} running, {stats.waiting} waiting; "
+            f"KV pool {100 * stats.in_use / stats.pages:.0f} % in use, {new['found'] / seconds:.0f} tokens/s found in "
+            f"it; {new['images']} images, {100 * hits:.0f} % cached"
+        )
+
+    def _now(self) -> dict[str, int]:
+        stats, images = self._engine.stats(), self._engine.cache.stats()
+        return {
+            "requests": self._requests(),
+            "prompt": stats.prefill_rows - stats.padded_prefill_rows,
+            "output": stats.decode_rows - stats.padded_decode_rows,
+            "found": stats.hit_tokens,
+            "images": images.hits_exact + images.hits_approximate + images.misses + images.passed_over,
+            "hits": images.encoder_hits,
+        }
 
 
 class _Prefixed(prometheus_client.CollectorRegistry):
