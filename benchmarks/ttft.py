@@ -397,16 +397,11 @@ def make_engines(
     all_modes[SHIFT_ENDS] = all_modes.pop(SHIFT)
     modes = {name: reuse for name, reuse in all_modes.items() if _links(name)}
     others = {name: why for name, reuse in modes.items() if (why := refusal(config, reuse))}
-    if (least := min(tokens for _, tokens in setup.sizes)) < kv_shape.STATED_TOKENS:
-        others = (
-            dict.fromkeys(modes, f"images must have at least {kv_shape.STATED_TOKENS} tokens, got {least}") | others
-        )
+    if (tokens := min(tokens for _, tokens in setup.sizes)) < (least := kv_shape.STATED_TOKENS):
+        others = dict.fromkeys(modes, f"images must have at least {least} tokens, got {tokens}") | others
     slots = slots_for(max(images for images, _ in setup.sizes))
-    own = [
-        ({"reuse": reuse, "state_snapshots": slots}, {name: reuse})
-        for name, reuse in modes.items()
-        if name not in others
-    ]
+    linking = {name: reuse for name, reuse in modes.items() if name not in others}
+    own = [({"reuse": reuse, "state_snapshots": slots}, {name: reuse}) for name, reuse in linking.items()]
     return [(apart, {name: all_modes[name] for name in (COLD, ENCODER_CACHED)}), *own], others
 
 

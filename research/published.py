@@ -20,9 +20,10 @@ import numpy as np
 from research.policies import OWN
 from research.scale import INDEX_BYTES, Costs, zipf_hits
 from vlcache_jax.benchmarks import SCHEDULE, label
+from vlcache_jax.benchmarks.floor import HYBRIDS
 from vlcache_jax.benchmarks.serving import spread
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
-from vlcache_jax.benchmarks.ttft_table import MODES, mode
+from vlcache_jax.benchmarks.ttft_table import ENCODER_CACHED, MODES, mode
 from vlcache_jax.reuse.selection import APPROXIMATE
 from vlcache_jax.study.accuracy import COLD
 from vlcache_jax.study.pairs import interval
@@ -297,6 +298,43 @@ def ttft_first(names: Sequence[str] | None, rows: Sequence[Row]) -> Iterator[lis
     for name in names or found:
         row = found[name]
         yield [_mode(name), _ms(row["TTFT ms"]), _spread(row["spread ms"]), _times(row["over cold"])]
+
+
+def ttft_hybrid(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield TTFT of a model with linear attention (`vlcache bench ttft --random-weights hybrid`)."""
+    yield [
+        "reuse mode", "TTFT [ms]", "spread (max - min) [ms]", "speedup over no reuse", 'speedup over `"exact"`',
+        "tokens computed per layer", "bytes moved [MB]", "lower bound [ms]",
+    ]  # fmt: skip
+    for row in rows:
+        cells = [_ms(row["TTFT ms"]), _spread(row["spread ms"])]
+        cells += [_times(row[of]) for of in ("over cold", "over encoder cached")]
+        cells += [f"{row['rows a layer']:,.0f}", f"{row['MB moved']:,.0f}", _ms(row["floor ms"])]
+        yield [_mode(row["configuration"]), *cells]
+
+
+def hybrid_floors(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield the lower bounds of models with linear attention on an H200 (`vlcache_jax.benchmarks.floor`)."""
+    parts = {
+        "encoder": ("encoder",), "linears and output head": ("linear", "head"), "attention": ("attention",),
+        "linking and shift": ("link", "move"), "load from host": ("load",),
+    }  # fmt: skip
+    yield [
+        "model", "reuse mode", "lower bound [ms]", *(f"{name} [ms]" for name in parts), "bytes moved [GB]",
+        'speedup over `"exact"`',
+    ]  # fmt: skip
+    rate = _file("floor.json")["rates"]["host"]
+    for model in HYBRIDS:
+        own = [row for row in rows if row["model"] == model]
+        [cached] = (row["ms"] for row in own if row["case"] == ENCODER_CACHED)
+        for row in own:
+            case = row["case"].removesuffix(", int8")
+            ends = re.fullmatch(r"shift-ends, r = ([\d.]+)", case)
+            name = f"`shift-ends-{ends[1]}`" if ends else _mode(case)
+            cells = [_ms(sum(row[f"{part} ms"] for part in of)) for of in parts.values()]
+            moved = row["load ms"] * rate / 1e12
+            coded = ', `codec="int8"`' * (row["case"] != case)
+            yield [model, name + coded, _ms(row["ms"]), *cells, f"{moved:.2g}", _times(cached / row["ms"])]
 
 
 def _mode(configuration: str) -> str:
@@ -1270,6 +1308,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "ttft bfloat16": functools.partial(_of, ttft, "ttft_bf16_cpu.json"),
     "ttft shipped": functools.partial(_of, ttft, "ttft_tiny_vqa_cpu.json"),
     "ttft 8b": functools.partial(_of, ttft, "ttft_8b_cpu.json"),
+    "ttft hybrid": functools.partial(_of, ttft_hybrid, "ttft_hybrid_cpu.json"),
+    "hybrid floors": functools.partial(_of, hybrid_floors, "floor.json"),
     "ttft sizes": functools.partial(_of, ttft_sizes, "ttft_sizes_cpu.json"),
     "shares": functools.partial(_of, shares, "shares_cpu.json"),
     "host": functools.partial(_of, host, "host.json"),

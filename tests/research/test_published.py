@@ -10,6 +10,8 @@ import pytest
 
 from research import charts, published
 from vlcache_jax.benchmarks import ttft_table
+from vlcache_jax.benchmarks.floor import HYBRIDS
+from vlcache_jax.benchmarks.ttft_table import SHIFT_ENDS
 
 ROW = {
     "size": "small", "arrangement": "text_first", "donors": "together", "images": "one", "group": "cold",
@@ -352,6 +354,32 @@ def test_each_mode_has_its_own_time_and_speedup(monkeypatch):
     _, cpu, gpu = published.first_token_modes()
     assert cpu[1:] == ["8.0 s", "4.0 s (2.0x)", "0.32 s (25x)", "0.064 s (124x)"]
     assert gpu[1:] == ["322 ms", "516 ms (0.62x)", "64.7 ms (5.0x)", "48.9 ms (6.6x)"]
+
+
+def test_first_tokens_of_a_hybrid_have_the_bytes_that_are_moved():
+    row = dict.fromkeys(
+        ("TTFT ms", "spread ms", "over cold", "over encoder cached", "rows a layer", "MB moved", "floor ms"), 2.0
+    )
+    rows = [row | {"configuration": name} for name in ("encoder cached", "r = 0.1", SHIFT_ENDS)]
+    head, exact, ratio, approximate = published.ttft_hybrid(rows)
+    assert (exact[0], ratio[0], approximate[0]) == ('`"exact"`', "`0.1`", '`"approximate"`')
+    assert dict(zip(head, exact, strict=True))["bytes moved [MB]"] == "2"
+
+
+def test_floors_of_hybrids_name_their_modes(monkeypatch):
+    monkeypatch.setattr(published, "_file", lambda name: {"rates": {"host": 5e10}})
+    parts = {f"{part} ms": 1.0 for part in ("encoder", "linear", "head", "attention", "link", "move", "load")}
+    cases = {"cold": 20.0, "encoder cached": 10.0, "r = 0": 5.0, "r = 0, int8": 4.0, "shift-ends, r = 0.1, int8": 2.5}
+    rows = [parts | {"model": model, "case": case, "ms": ms} for model in HYBRIDS for case, ms in cases.items()]
+    head, *lines = published.hybrid_floors([parts | {"model": "other", "case": "cold", "ms": 9.0}, *rows])
+    own = [dict(zip(head, line, strict=True)) for line in lines if line[0] == "Qwen3.5-9B"]
+    assert [line["reuse mode"] for line in own] == [
+        "no reuse", '`"exact"`', '`"full"`', '`"full"`, `codec="int8"`', '`shift-ends-0.1`, `codec="int8"`'
+    ]  # fmt: skip
+    assert [line['speedup over `"exact"`'] for line in own] == ["0.5", "1", "2", "2.5", "4"]
+    assert own[0]["bytes moved [GB]"] == "0.05"
+    assert own[0]["linking and shift [ms]"] == "2"
+    assert len(lines) == len(HYBRIDS) * len(cases)
 
 
 def test_who_ran_once_has_no_spread():
