@@ -190,6 +190,56 @@ def test_a_restart_links_from_the_disk_and_another_policy_does_not(directory, im
     assert values([output]) == values([expected])
 
 
+def test_a_deleted_image_leaves_nothing_of_other_engines(directory, images, tmp_path):
+    cache = CacheConfig(disk=tmp_path)
+    with open_llm(directory, cache=cache) as llm:
+        ask(llm, user("Look: ", images[0], " what?"))
+        llm.cache.flush()
+    with open_llm(directory, cache=cache, reuse="exact") as llm:
+        assert list(tmp_path.rglob("*.safetensors"))
+        assert llm.cache.delete(images[0])
+        llm.cache.flush()
+        assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_one_sequence_has_slots_for_an_image(directory, images):
+    with open_llm(directory, state_snapshots=None, max_num_seqs=1) as llm:
+        ask(llm, user("Look: ", images[0], " what?"))
+        [linked] = ask(llm, user("Then: ", images[0], "?"))
+        assert found(linked) == [LINKED]
+
+
+def test_an_image_after_a_linked_one_is_stored(llm, cold, images):
+    """Its entry was computed after approximate states, so it serves other contexts only, also those like its own."""
+    ask(llm, user("Look: ", images[0], " what?"))
+    question = user("A ", images[0], " and ", images[1], "?")
+    [first] = ask(llm, question)
+    assert [one[0] for one in found(first)] == ["approximate", "miss"]
+    for prompt in (user("B ", images[1], "?"), question):
+        llm.reset_prefix_cache()
+        [again] = ask(llm, prompt)
+        assert {one[0] for one in found(again)} == {"approximate"}
+    [exact] = ask(llm, question, reuse="exact")
+    assert {one[0] for one in found(exact)} == {"miss"}
+    assert values([exact]) == values(ask_cold(cold, question))
+
+
+def test_an_image_without_slots_says_so_when_it_returns(directory, images):
+    with open_llm(directory, state_snapshots=2) as llm:
+        ask(llm, user("Look: ", images[0], " what?"))
+        [again] = ask(llm, user("Then: ", images[0], "?"))
+        assert found(again) == [("miss", "none", Why.no_state)]
+
+
+def test_close_ratios_have_maps_of_their_own():
+    one, other = (Edges(parse_policy(f"ends-0.1000000{digit}"), 3) for digit in (1, 2))
+    assert one.name == other.name
+    assert one.computed != other.computed
+    assert (
+        Edges(parse_policy("shift-ends-0.1"), 3).computed == Edges(parse_policy("ends-0.1"), 3).computed == "ends-0.1"
+    )
+
+
 @pytest.mark.slow
 def test_damaged_maps_are_not_linked(directory, cold, questions, tmp_path):
     cache = CacheConfig(disk=tmp_path)
@@ -337,6 +387,36 @@ def test_maps_are_stored_and_loaded_layer_by_layer(directory, codec):
                 else:
                     np.testing.assert_array_equal(array[3], was[1])
                     np.testing.assert_array_equal(array[4], was[4])
+
+
+def test_only_what_a_link_needs_is_transferred(directory, questions, monkeypatch):
+    """A map needs no states after the image, and an exact link no map."""
+    with open_llm(directory) as llm:
+        runner = llm.service.device.runner
+        monkeypatch.setattr(type(runner), "reads_in_place", False)
+        kv, sent = runner.shapes.kv, []
+        put = type(runner.devices).put
+
+        def counted(devices, arrays):
+            sent.append(sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
+            return put(devices, arrays)
+
+        monkeypatch.setattr(type(runner.devices), "put", counted)
+        ask(llm, questions[0])
+        for question, values in (
+            (questions[1], 4 * kv.map_states + kv.map_dtype.itemsize * kv.entry_maps),
+            (questions[0], 4 * kv.own_states),
+        ):
+            llm.reset_prefix_cache()
+            sent.clear()
+            [output] = ask(llm, question)
+            assert [kv for _, kv, _ in found(output)] == ["host"] * 2
+            assert sent.count(kv.layers * values) == 2
+            assert not [size for size in sent if size > kv.layers * values]
+            padded = [record.meta.padded for record in llm.service.cache.store.tier.records() if record.meta.maps]
+            moved = [image.bytes_moved for image in output.cache.images]
+            assert min(moved) - kv.layers * values >= min(padded) * kv.stored_bytes
+            assert max(moved) - kv.layers * values < 2 * max(padded) * kv.stored_bytes
 
 
 @pytest.mark.parametrize("codec", ["int8", pytest.param("int4", marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from vlcache_jax.benchmarks.serving import policy_names
@@ -106,3 +107,16 @@ def test_a_hybrid_is_described(checkpoints):
     result = CliRunner().invoke(app, ["info", str(checkpoints("qwen3_5"))])
     assert result.exit_code == 0, result.output
     assert "per running sequence, of 3 layers" in result.stdout
+
+
+def test_requests_of_a_file_link_images_of_other_contexts(hybrid, tmp_path, monkeypatch):
+    """The engine that `vlcache run` opens has the reuse mode of the requests."""
+    monkeypatch.setattr(kv_shape, "STATED_TOKENS", 1)
+    lines = [{"image": "p.png", "question": text} for text in ("What is it?", "And where?")]
+    Image.effect_noise((96, 128), 50).convert("RGB").save(tmp_path / "p.png")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.jsonl"
+    words = ["run", str(tmp_path / "in.jsonl"), str(out), "--model", str(hybrid), "--reuse", "approximate"]
+    result = CliRunner().invoke(app, [*words, "--max-tokens", "2", "--max-model-len", "256"])
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["error"] for line in out.read_text().splitlines()] == [None, None]

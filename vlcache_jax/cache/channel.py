@@ -226,7 +226,7 @@ class Channel:
 
     def delete_all(self, entry: str, names: Iterable[str], pinned: Collection[str]) -> set[str]:
         """Delete an image's records and those of `names`, except pinned ones; return the names of the deleted ones."""
-        there = {*names, *(one.meta.name for one in self.looks.found(entry))}
+        there = {*names, *self.looks.all_names(entry)}
         deleted = {name for name in sorted(there.difference(pinned, self.pinned(entry))) if self.delete(name)}
         self.looks.forget(entry)
         return deleted
@@ -234,10 +234,10 @@ class Channel:
     def pin(self, entry: str, is_pinned: bool) -> list[str]:
         """Pin or unpin an image's records in the tier; return their names."""
         names = []
-        for one in self.looks.found(entry):
+        for name in self.looks.all_names(entry):
             try:
-                self.tier.pin(one.meta.name, is_pinned)
-                names.append(one.meta.name)
+                self.tier.pin(name, is_pinned)
+                names.append(name)
             except Exception as error:
                 self.fault(error)
         return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -189,16 +190,16 @@ def misfit(found: Meta, form: Form, grid: Grid | None, owner: str | None) -> str
     return None
 
 
-def is_others(found: Meta, form: Form, grid: Grid | None) -> bool:
-    """Return whether a found record is sound for engines with another reuse policy, whose maps are of other tokens.
+def is_others(found: Meta, form: Form, grid: Grid | None, owner: str | None) -> bool:
+    """Return whether a found record differs only by its states, as that of an engine with another reuse policy.
 
     Entry keys contain the dtype or codec of KV, but not the tokens that maps stand for (`Meta.codec` has both).
     """
-    try:
-        ours = form(found, found.grid if grid is None else grid)
-    except ValueError:
-        return False
-    return found.codec.split(" ")[0] == ours.codec.split(" ")[0] and found.codec != ours.codec
+
+    def same_states(meta: Meta, grid: Grid) -> Meta:
+        return replace(form(meta, grid), codec=found.codec, states=found.states, maps=found.maps)
+
+    return misfit(found, same_states, grid, owner) is None
 
 
 def serves_as(found: Meta, ours: Meta) -> bool:
@@ -285,21 +286,31 @@ class TierLookups:
           entry: entry key of the image.
           grid, owner: grid and owner of the image; None: unknown.
         """
+        ours, others = self._sorted(entry, grid, owner)
+        self._others.put(entry, bool(others))
+        return ours
+
+    def all_names(self, entry: str) -> list[str]:
+        """Return the names of all records of an image in the tier, also of other engines."""
+        return [one.meta.name for one in itertools.chain(*self._sorted(entry, None, None))]
+
+    def _sorted(self, entry: str, grid: Grid | None, owner: str | None) -> tuple[list[Found], list[Found]]:
+        """Return an image's records for this engine, and those of others."""
         if self._channel.tier.is_local:
             there = self._here(entry)
         else:
             look = self._looks.get(entry)
             there = [] if look is None else look.found
-        sound, has_others = [], False
+        ours: list[Found] = []
+        others: list[Found] = []
         for one in there:
             if (why := misfit(one.meta, self._form, grid, owner)) is None:
-                sound.append(one)
-            elif is_others(one.meta, self._form, grid):
-                has_others = True
+                ours.append(one)
+            elif is_others(one.meta, self._form, grid, owner):
+                others.append(one)
             else:
                 self._channel.refuse(one.meta, why)
-        self._others.put(entry, has_others)
-        return sound
+        return ours, others
 
     def has_others(self, entry: str) -> bool:
         """Return whether the last call of `found` passed over records of other engines."""

@@ -70,9 +70,8 @@ class Meta:
       dtype, shape: dtype and shape of the data, with the token axis padded to a bucket size: KV before rotation [L, 2,
         T, K, D], or coded [L, 2, bytes] over all buffers; encoder output and DeepStack features [1 + J, T, M].
       buffers: bytes per token of the codes and of the scales; empty if the KV is not coded.
-      states: float32 values per part that belong to the layers without KV that precede the part's layer
-        (`TextConfig.state_layers`), see `KVShape.entry_states`. 0: the model has none.
-      maps: values per part of the maps of these layers, see `KVShape.entry_maps`, in `map_dtype`.
+      states, maps: float32 values, and values in `map_dtype`, per part: those of the layers without KV that precede the
+        part's layer (`TextConfig.state_layers`), see `KVShape.entry_states`, `KVShape.entry_maps`. 0: there are none.
       model: fingerprint of the model's configuration and weights.
       codec: dtype or codec of the KV, as in entry keys.
       checksums: checksum of each part without padding; empty until the record is filled.
@@ -132,6 +131,14 @@ class Meta:
         return max(len(self.buffers), 1)
 
     @property
+    def own_states(self) -> int:
+        """Float32 values per part of the states after the image, which come first; 0 if the KV is coded.
+
+        If they are n + m, of which m are matrices, a map of 2 m values has n float32 values of its own.
+        """
+        return 0 if self.buffers else (self.states + self.maps // 2) // (2 if self.maps else 1)
+
+    @property
     def map_dtype(self) -> np.dtype[Any]:
         """Dtype of the maps: int8 if the KV is coded, else that of the KV."""
         return np.dtype(np.int8 if self.buffers else self.dtype)
@@ -179,8 +186,7 @@ def checksum(meta: Meta, part: Buffers) -> int:
 def blocks(meta: Meta, part: Buffers) -> Iterator[npt.NDArray[Any]]:
     """Yield the contiguous arrays of a part without padding, in their order outside memory.
 
-    For KV these are all buffers of the keys, then those of the values, then states and maps; for encoder output one
-    array [T, M].
+    KV has all buffers of the keys, then those of the values, states and maps. Encoder output has one array [T, M].
     """
     data, rest = part[: meta.kv_buffers], part[meta.kv_buffers :]
     for half in [data] if meta.context is None else zip(*data, strict=True):
@@ -268,7 +274,7 @@ class Record:
       writes: number of tiers among `held`.
       missing: number of tokens whose KV is still missing, and 1 more for missing states.
       written: time when it was computed, in seconds since the epoch; None: it is not filled.
-      lent: its memory as device arrays without a copy, by their first part.
+      lent: its memory as device arrays without a copy, by their first part and by what they have of the states.
     """
 
     def __init__(self, meta: Meta, source: str | None = None):
@@ -280,7 +286,7 @@ class Record:
         self.writes = 0
         self.missing = meta.tokens + bool(meta.states)
         self.written: float | None = None
-        self.lent: dict[int, Any] = {}
+        self.lent: dict[tuple[int, bool, bool], Any] = {}
         self._arrived = 0  # number of parts
         self._changed = threading.Condition()
 
@@ -422,7 +428,7 @@ class Record:
         for number in range(len(self.meta.parts))[parts]:
             part, rest = self.part(number), self.meta.kv_buffers
             floats = blocks(self.meta, part)
-            if self.meta.buffers:  # codes are finite; their scales are float16, and those of maps are among the states
+            if self.meta.buffers:  # codes are integers, with float16 scales; the scales of maps are among the states
                 halves = (half[: self.meta.tokens].view(np.float16) for half in part[rest - 1])
                 floats = itertools.chain(halves, part[rest : rest + bool(self.meta.states)])
             if not all(map(is_finite, floats)):

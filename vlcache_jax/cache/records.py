@@ -426,12 +426,12 @@ class Records:
             self._counts.failed += 1
             self.remove(record, Why.load_failed)
 
-    def cancel(self, record: Record) -> None:
-        """Cancel a record that is no longer needed, unless it is filled."""
+    def cancel(self, record: Record, why: Why | None = None) -> None:
+        """Cancel a record that is no longer needed, unless it is filled; `why` is told of it later, see `remove`."""
         with self._lock:
             if not record.is_settled:
-                record.lose(Why.load_failed)
-                self.remove(record, None)
+                record.lose(why or Why.load_failed)
+                self.remove(record, why)
 
     # Pinning and eviction.
 

@@ -66,6 +66,11 @@ class RunSettings:
         return self.model or SHIPPED
 
     @property
+    def engine_options(self) -> EngineOptions:
+        """Options of the engine, whose own reuse mode is that of the requests."""
+        return {**self.options, "reuse": self.reuse}
+
+    @property
     def request_options(self) -> RequestOptions:
         """Options of requests that have none of their own."""
         return RequestOptions(reuse=self.reuse, compress=self.compress)
@@ -235,7 +240,7 @@ def _answer(settings: RunSettings, output_file: OutputFile, overwrite: bool) -> 
         from vlcache_jax import LLM
 
         # From here on, JAX occupies the device.
-        llm = LLM(settings.name, **settings.options)
+        llm = LLM(settings.name, **settings.engine_options)
     with llm, output_file.bar:
         llm.service.compressor_of(settings.compress)  # an error here concerns all requests, and ends the run
         output_file.begin(overwrite)

@@ -64,7 +64,7 @@ def answer(
     resources = EngineResources(engines=engines or max(1, gpus // devices), num_gpus=devices if gpus else 0)
     warn_of_room(resources.engines, resources.num_gpus)
     absolute = dataclasses.replace(settings, source=settings.source.resolve())
-    options: EngineOptions = {**settings.options, "use_tqdm": False}
+    options: EngineOptions = {**settings.engine_options, "use_tqdm": False}
     config = placed(EngineConfig.of(settings.name, **options))
     pool = Engines(Packed(functools.partial(LineWorker, absolute, config)), resources)
     try:

@@ -38,6 +38,7 @@ CPU_SEQUENCES = (1, 4, 8, 16, 32, 48, 64)
 STATE_SHARE = 0.25  # largest fraction of this memory that states of sequences take if their number is not given
 SNAPSHOT_SHARE = 0.1  # largest fraction that snapshots of states take if their number is not given
 SNAPSHOTS = 4  # of each sequence that can run, unless they take more than that
+MAP_SNAPSHOTS = 12  # the same if images are linked by maps, which have two slots while a prompt is computed
 GPU_SHARE = 0.9  # fraction of the memory left by weights and activations that the pool takes
 FEWER_ROWS = (4096, 2048)  # smaller limits of a prefill chunk, tried if the default does not fit
 IMAGE_PARTS = (1, 2, 4, 8)  # divisors of the largest image, tried in the same way
@@ -124,7 +125,8 @@ def plan_memory(
         left = int((share or 1) * _free_bytes(device, others)[1]) - weights - least - (kv_cache_bytes or 0)
         name = "max_num_seqs" if max_sequences is not None else "the last of buckets.sequences" if buckets else None
         candidates = limit_states(candidates, state, left, given=name)
-        num_snapshots = limit_snapshots(candidates[0].max_sequences, state, left, snapshots)
+        each = MAP_SNAPSHOTS if kv.maps else SNAPSHOTS
+        num_snapshots = limit_snapshots(candidates[0].max_sequences, state, left, snapshots, each)
         _log.info(
             "max_num_seqs is %d and state_snapshots %d: the states of each take %.1f MiB",
             candidates[0].max_sequences, num_snapshots, state / 2**20,
@@ -195,13 +197,16 @@ def limit_states(
     return [limit_sequences(one, count) for one in candidates]
 
 
-def limit_snapshots(sequences: int, state: int, left: int, given: int | None = None) -> int:
+def limit_snapshots(
+    sequences: int, state: int, left: int, given: int | None = None, each: int = SNAPSHOTS
+) -> int:  # fmt: skip
     """Return the number of snapshots of states that have room beside those of running sequences.
 
     Args:
       sequences: maximum number of running sequences.
       state, left: see `limit_states`.
       given: the number that the user has chosen, or None.
+      each: snapshots of each sequence, if they fit.
 
     Raises:
       ValueError: a number that the user has chosen does not fit.
@@ -209,7 +214,7 @@ def limit_snapshots(sequences: int, state: int, left: int, given: int | None = N
     left -= (1 + sequences) * state
     fitting = max(left // state, 0)
     if given is None:
-        return round_pages(min(SNAPSHOTS * sequences, max(int(SNAPSHOT_SHARE * left) // state, 0)))
+        return round_pages(min(each * sequences, max(int(SNAPSHOT_SHARE * left) // state, 0)))
     if given > fitting:
         raise ValueError(
             f"state_snapshots must be at most {fitting}, got {given}: each keeps states of {state / 2**20:.1f} MiB, "

@@ -368,20 +368,22 @@ class PageTree[Maker]:
         assert self._states is not None
         loaded, read = places.loaded(cached), places.read(cached)
         needs = StateNeeds[Maker]()
-        wanted = dict.fromkeys([*loaded, *read, *places.chosen(cached, matched)])
-        for place in (place for place in wanted if place <= keep):
-            made = self.add_snapshot(chain, place, maker, is_needed=place in loaded)
-            if made is None and (place in loaded or (place in read and places.edges is not None)):
+        for place in dict.fromkeys([*loaded, *read]):
+            made = self.add_snapshot(chain, place, maker, is_needed=place in loaded) if place <= keep else None
+            if made is None and (place in loaded or places.edges is not None):
                 made = self._alone(chain, place, maker)  # there is one in the tree, or the page there is not shared
             if made is not None:
                 needs.snapshots.append(made)
-                if place in loaded or place in read:
-                    needs.stated[place] = made.slot
+                needs.stated[place] = made.slot
+        # Maps come before snapshots from which no image is linked or stored.
         for end, inner in places.maps(cached):
             added, passed = (self._alone(chain, end, maker) for _ in range(2))
             needs.alone.extend(one for one in (added, passed) if one is not None)
             if added is not None and passed is not None:
                 needs.maps[end] = MapSlots(end, inner, added.slot, passed.slot)
+        for place in (place for place in places.chosen(cached, matched) if place <= keep and place not in needs.stated):
+            if (made := self.add_snapshot(chain, place, maker)) is not None:
+                needs.snapshots.append(made)
         return needs
 
     def _alone(self, chain: Chain, place: int, maker: Maker) -> Snapshot[Maker] | None:

@@ -135,10 +135,10 @@ class CacheReservation:
         self._store, self._handles, self._made, self._new_request = store, handles, made, new_request
         self._lock, self._users = threading.Lock(), 1
 
-    def cancel(self, record: Record) -> None:
-        """Cancel an entry to be filled, unless a sequence has begun to fill it."""
+    def cancel(self, record: Record, why: Why | None = None) -> None:
+        """Cancel an entry to be filled, unless a sequence has begun to fill it; see `Records.cancel`."""
         if record.state is State.reserved:
-            self._store.cancel(record)
+            self._store.cancel(record, why)
 
     def enter(self) -> None:
         """Add a user of the reservation."""

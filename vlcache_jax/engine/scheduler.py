@@ -496,10 +496,12 @@ def images_with_states(
         if use.saved is None or use.saved.is_settled:
             continue
         has_map = map_slots is not None or planned.edges is None or not planned.edges.inner(use.span)
-        if not (is_first and has_map and (has_slot or use.saved.meta.buffers)):  # coded entries have no states
+        is_computed = use.span.start >= block_table.cached
+        has_slots = has_map and (has_slot or bool(use.saved.meta.buffers))  # coded entries have no states
+        if not (is_first and is_computed and has_slots):
             images[i] = dataclasses.replace(use, saved=None)
             if is_first and planned.reservation is not None:
-                planned.reservation.cancel(use.saved)
+                planned.reservation.cancel(use.saved, None if has_slots or not is_computed else Why.no_state)
     return plan, images
 
 

@@ -10,7 +10,7 @@ import functools
 from collections import abc, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -184,7 +184,7 @@ class Transfers:
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, "vlcache-transfers")
 
-    def start(self, records: abc.Sequence[Record], parts: slice) -> Images | Future[Images]:
+    def start(self, records: abc.Sequence[Record], parts: slice, wanted: EntryStates) -> Images | Future[Images]:
         """Return some parts of cache entries on the device, or a future of them.
 
         The future raises a TierError if an entry does not arrive.
@@ -194,32 +194,50 @@ class Transfers:
         if self._runner.reads_in_place:
             coming = [one for one in records if one.state is not State.ready and not one.has_arrived(parts.stop)]
             if not coming:
-                return [one.lent.get(parts.start) or self._lent(one, parts) for one in records]
+                return [one.lent.get((parts.start, *wanted)) or self._lent(one, parts, wanted) for one in records]
 
         def put() -> Images:
             for record in records:
                 if not record.wait_for(parts.stop):
                     raise TierError(f"cache entry {record.meta.name} could not be loaded")
-            here = {id(record): self._put(record, parts) for record in records}
+            here = {id(record): self._put(record, parts, wanted) for record in records}
             return [here[id(record)] for record in records]  # a prompt may show an image twice
 
         return self._thread.submit(put)
 
-    def _put(self, record: Record, parts: slice) -> list[jax.Array]:
-        kv = self._runner.put([buffer[parts] for buffer in record.kv])
-        if record.states is None:
-            return kv
-        own, states = self._runner.shapes.kv.own_states, record.states[parts]
-        rest = [] if record.maps is None else [states[:, own:], record.maps[parts]]
-        return [*kv, *self._runner.devices.put([*([states[:, :own]] if own else []), *rest])]
+    def _put(self, record: Record, parts: slice, wanted: EntryStates) -> list[jax.Array]:
+        kv, states = self._runner.put([buffer[parts] for buffer in record.kv]), wanted.of(record, parts)
+        return [*kv, *self._runner.devices.put(states)] if states else kv
 
-    def _lent(self, record: Record, parts: slice) -> list[jax.Array]:
-        record.lent[parts.start] = lent = self._put(record, parts)
+    def _lent(self, record: Record, parts: slice, wanted: EntryStates) -> list[jax.Array]:
+        record.lent[parts.start, *wanted] = lent = self._put(record, parts, wanted)
         return lent
 
     def close(self) -> None:
         """Stop transfers without waiting for those in progress."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class EntryStates(NamedTuple):
+    """What is needed of the states in cache entries: those after the image, its map, both or nothing."""
+
+    own: bool = False
+    maps: bool = False
+
+    @classmethod
+    def of_slots(cls, slots: abc.Iterable[EntrySlots]) -> Self:
+        """Return what is loaded into slots."""
+        return cls(any(one.state for one in slots), any(one.added for one in slots))
+
+    def of(self, record: Record, parts: slice) -> list[np.ndarray]:
+        """Return these arrays of some parts of a cache entry."""
+        found: list[np.ndarray] = []
+        if record.states is not None:
+            own = record.meta.own_states
+            found += [record.states[parts, :own]] * self.own
+            if self.maps and record.maps is not None:
+                found += [record.states[parts, own:], record.maps[parts]]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,6 +260,11 @@ class _Batch:
     promoted: tuple[Record, ...] = ()
     slots: tuple[EntrySlots, ...] = ()
 
+    @functools.cached_property
+    def wanted(self) -> EntryStates:
+        """What is transferred of the states in the entries."""
+        return EntryStates.of_slots(self.slots)
+
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
@@ -253,7 +276,14 @@ class _Piece:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes to transfer for this piece."""
-        return sum([buffer[self.group.parts].nbytes for record in self.batch.records for buffer in record.buffers])
+        parts, wanted = self.group.parts, self.batch.wanted
+        return sum(
+            [
+                array.nbytes
+                for record in self.batch.records
+                for array in (*(buffer[parts] for buffer in record.kv), *wanted.of(record, parts))
+            ]
+        )
 
 
 class Upload:
@@ -343,7 +373,8 @@ class Upload:
     def _begin(self) -> _Piece:
         """Start the transfer of the next piece."""
         piece = self._waiting.popleft()
-        self._started.append((piece, self._transfers.start(piece.batch.records, piece.group.parts)))
+        coming = self._transfers.start(piece.batch.records, piece.group.parts, piece.batch.wanted)
+        self._started.append((piece, coming))
         return piece
 
 

@@ -7,6 +7,7 @@ same in each layer, and are known when the map is made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol, runtime_checkable
 
 from vlcache_jax.inputs.layout import ImageSpan, Layout
@@ -42,7 +43,9 @@ class Edges:
     @property
     def computed(self) -> str:
         """Name of the tokens that are computed, which is the same with and without a shift of the others."""
-        return self.name.removeprefix("shift-").removeprefix("first-")
+        name, ratio = self.name.removeprefix("shift-").removeprefix("first-"), getattr(self.policy, "ratio", None)
+        is_rounded = ratio is not None and Fraction(f"{float(ratio):g}") != ratio  # two ratios may have one name
+        return f"{name} = {ratio}" if is_rounded else name
 
     def counts(self, tokens: int) -> tuple[int, int]:
         """Return the numbers of first and of last tokens of an image, together at most all of them."""
