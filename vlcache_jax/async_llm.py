@@ -242,7 +242,7 @@ class AsyncLLM(AsyncEmbedder):
         used = RequestOptions.of(options, mm_processor_kwargs=mm_processor_kwargs)
 
         def tokens() -> npt.NDArray[np.int32]:
-            return self.service.tokens(self._renders(prompt, used, template), prompt)
+            return self.service.tokens(self._renders(prompt, used, template), prompt, used.cache_salt)
 
         return await self._requests.run(tokens)
 
