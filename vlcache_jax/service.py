@@ -285,11 +285,6 @@ class Service:
     def tokens(self, render: Callable[..., Prompt], given: Any, salt: Salt = None) -> npt.NDArray[np.int32]:
         """Return the token IDs of a prompt with its images expanded, int32 [n]. It decodes no pixels.
 
-        Args:
-          render: function that renders the prompt.
-          given: the prompt.
-          salt: salt of the request. Its tenant's libraries can be named.
-
         Raises:
           RuntimeError: the service is closed.
           ValueError: the prompt is wrong; faults of pixels are not found.

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         CompletionOutput,
         Compression,
         Logprob,
-        PromptOutput,
         RequestDelta,
         RequestOutput,
     )
@@ -143,23 +142,22 @@ class Answer(ABC):
         return self._counts[prompt]
 
     def _see(self, number: int, delta: RequestDelta) -> None:
-        """Note the prompt of a delta, if it has one, and count its tokens."""
-        if delta.prompt is not None:
-            self._see_prompt(number, delta.prompt, is_last=delta.finished)
-        self._counts[number].completion += sum(len(one.token_ids) for one in delta.outputs)
+        """Note the prompt of a delta, if it has one, and count its tokens.
 
-    def _see_prompt(self, number: int, prompt: PromptOutput, *, is_last: bool) -> None:
-        """Note a prompt. Only its last cache report is sent: planned reuse can fail and be replaced by computing."""
-        extras = self._extras(prompt.token_ids, prompt.cache, prompt.compression)
-        cache = {key: extras.pop(key) for key in ("cache",) if key in extras}
-        if number not in self._prompts:
-            self._next |= extras
-        if is_last:
-            self._last |= cache
-        self._prompts[number] = prompt.text
-        before = self._counts.get(number, Counts())
-        found = Counts.of_prompt(prompt.token_ids, prompt.num_cached_tokens, prompt.cache)
-        self._counts[number] = dataclasses.replace(found, completion=before.completion, reasoning=before.reasoning)
+        Only the last cache report of a prompt is sent: planned reuse can fail and be replaced by computing.
+        """
+        if (prompt := delta.prompt) is not None:
+            extras = self._extras(prompt.token_ids, prompt.cache, prompt.compression)
+            cache = {key: extras.pop(key) for key in ("cache",) if key in extras}
+            if number not in self._prompts:
+                self._next |= extras
+            if delta.finished:
+                self._last |= cache
+            self._prompts[number] = prompt.text
+            before = self._counts.get(number, Counts())
+            found = Counts.of_prompt(prompt.token_ids, prompt.num_cached_tokens, prompt.cache)
+            self._counts[number] = dataclasses.replace(found, completion=before.completion, reasoning=before.reasoning)
+        self._counts[number].completion += sum(len(one.token_ids) for one in delta.outputs)
 
     def _extras(self, token_ids: Any, cache: CacheReport, compression: Compression | None) -> dict[str, Any]:
         extras: dict[str, Any] = {}

@@ -167,7 +167,7 @@ _OF_FIELD = re.compile(rf"^({'|'.join(_OWN)})(?![\w.])")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _MessagePlace:
     """Place of a chat message in the request.
 
     Attributes:
@@ -196,7 +196,7 @@ class MessageRequest:
     """
 
     chat: dict[str, Any]
-    places: list[_Place] = field(repr=False)
+    places: list[_MessagePlace] = field(repr=False)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], chat_template: str, is_signed: Check, *, is_count: bool = False) -> Self:
@@ -264,7 +264,7 @@ class _Reader:
     def __init__(self, is_signed: Check):
         self._is_signed = is_signed
         self.messages: list[dict[str, Any]] = []
-        self.places: list[_Place] = []
+        self.places: list[_MessagePlace] = []
         self.continues = False
 
     def read(self, given: Mapping[str, Any]) -> None:
@@ -276,7 +276,7 @@ class _Reader:
         if "system" in given:
             texts = _texts(given["system"], "system")
             if text := "\n\n".join(one for one in texts if not one.startswith(_BILLING)):
-                self._add(_Place("system"), role="system", content=text)
+                self._add(_MessagePlace("system"), role="system", content=text)
         for i, message in enumerate(given["messages"]):
             where = f"messages[{i}]"
             check_known(message, ("role", "content"), where)
@@ -287,7 +287,7 @@ class _Reader:
                     self._assistant(message["content"], where)
                 case _:
                     texts = _texts(message["content"], f"{where}.content")
-                    self._add(_Place(where), role="system", content="\n\n".join(texts))
+                    self._add(_MessagePlace(where), role="system", content="\n\n".join(texts))
         last = self.messages[-1]
         if last["role"] == "assistant":
             if "tool_calls" in last:
@@ -297,14 +297,14 @@ class _Reader:
                 )
             self.continues = True
 
-    def _add(self, place: _Place, **message: Any) -> None:
+    def _add(self, place: _MessagePlace, **message: Any) -> None:
         self.messages.append(message)
         self.places.append(place)
 
     def _user(self, content: Any, where: str) -> None:
         """Add the messages of a user message: each result of a tool is a message of its own."""
         if isinstance(content, str):
-            self._add(_Place(where), role="user", content=content)
+            self._add(_MessagePlace(where), role="user", content=content)
             return
         if not content:
             raise ApiError(f"{where}.content must have at least one block, got none", f"{where}.content")
@@ -315,7 +315,7 @@ class _Reader:
             kind, block = _block(given, _IN_USER, place)
             if kind != "tool_result":
                 if not parts:
-                    self._add(_Place(where, places), role="user", content=parts)
+                    self._add(_MessagePlace(where, places), role="user", content=parts)
                 parts.append(_part(kind, block, place))
                 places.append(place)
                 continue
@@ -336,7 +336,7 @@ class _Reader:
             parts.append(_part(kind, inner, place))
             places.append(place)
         name = _string(block, "tool_use_id", where)
-        self._add(_Place(where, places), role="tool", tool_call_id=name, content=parts or "")
+        self._add(_MessagePlace(where, places), role="tool", tool_call_id=name, content=parts or "")
 
     def _assistant(self, content: Any, where: str) -> None:
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -358,7 +358,7 @@ class _Reader:
             message["content"] = "".join(texts)
             if any(thoughts):
                 message["reasoning_content"] = "\n".join(thoughts)
-        self._add(_Place(where, (), calls), **message)
+        self._add(_MessagePlace(where, (), calls), **message)
 
     def _thought(self, block: Mapping[str, Any], where: str) -> str:
         """Return the text of a thinking block."""

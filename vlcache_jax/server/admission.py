@@ -200,7 +200,7 @@ class Keys:
 
     def error(self, scope: Scope) -> ApiError | None:
         """Return why a request is refused, or None if it is allowed. It sets `scope[TENANT]` if there are tenants."""
-        path = path_of(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as the router matches paths
         if path in OPEN:
             return None
         headers = Headers(scope=scope)
@@ -227,7 +227,9 @@ class Keys:
 
 
 _UNKNOWN = ApiError(
-    "Authorization must be 'Bearer KEY' with a valid key of this server", status=401, code="invalid_api_key"
+    "Authorization must be 'Bearer KEY', or x-api-key KEY, with a valid key of this server",
+    status=401,
+    code="invalid_api_key",
 )
 
 

@@ -78,7 +78,7 @@ class Messages(Chats):
         Raises:
           ApiError: the model's name or a message is wrong.
         """
-        self.models.check(request.options.model)
+        self.models.resolve(request.options.model)
         options = salted(request.request_options, self._register, tenant)
         try:
             tokens = await self.engine.tokenize(request.messages, options=options, **self._template(request))

@@ -269,7 +269,7 @@ class Server:
 
     async def _show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._model_names.check(name)
+        self._model_names.resolve(name)
         return answer_json(self._card(name, request))
 
     async def _kept_response(self, request: Request) -> Response:
@@ -281,7 +281,7 @@ class Server:
         return answer_json({"id": name, "object": "response", "deleted": True} if is_delete else found.response)
 
     async def _tokenize(self, request: TokenizeRequest, _: Tenant | None) -> Mapping[str, Any]:
-        self._model_names.check(request.model)
+        self._model_names.resolve(request.model)
         is_text = isinstance(request.prompt, str)
         limits = None if is_text else request.mm_processor_kwargs
         template: TemplateOptions = {} if is_text else template_of(request, self.config)
@@ -306,7 +306,7 @@ class Server:
         """
         known = {**DETOKENIZE, "tokens": {**DETOKENIZE["tokens"], "maxItems": self.engine.max_model_len}}
         given = check_fields(body, known, {}, ())
-        self._model_names.check(given.get("model"))
+        self._model_names.resolve(given.get("model"))
         tokens: list[int] | None = given.get("tokens")
         max_token = len(self.engine.service.renderer.tokenizer) - 1
         if tokens is None or max(tokens, default=0) > max_token:

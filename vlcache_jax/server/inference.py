@@ -102,14 +102,15 @@ class ModelNames:
     known: tuple[str, ...]
     accepts_any: bool = False
 
-    def check(self, name: str | None) -> None:
-        """Raise an `ApiError` (status 404) if a request names another model; None is any model."""
+    def resolve(self, name: str | None) -> str:
+        """Return the model's name in the answer to a request with `name`; None is any model.
+
+        Raises:
+          ApiError: the request names another model (status 404).
+        """
         if name is not None and name not in self.known and not self.accepts_any:
             message = f"model must be {' or '.join(self.known)}, got {short(name)}"
             raise ApiError(message, "model", 404, "model_not_found")
-
-    def shown(self, name: str | None) -> str:
-        """Return the model's name in the answer to a request that uses `name`."""
         return name if self.accepts_any and name is not None else self.known[0]
 
 
@@ -192,11 +193,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         prompts = self._prompts(request)
         count = request.params.n * len(prompts)
         self._check_max_tokens(request.params.max_tokens)
+        model = self.models.resolve(request.options.model)
         self._check(request, count, tenant)
         options = request.options
         salted_options = salted(request.request_options, self._register, tenant)
         request = dataclasses.replace(request, request_options=salted_options)
-        answer = self._begin(request, self._names.new(self.prefix), self.models.shown(request.options.model))
+        answer = self._begin(request, self._names.new(self.prefix), model)
         sender.failed = answer.failed
         fields = [f"{self.field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [self.field]
         if len(prompts) > 1:
@@ -279,7 +281,6 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 self._metrics.ended(one.finish_reason)
 
     def _check(self, request: R, n: int, tenant: Tenant | None) -> None:
-        self.models.check(request.options.model)
         if n > self.config.max_n:
             raise ApiError(f"n times the number of prompts must be at most max_n = {self.config.max_n}, got {n}", "n")
         check_reuse(self.engine, self.config, request.request_options, tenant)

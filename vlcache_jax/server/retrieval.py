@@ -81,7 +81,7 @@ class Retrieval:
             work = [functools.partial(embed, i, one) for i, one in enumerate(self._inputs(request))]
             outputs = await together(work, count)
         await asyncio.to_thread(self._note, outputs)
-        return await asyncio.to_thread(request.answer, self._models.shown(request.options.model), outputs)
+        return await asyncio.to_thread(request.answer, self._models.resolve(request.options.model), outputs)
 
     async def rerank(self, request: RerankRequest, tenant: Tenant | None, *, cohere: bool = False) -> Mapping[str, Any]:
         """Return the answer to `/v1/rerank` of Jina and vLLM; with `cohere`, that to Cohere's `/v2/rerank`.
@@ -102,7 +102,7 @@ class Retrieval:
         write = functools.partial(
             request.answer,
             self._names.new("rerank-"),
-            self._models.shown(request.options.model),
+            self._models.resolve(request.options.model),
             outputs,
             cohere=cohere,
         )
@@ -132,7 +132,7 @@ class Retrieval:
             outputs = await together(work, count)
         await asyncio.to_thread(self._note, outputs)
         return await asyncio.to_thread(
-            request.answer, self._names.new("score-"), self._models.shown(request.options.model), outputs
+            request.answer, self._names.new("score-"), self._models.resolve(request.options.model), outputs
         )
 
     def _inputs(self, request: EmbeddingRequest) -> Sequence[Any]:
@@ -143,7 +143,7 @@ class Retrieval:
         return [{"messages": one, **request.template, **own} for one in request.inputs]
 
     def _settings(self, given: RetrievalOptions, tenant: Tenant | None) -> dict[str, Any]:
-        self._models.check(given.model)
+        self._models.resolve(given.model)
         check_reuse(self._engine, self._config, given.request_options, tenant)
         return {"instruction": given.instruction, "options": salted(given.request_options, self._register, tenant)}
 
