@@ -172,7 +172,7 @@ def test_thinking(template, thinking, own):
 def test_the_effort_and_the_form_of_an_answer():
     schema = {"type": "object"}
     form = {"type": "json_schema", "schema": schema}
-    for more in ({"output_config": {"format": form, "effort": "high"}}, {"output_format": form}):
+    for more in ({"output_config": {"format": form, "effort": "max"}}, {"output_format": form}):
         found = chat(**more)
         assert found["response_format"] == {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         assert "reasoning_effort" not in found
@@ -211,7 +211,7 @@ CALL = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ("", {"service_tier": "priority"}, "service_tier"),
         ("", {"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0]"),
         ("", {"output_config": {"task_budget": 3}}, "output_config"),
-        ("", {"output_config": {"effort": "max"}}, "output_config.effort"),
+        ("", {"output_config": {"effort": "most"}}, "output_config.effort"),
         ("", {"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type"),
         ("", {"thinking": {"type": "between_tools"}}, "thinking.type"),
         (THINKS, {"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

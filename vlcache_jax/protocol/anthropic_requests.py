@@ -36,7 +36,6 @@ _KEEP_THINKING = "clear_thinking_20251015"
 _THINKING = ("enabled", "disabled", "adaptive")
 _CHOICES = ("auto", "any", "tool", "none")
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
-_NO_LEVEL = ("medium", "high")  # efforts that models without levels accept; "high" is the API's default
 _OTHER_NAMES = ("n", "max_tokens", "stop", "logprobs", "prompt_logprobs", "thinking_token_budget")
 # Fields with the meaning and the name that they have in a chat.
 _OF_TEMPLATE = ("model", "mm_processor_kwargs", "chat_template_kwargs")
@@ -492,17 +491,8 @@ def _set_output(chat: dict[str, Any], given: Mapping[str, Any], chat_template: s
     if form is not None:
         check_known(form, ("type", "schema"), where)
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
-    effort = config.get("effort")
-    if "reasoning_effort" not in chat_template and effort is not None:
-        if effort not in _NO_LEVEL:
-            raise ApiError(
-                f"output_config.effort must be {' or '.join(_NO_LEVEL)}, because the model's chat template has no "
-                f"levels of effort, got {short(effort)}",
-                "output_config.effort",
-            )
-        effort = None
-    if effort is not None:
-        chat["reasoning_effort"] = effort
+    if config.get("effort") is not None and "reasoning_effort" in chat_template:  # others have one level only
+        chat["reasoning_effort"] = config["effort"]
 
 
 def _set_thinking(chat: dict[str, Any], thinking: Mapping[str, Any] | None, chat_template: str) -> None:
