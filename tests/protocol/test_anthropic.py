@@ -226,6 +226,12 @@ CALL = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ("", {"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ("", {"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ("", {"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ("", {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (
+            "",
+            {"tools": [TOOL], "tool_choice": {"type": "any"}, "output_format": {"type": "json_schema", "schema": {}}},
+            "tool_choice.type",
+        ),
         ("", {"system": [PNG]}, "system[0]"),
         ("", {"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ("", {"messages": [HELLO | {"name": "a"}]}, "messages[0]"),
@@ -248,6 +254,7 @@ CALL = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ),
         ("", assistant(PNG), "messages[1].content[0]"),
         ("", assistant(CALL), "messages[1]"),
+        ("", assistant(CALL | {"name": ""}), "messages[1].content[0].name"),
         ("", assistant(CALL | {"input": "{}"}), "messages[1].content[0].input"),
         ("", assistant({"type": "thinking", "thinking": "a"}), "messages[1].content[0].signature"),
         (

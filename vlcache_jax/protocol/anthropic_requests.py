@@ -224,8 +224,8 @@ class MessageRequest:
             chat["stop"] = given["stop_sequences"]
         if "tools" in given:
             chat["tools"] = _tools(given["tools"])
-        _set_choice(chat, given.get("tool_choice"))
         _set_output(chat, given, chat_template)
+        _set_choice(chat, given.get("tool_choice"))
         _set_thinking(chat, given.get("thinking"), chat_template)
         _check_edits(given.get("context_management", {}))
         return cls(chat, reader.places)
@@ -442,7 +442,9 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ApiError(f"{where}.input must be an object, got {short(arguments)}", f"{where}.input")
     if block.get("caller", {}) not in ({}, {"type": "direct"}):
         raise ApiError(f"{where}.caller must be of type direct, got {short(block['caller'])}", f"{where}.caller")
-    function = {"name": _string(block, "name", where), "arguments": arguments}
+    if not (name := _string(block, "name", where)):
+        raise ApiError(f"{where}.name must be the name of a tool, got {short(name)}", f"{where}.name")
+    function = {"name": name, "arguments": arguments}
     return {"type": "function", "id": _string(block, "id", where), "function": function}
 
 
@@ -471,6 +473,12 @@ def _set_choice(chat: dict[str, Any], choice: Mapping[str, Any] | None) -> None:
     if choice is None:
         return
     check_known(choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")
+    if choice["type"] in ("any", "tool"):
+        if not chat.get("tools"):
+            raise ApiError(f"tool_choice {choice['type']} requires tools, got none", "tool_choice")
+        if "response_format" in chat:
+            message = f"tool_choice.type must be auto or none if the answer has a format, got {short(choice['type'])}"
+            raise ApiError(message, "tool_choice.type")
     if choice["type"] == "tool":
         chat["tool_choice"] = {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
     else:
