@@ -404,15 +404,27 @@ def test_a_stream_is_the_whole_message_at_every_split(name):
     assert shown(whole([*text_, ""])) == told
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.integers(0, len(TWO)), st.lists(st.integers(0, len(TWO)), max_size=6))
-def test_a_stream_that_is_cut_is_the_whole_message(end, places):
-    text_ = TWO[:end]
+XML = (
+    "I look.\n<tool_call>\n<function=look>\n<parameter=at>\n3\n</parameter>\n<parameter=to>\na page\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=wait>\n</function>\n</tool_call>"
+)
+OFFERED = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {"at": {"type": "integer"}}}}}
+    for name in ("look", "wait")
+]
+
+
+@pytest.mark.parametrize(("text_", "parts"), [(TWO, {}), (XML, {"xml_tools": OFFERED})])
+@settings(deadline=None, max_examples=40)
+@given(end=st.integers(0, max(len(TWO), len(XML))), places=st.lists(st.integers(0, len(TWO)), max_size=6))
+def test_a_stream_that_is_cut_is_the_whole_message(text_, parts, end, places):
+    text_ = text_[:end]
+    end = len(text_)
     bounds = [0, *sorted(min(one, end) for one in places), end]
     texts = [text_[begin:end] for begin, end in itertools.pairwise(bounds)]
-    told = whole([text_], "length")
+    told = whole([text_], "length", **parts)
     assert told["stop_reason"] == "max_tokens"
-    found = events(texts, "length")
+    found = events(texts, "length", **parts)
     assert shown(joined(found).model_dump()) == shown(told)
     inputs = {}
     for event in found:
@@ -421,6 +433,12 @@ def test_a_stream_that_is_cut_is_the_whole_message(end, places):
     for index, block in enumerate(told["content"]):
         if block["type"] == "tool_use":
             assert json.loads(inputs[index]) == block["input"]  # also for clients that read no partial JSON
+
+
+def test_calls_in_xml():
+    told = whole([XML], xml_tools=OFFERED)
+    assert [one.get("input") for one in told["content"]] == [None, {"at": 3, "to": "a page"}, {}]
+    assert told["stop_reason"] == "tool_use"
 
 
 def test_a_cut_call_has_the_arguments_that_are_complete():

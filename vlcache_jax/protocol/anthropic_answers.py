@@ -78,7 +78,8 @@ class MessageAnswer:
             }  # fmt: skip
             yield {"type": "message_start", "message": dict(self.message)}
             yield {"type": "ping"}
-        is_cut = end["finish_reason"] == "length"
+        # Calls in XML consist of complete arguments even if they are cut off.
+        is_cut = end["finish_reason"] == "length" and self.chat.parts.xml_tools is None
         for i, one in enumerate(parsed):
             yield from self._grow(one, is_cut=is_cut and i == len(parsed) - 1)
         if end["finish_reason"] is not None:
@@ -117,7 +118,7 @@ class MessageAnswer:
         }
 
     def _grow(self, delta: Delta, *, is_cut: bool) -> Iterator[dict[str, Any]]:
-        """Yield the events of a parsed delta; `is_cut` if a limit has cut the answer at its end."""
+        """Yield the events of a parsed delta; `is_cut` if it may end within an argument of a call."""
         if delta.reasoning:
             yield from self._ensure("thinking")
             yield self._add("thinking_delta", "thinking", delta.reasoning)
