@@ -188,6 +188,12 @@ def test_pictures_are_found_wherever_requests_have_them():
     assert [list(look(shape).images) for shape in shapes] == [[digest]] * len(shapes)
     named = look({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "file-0a"}]}]})
     assert (named.file, len(named.images)) == ("file-0a", 1)
+    for source, own in (
+        ({"type": "base64", "media_type": "image/png", "data": "QUJD"}, "data:image/png;base64,QUJD"),
+        ({"type": "url", "url": "https://a.b/c.png"}, "https://a.b/c.png"),
+    ):
+        expected = look(chat([{"type": "image_url", "image_url": own}])).images
+        assert look(chat([{"type": "image", "source": source}])).images == expected  # Anthropic's form
     assert look(chat([{"type": "image_url", "image_url": {"url": "file-id:file-0a"}}])) == look(
         chat([{"type": "image_url", "image_url": "file-id:file-0a"}])
     )

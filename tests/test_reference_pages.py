@@ -19,6 +19,7 @@ from vlcache_jax.cache.record import Why
 from vlcache_jax.engine.completions import RequestMetrics
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.protocol.answers import Counts
+from vlcache_jax.protocol.anthropic_requests import ABSENT_IN_MESSAGES
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES
 from vlcache_jax.protocol.retrieval import ABSENT_IN_EMBEDDINGS, ABSENT_IN_RERANK, ABSENT_IN_SCORE
 from vlcache_jax.protocol.schema import ABSENT_IN_CHAT, ABSENT_IN_TEXT
@@ -157,6 +158,8 @@ def test_every_route_stands_on_the_page():
         ("ChatRequest", "Chat completions"),
         ("CompletionRequest", "Completions"),
         ("ResponseRequest", "Responses"),
+        ("MessageRequest", "Anthropic messages"),
+        ("CountTokensRequest", "Count tokens"),
         ("EmbeddingRequest", "Embeddings"),
         ("RerankRequest", "Rerank"),
         ("ScoreRequest", "Score"),
@@ -180,6 +183,7 @@ def test_every_field_stands_in_its_section_or_in_one_that_it_names(name, heading
         ("chat", ABSENT_IN_CHAT),
         ("completions", ABSENT_IN_TEXT),
         ("responses", ABSENT_IN_RESPONSES),
+        ("messages", ABSENT_IN_MESSAGES),
         ("embeddings", ABSENT_IN_EMBEDDINGS),
         ("rerank", ABSENT_IN_RERANK),
         ("score", ABSENT_IN_SCORE),

@@ -225,21 +225,24 @@ class AsyncLLM(AsyncEmbedder):
         prompt: PromptLike | Conversation,
         *,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | None = None,
         **template: Unpack[TemplateOptions],
     ) -> npt.NDArray[np.int32]:
         """Return the token IDs of a prompt with its images expanded, int32 [n]. It decodes no pixels.
 
         Args:
-          prompt, mm_processor_kwargs, template: see `generate`.
+          prompt, mm_processor_kwargs, options, template: see `generate`. Of the options, `cache_salt` determines whose
+            uploaded files a message can name, and the others than `mm_processor_kwargs` have no effect.
 
         Raises:
           ValueError: the prompt is wrong.
           RuntimeError: the engine is closed.
         """
 
+        used = RequestOptions.of(options, mm_processor_kwargs=mm_processor_kwargs)
+
         def tokens() -> npt.NDArray[np.int32]:
-            options = RequestOptions(mm_processor_kwargs=mm_processor_kwargs)
-            return self.service.tokens(self._renders(prompt, options, template), prompt)
+            return self.service.tokens(self._renders(prompt, used, template), prompt, used.cache_salt)
 
         return await self._requests.run(tokens)
 

@@ -22,7 +22,7 @@ from vlcache_jax import kernel_selftest
 from vlcache_jax.cache.config import open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.items import Item, Items
-from vlcache_jax.cache.keys import Quotas
+from vlcache_jax.cache.keys import Quotas, Salt
 from vlcache_jax.cache.record import Tier
 from vlcache_jax.cache.snapshots import HostSnapshots
 from vlcache_jax.cache.store import Store
@@ -282,7 +282,7 @@ class Service:
         self.loop.check_open()
         return self.engine.stats()
 
-    def tokens(self, render: Callable[..., Prompt], given: Any) -> npt.NDArray[np.int32]:
+    def tokens(self, render: Callable[..., Prompt], given: Any, salt: Salt = None) -> npt.NDArray[np.int32]:
         """Return the token IDs of a prompt with its images expanded, int32 [n]. It decodes no pixels.
 
         Raises:
@@ -290,7 +290,7 @@ class Service:
           ValueError: the prompt is wrong; faults of pixels are not found.
         """
         self.loop.check_open()
-        arrivals = self.preparation.identifier.open([render(given, name="prompt")], lookup=False)
+        arrivals = self.preparation.identifier.open([render(given, name="prompt")], salt, lookup=False)
         for error in arrivals.errors.values():
             raise error
         return arrivals.token_ids(0)

@@ -25,6 +25,7 @@ schemathesis.openapi.format("uri", st.just(_picture()))
 
 _LENGTHS = {
     "/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
 }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ phases.coverage.enabled = false
 @pytest.mark.servers
 def test_answers_are_as_the_document_says(checkpoints, tmp_path):
     config = tmp_path / "schemathesis.toml"
-    main = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    main = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
     config.write_text(CONFIG.format(examples=20, main=main, hooks=Path(__file__).with_name("fuzzed.py")))
     words = [str(checkpoints("qwen3_vl-tied")), *FEW_WORDS, *SMALL, "--admin-key", "boss"]
     with serving(*words) as (process, url, lines):
@@ -62,7 +62,7 @@ def test_answers_are_as_the_document_says(checkpoints, tmp_path):
         assert found.returncode == 0, found.stdout + "".join(lines[-100:])
         operations, cases = re.search(r"(?s)Tested: (\d+).*?(\d+) generated, \2 passed", found.stdout).groups()
         assert re.search(rf"Selected: {operations}/{operations}\n", found.stdout)  # none was left out
-        assert int(cases) > 3 * 150  # of the main ones alone
+        assert int(cases) > 4 * 150  # of the main ones alone
         # Deterministic: of conversations that fuzzing makes of the document's schema two in five are answered.
         fuzzed = [line.split() for line in (tmp_path / "calls.txt").read_text().splitlines()]
         statuses = [status for *call, status in fuzzed if call == ["fuzzing", "positive", main[0]]]

@@ -14,6 +14,7 @@ import pytest
 from tests.server.test_retrieval import upload
 from vlcache_jax import AsyncLLM, SamplingParams
 from vlcache_jax.common.json_files import parse_json
+from vlcache_jax.protocol.anthropic_requests import ABSENT_IN_MESSAGES, COUNT_TOKENS, MESSAGES
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES, RESPONSES
 from vlcache_jax.protocol.retrieval import ABSENT_IN_EMBEDDINGS, ABSENT_IN_RERANK, EMBEDDINGS, RERANK
 from vlcache_jax.protocol.schema import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
@@ -29,6 +30,8 @@ BASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "/v1/chat/completions": (CHAT_BODY, [CHAT, ABSENT_IN_CHAT]),
     "/v1/completions": ({"prompt": "Hello", "max_tokens": 1}, [TEXT, ABSENT_IN_TEXT]),
     "/v1/responses": ({"input": "Hello", "max_output_tokens": 1}, [RESPONSES, ABSENT_IN_RESPONSES]),
+    "/v1/messages": (CHAT_BODY, [MESSAGES, ABSENT_IN_MESSAGES]),
+    "/v1/messages/count_tokens": ({"messages": HELLO}, [COUNT_TOKENS]),
     "/v1/embeddings": ({"input": "Hello"}, [EMBEDDINGS, ABSENT_IN_EMBEDDINGS]),
     "/v1/rerank": ({"query": "Hello", "documents": ["Hello"]}, [RERANK, ABSENT_IN_RERANK]),
     "/rerank": ({"query": "Hello", "documents": ["Hello"]}, [{"documents": {}}]),
@@ -78,6 +81,15 @@ def inner(route: str, size: int) -> Iterator[dict[str, Any]]:
         for filters in ({"type": "or", "filters": [one] * (size // 40)}, {"type": "in", "key": "a", "value": many}):
             yield {"tools": [search | {"filters": filters}]}
         yield {"text": {"format": {"type": "json_schema", "schema": {"enum": many}}}}
+    if route.startswith("/v1/messages"):
+        call = {"type": "tool_use", "id": "a", "name": "f", "input": {"a": many}}
+        results = [{"type": "tool_result", "tool_use_id": "a", "content": parts[:1]}] * (size // 60)
+        yield {"system": parts}
+        yield {"messages": HELLO * (size // 40)}
+        yield {"messages": [{"role": "user", "content": parts}]}
+        yield {"messages": [{"role": "assistant", "content": [call] * 2}, {"role": "user", "content": results}]}
+        yield {"tools": [{"name": f"f{i}", "input_schema": {}} for i in range(size // 50)]}
+        yield {"output_config": {"format": {"type": "json_schema", "schema": {"enum": many}}}}
     if route in ("/v1/chat/completions", "/v1/completions"):
         yield {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": many}}}}
         for form in ({"choice": ["a"] * (size // 4)}, {"json": names}, {"regex": "a" * size}):

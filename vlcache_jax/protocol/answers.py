@@ -9,11 +9,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vlcache_jax.protocol.deltas import ParsedAnswer, joined_pieces
+from vlcache_jax.protocol.deltas import Delta, ParsedAnswer, joined_pieces
 from vlcache_jax.protocol.parsing import AnswerParser
 from vlcache_jax.protocol.requests import ChatRequest, Options, OutputParts
+from vlcache_jax.protocol.schema import ApiError
 
 if TYPE_CHECKING:
     from vlcache_jax.inputs.prompt import PromptRenderer
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
         CompletionOutput,
         Compression,
         Logprob,
-        PromptOutput,
         RequestDelta,
         RequestOutput,
     )
@@ -111,9 +112,7 @@ class Answer(ABC):
 
     def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a delta of one prompt."""
-        if delta.prompt is not None:
-            self._see_prompt(prompt, delta.prompt, is_last=delta.finished)
-        self._counts[prompt].completion += sum(len(one.token_ids) for one in delta.outputs)
+        self._see(prompt, delta)
         for one in delta.outputs:
             index = self.answers * prompt + one.index
             if index not in self._begun:
@@ -129,9 +128,9 @@ class Answer(ABC):
             usage = {"usage": self.counts().usage()} if self.options.include_usage else {}
             yield self._piece([]) | usage | self._last
 
-    def failed(self, error: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the chunk of an error, given OpenAI's error object."""
-        return error
+    def failed(self, error: ApiError) -> Mapping[str, Any]:
+        """Return the chunk of an error that ends the stream."""
+        return error.to_dict()
 
     def counts(self) -> Counts:
         """Return the token counts so far, of all prompts."""
@@ -142,18 +141,23 @@ class Answer(ABC):
         """Return the token counts of one prompt."""
         return self._counts[prompt]
 
-    def _see_prompt(self, number: int, prompt: PromptOutput, *, is_last: bool) -> None:
-        """Note a prompt. Only its last cache report is sent: planned reuse can fail and be replaced by computing."""
-        extras = self._extras(prompt.token_ids, prompt.cache, prompt.compression)
-        cache = {key: extras.pop(key) for key in ("cache",) if key in extras}
-        if number not in self._prompts:
-            self._next |= extras
-        if is_last:
-            self._last |= cache
-        self._prompts[number] = prompt.text
-        before = self._counts.get(number, Counts())
-        found = Counts.of_prompt(prompt.token_ids, prompt.num_cached_tokens, prompt.cache)
-        self._counts[number] = dataclasses.replace(found, completion=before.completion, reasoning=before.reasoning)
+    def _see(self, number: int, delta: RequestDelta) -> None:
+        """Note the prompt of a delta, if it has one, and count its tokens.
+
+        Only the last cache report of a prompt is sent: planned reuse can fail and be replaced by computing.
+        """
+        if (prompt := delta.prompt) is not None:
+            extras = self._extras(prompt.token_ids, prompt.cache, prompt.compression)
+            cache = {key: extras.pop(key) for key in ("cache",) if key in extras}
+            if number not in self._prompts:
+                self._next |= extras
+            if delta.finished:
+                self._last |= cache
+            self._prompts[number] = prompt.text
+            before = self._counts.get(number, Counts())
+            found = Counts.of_prompt(prompt.token_ids, prompt.num_cached_tokens, prompt.cache)
+            self._counts[number] = dataclasses.replace(found, completion=before.completion, reasoning=before.reasoning)
+        self._counts[number].completion += sum(len(one.token_ids) for one in delta.outputs)
 
     def _extras(self, token_ids: Any, cache: CacheReport, compression: Compression | None) -> dict[str, Any]:
         extras: dict[str, Any] = {}
@@ -222,6 +226,28 @@ class ChatAnswer(Answer):
         super().__post_init__()
         self._parsers: dict[int, AnswerParser] = {}  # by choice
 
+    def read(self, delta: RequestDelta) -> tuple[list[Delta], dict[str, Any]]:
+        """Return the parsed deltas of the only answer of a request, in the order of its text, and its last fields.
+
+        Use it in place of `pieces` for an API whose answers keep this order. The last fields are `finish_reason`, which
+        is None before the end, and `stop_reason` if there is one.
+        """
+        self._see(0, delta)
+        parsed: list[Delta] = []
+        end: dict[str, Any] = {"finish_reason": None}
+        for one in delta.outputs:
+            one, new = self._parsed(0, one, self._prompts[0])
+            parsed += new
+            end = self._end(one) | {"finish_reason": self._parsers[0].finish_reason(one.finish_reason)}
+        if not self.parts.returns_thoughts:
+            parsed = [one for one in parsed if not one.reasoning]
+        return parsed, end
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """Requested fields in addition to OpenAI's: token ids of the prompt, and at the end the cache report."""
+        return self._next | self._last
+
     def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
         parser = self._parser(index, prompt)
         answer = self._without_thinking(index, parser, answer)
@@ -234,11 +260,7 @@ class ChatAnswer(Answer):
         return {"index": index, "message": message, "logprobs": self._logprobs(answer.logprobs)} | end
 
     def _delta(self, index: int, one: CompletionOutput, prompt: str) -> dict[str, Any] | None:
-        parser = self._parser(index, prompt)
-        one = self._without_thinking(index, parser, one)
-        new = parser.push(one.text)
-        if one.finish_reason is not None:
-            new += parser.finish(is_cut=one.finish_reason == "length")
+        one, new = self._parsed(index, one, prompt)
         content, calls = "".join(each.content for each in new), [each.call for each in new if each.call is not None]
         delta: dict[str, Any] = {"content": content} if content or (one.logprobs and not new) else {}
         delta |= self._thought("".join(each.reasoning for each in new))
@@ -246,8 +268,17 @@ class ChatAnswer(Answer):
             delta["tool_calls"] = [call.as_openai() for call in joined_pieces(calls)]
         if not delta and not self._is_sent(one):
             return None
-        end = self._end(one) | {"finish_reason": parser.finish_reason(one.finish_reason)}
+        end = self._end(one) | {"finish_reason": self._parsers[index].finish_reason(one.finish_reason)}
         return {"index": index, "delta": delta, "logprobs": self._logprobs(one.logprobs)} | end
+
+    def _parsed(self, index: int, one: CompletionOutput, prompt: str) -> tuple[CompletionOutput, list[Delta]]:
+        """Return an output without the tokens that are not to be returned, and its text as parsed deltas."""
+        parser = self._parser(index, prompt)
+        one = self._without_thinking(index, parser, one)
+        new = parser.push(one.text)
+        if one.finish_reason is not None:
+            new += parser.finish(is_cut=one.finish_reason == "length")
+        return one, new
 
     def _logprobs(self, given: Sequence[Logprob] | None) -> dict[str, Any] | None:
         return None if given is None else {"content": [logprob(one, by_id=self.options.names_ids) for one in given]}
@@ -429,7 +460,7 @@ class ChatFormat:
         Raises:
           ApiError: a field is wrong, unknown or not supported.
         """
-        request = ChatRequest.parse(body, defaults, self._template({}), self.xml_calls)
+        request = ChatRequest.parse(body, defaults, self.template(), self.xml_calls)
         held = request.params.structured_outputs
         if held is None or self.thoughts:
             return request
@@ -448,11 +479,11 @@ class ChatFormat:
             request.options,
             request.params.n,
             parts=parts,
-            chat_template=self._template(request.template),
+            chat_template=self.template(request.template),
             tokenizer=self.renderer.tokenizer,
             returns_thinking_tokens=returns_thinking_tokens,
         )
 
-    def _template(self, given: Mapping[str, Any]) -> Any:
-        """Return the chat template: that of the request, of this format, or of the checkpoint."""
+    def template(self, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """Return the chat template: that of the request's template options, of this format, or of the checkpoint."""
         return given.get("chat_template") or self.chat_template or self.renderer.chat_template

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vlcache_jax.outputs import SearchBegun, SearchRound
 from vlcache_jax.protocol.answers import ChatAnswer, Counts
 from vlcache_jax.protocol.responses import ResponseRequest
+from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.protocol.tools import SEARCH
 
 if TYPE_CHECKING:
@@ -133,10 +134,9 @@ class ResponseAnswer:
         response = self._finish(self.chat.counts())
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, error: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the event of an error that ends the stream; `error` is OpenAI's error object."""
-        inner = error["error"]
-        return self._event("error", code=inner["code"], message=inner["message"], param=inner["param"])
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """Return the event of an error that ends the stream."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def counts_of(self, prompt: int) -> Counts:
         """Return the token counts of the prompt of the current turn."""

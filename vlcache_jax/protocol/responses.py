@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vlcache_jax.common.checks import is_a, short, unknown
+from vlcache_jax.common.checks import is_a, short
 from vlcache_jax.protocol.schema import (
     ABSENT_IN_CHAT,
     CHAT,
@@ -20,6 +20,7 @@ from vlcache_jax.protocol.schema import (
     Schema,
     check_absent,
     check_fields,
+    check_known,
     described,
     is_same,
 )
@@ -65,7 +66,7 @@ class FileSearch:
         Raises:
           ApiError: a field is wrong or unknown.
         """
-        _check_keys(given, _FIELDS, where)
+        check_known(given, _FIELDS, where)
         match given.get("vector_store_ids"):
             case [str(library)] if library:
                 pass
@@ -77,7 +78,7 @@ class FileSearch:
         ranking = {} if given.get("ranking_options") is None else given["ranking_options"]
         if not isinstance(ranking, Mapping):
             raise _wrong(f"{where}.ranking_options", "must be an object", ranking)
-        _check_keys(ranking, _RANKING, f"{where}.ranking_options")
+        check_known(ranking, _RANKING, f"{where}.ranking_options")
         ranker, hybrid = ranking.get("ranker"), ranking.get("hybrid_search")
         if ranker not in (None, "auto") and not str(ranker).startswith("default-"):
             raise _wrong(f"{where}.ranking_options.ranker", "must be auto: libraries have their own ranker", ranker)
@@ -96,12 +97,6 @@ def _wrong(where: str, needed: str, got: Any) -> ApiError:
     return ApiError(f"{where} {needed}, got {short(got)}", where)
 
 
-def _check_keys(given: Collection[Any], known: Collection[str], where: str) -> None:
-    for name in given:
-        if name not in known:
-            raise ApiError(unknown(name, known, where=where), where)
-
-
 def _metadata_filter(given: Any, where: str, depth: int) -> MetadataFilter:
     """Return the function of OpenAI's filter, a comparison or a combination of filters.
 
@@ -114,7 +109,7 @@ def _metadata_filter(given: Any, where: str, depth: int) -> MetadataFilter:
         raise _wrong(where, "must be an object", given)
     kind, key, value = (given.get(name) for name in ("type", "key", "value"))
     known = ("type", "filters") if kind in ("and", "or") else ("type", "key", "value")
-    _check_keys(given, known, where)
+    check_known(given, known, where)
     if kind in ("and", "or"):
         parts = given.get("filters")
         if not isinstance(parts, list) or not 0 < len(parts) <= _MAX_WIDTH or depth == _MAX_DEPTH:
@@ -267,7 +262,7 @@ class ResponseRequest:
         if form := _form(given.get("text", {})):
             chat["response_format"] = form
         for name, known in (("reasoning", _REASONING), ("stream_options", _STREAM)):
-            _check_keys(given.get(name, {}), known, name)
+            check_known(given.get(name, {}), known, name)
         if (effort := given.get("reasoning", {}).get("effort")) is not None:
             chat["reasoning_effort"] = effort
         repeated = {name: given.get(name) for name in _REPEATED} | {
@@ -343,7 +338,7 @@ _REPEATED = (
 
 def _form(text: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the format of the answer as a chat's `response_format`; None if there is none."""
-    _check_keys(text, ("format", "verbosity"), "text")
+    check_known(text, ("format", "verbosity"), "text")
     check_absent(text, {"verbosity": ABSENT_IN_CHAT["verbosity"]}, "text.")
     if (given := text.get("format")) is None:
         return None

@@ -51,6 +51,19 @@ class ApiError(ValueError):
         error = {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}
         return {"error": error}
 
+    def to_anthropic(self, request_id: str) -> dict[str, Any]:
+        """Return Anthropic's error object, which has no fields for `param` and `code`."""
+        kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        if self.status == 503 and self.retry_after is not None:
+            kind = "overloaded_error"
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+
+
+_ANTHROPIC_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error",
+}  # fmt: skip
+
 
 def _kind(status: int) -> str:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -424,6 +437,8 @@ _INSTEAD: Mapping[str, str] = {
     "prediction": "remove it; it does not affect answers",
     "background": "remove it, and wait for the answer",
     "conversation": "set previous_response_id",
+    "container": "code runs in the client's tools",
+    "mcp_servers": "connect the client to them, and offer their tools in tools",
     "media_io_kwargs": "set fps and num_frames in the video's part or in mm_processor_kwargs",
     "chat_template": "start the server with --chat-template",
     "truncate_prompt_tokens": "send a shorter text",
@@ -478,6 +493,19 @@ def check_absent(body: Mapping[str, Any], absent: Mapping[str, tuple[Any, ...]],
         if not any(is_same(body.get(name), one) for one in allowed):
             instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise ApiError(f"{section}{name} is not supported, got {short(body[name])}{instead}", section + name)
+
+
+def check_known(given: Collection[Any], known: Collection[str], where: str) -> None:
+    """Raise an `ApiError` if an object within a body has an unknown field.
+
+    Args:
+      given: names of its fields.
+      known: names of the known fields.
+      where: name of the object in errors, such as "tools[0]".
+    """
+    for name in given:
+        if name not in known:
+            raise ApiError(unknown(name, known, where=where), where)
 
 
 def is_same(value: Any, other: Any) -> bool:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import re
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from vlcache_jax.protocol.schema import ApiError, read_object, write
 from vlcache_jax.router.affinity import SeenImages, look
 from vlcache_jax.server.admission import FIELD_BYTES, OPEN, AdmissionControl, ClientGoneError, Keys, read_whole
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.http_layer import refuse, tag_in, until_gone
+from vlcache_jax.server.http_layer import MESSAGES_PATH, path_of, refuse, tag_in, until_gone
 from vlcache_jax.server.tenants import Register
 
 _log = logging.getLogger(__name__)
@@ -82,8 +83,8 @@ class IngressApp:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
-            reply = _Reply(send, scope)
-            path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix(self._config.root_path)
+            path = path_of(scope).removeprefix(self._config.root_path)
+            reply = _Reply(send, path)
             try:
                 await self._take(path, scope, receive, reply)
             except ClientGoneError:
@@ -186,8 +187,8 @@ class _Reply:
       has_begun: True once the response's head has been sent.
     """
 
-    def __init__(self, send: Send, scope: Scope):
-        self._send, self._is_responses = send, scope["path"].endswith("/v1/responses")
+    def __init__(self, send: Send, path: str):
+        self._send, self._path = send, path
         self.has_begun = self._is_stream = False
         self._events = 0
 
@@ -207,7 +208,7 @@ class _Reply:
           ApiError: a response with a fixed length has begun. The server then closes the connection.
         """
         if not self.has_begun:
-            response = refuse(error)
+            response = refuse(error, self._path)
             await self.send([
                 {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers},
                 {"type": "http.response.body", "body": response.body},
@@ -215,14 +216,16 @@ class _Reply:
             return
         if not self._is_stream:
             raise error
-        event = error.to_dict()
-        if self._is_responses:
-            inner = event["error"]
+        name, event, done = b"event: error\n", error.to_dict(), b"data: [DONE]\n\n"
+        if self._path == "/v1/responses":
             event = {"type": "error", "sequence_number": self._events} | {
-                key: inner[key] for key in ("code", "message", "param")
+                key: event["error"][key] for key in ("code", "message", "param")
             }
-        name = b"event: error\n" if self._is_responses else b""
-        body = name + b"data: " + write(event) + b"\n\ndata: [DONE]\n\n"
+        elif self._path == MESSAGES_PATH:
+            event, done = error.to_anthropic(f"req_{uuid.uuid4().hex}"), b""
+        else:
+            name = b""
+        body = name + b"data: " + write(event) + b"\n\n" + done
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -38,7 +38,7 @@ _FILE = "file-id:"  # prefix of a name that stands for an uploaded file
 _URLS = ("image_url", "video_url")
 _VALUES = ("image", "images", "image_pil", "video", "videos")
 _NAMED = ("url", "path", "base64")  # keys next to the type of a part
-_TYPES = ("image", "video", "image_url", "video_url", "image_pil", "input_image")
+_TYPES = ("image", "video", "image_url", "video_url", "image_pil", "input_image", "url")
 _SLOTS = 2**14  # with 1000 engines, each has about 16
 _PLACES = 4  # ranked engines per slot; further engines are chosen by load
 _MAPPINGS, _LISTS = (dict, Mapping), (list, tuple)  # `dict` first: isinstance with `Mapping` is slower
@@ -344,6 +344,8 @@ def _pictures(part: dict[str, Any]) -> Iterator[Any]:
         yield f"library:{part.pop('library')}/{part.pop('id')}"
     if part.get("file_id") is not None:
         yield f"{_FILE}{part.pop('file_id')}"
+    if part.get("type") == "base64" and isinstance(part.get("data"), str):  # the source of an image in Anthropic's form
+        yield f"data:,{part.pop('data')}"
     keys = (*_URLS, *_VALUES, *_NAMED) if part.get("type") in _TYPES else (*_URLS, *_VALUES)
     for key in keys:
         if (given := part.pop(key, None)) is None:

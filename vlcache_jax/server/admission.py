@@ -28,7 +28,7 @@ from vlcache_jax.common.checks import unknown
 from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.http_layer import as_api_error, refuse
+from vlcache_jax.server.http_layer import as_api_error, path_of, refuse
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.room import AGAIN, ReservedPlace, Room
 from vlcache_jax.server.tenants import Register, Tenant
@@ -57,10 +57,15 @@ class HealthCheck:
         self._engine, self._admission, self._metrics = engine, admission, metrics
         self._is_checking = False
 
-    def refuse(self, error: Exception) -> Response:
-        """Return the response to an error. If the engine may have failed, the check runs after the response is sent."""
+    def refuse(self, error: Exception, scope: Scope) -> Response:
+        """Return the response to an error. If the engine may have failed, the check runs after the response is sent.
+
+        Args:
+          error: the error.
+          scope: the ASGI scope of the request, whose path determines the form of the error.
+        """
         self.count(error)
-        response = refuse(as_api_error(error))
+        response = refuse(as_api_error(error), path_of(scope))
         if isinstance(error, _SUSPECT):  # a task keeps the error, and so the body in the frames of its traceback
             response.background = BackgroundTask(self.look, error)
         return response
@@ -189,7 +194,7 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self.error(scope)) is not None:
-            await refuse(error)(scope, receive, send)
+            await refuse(error, path_of(scope))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -198,8 +203,10 @@ class Keys:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as the router matches paths
         if path in OPEN:
             return None
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
+        key = key or headers.get("x-api-key", "").strip()  # Anthropic's header
         digest = _digest(key)
         # All keys are compared, so that the time does not depend on which one matches.
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
@@ -220,7 +227,9 @@ class Keys:
 
 
 _UNKNOWN = ApiError(
-    "Authorization must be 'Bearer KEY' with a valid key of this server", status=401, code="invalid_api_key"
+    "Authorization must be 'Bearer KEY', or x-api-key KEY, with a valid key of this server",
+    status=401,
+    code="invalid_api_key",
 )
 
 

@@ -29,14 +29,25 @@ from vlcache_jax.protocol.retrieval import EmbeddingRequest, RerankRequest, Scor
 from vlcache_jax.protocol.schema import DETOKENIZE, ApiError, check_fields
 from vlcache_jax.server import admin
 from vlcache_jax.server.admission import TENANT, AdmissionControl, ClientGoneError, HealthCheck, Keys, read_body
+from vlcache_jax.server.anthropic import Messages, Signatures
 from vlcache_jax.server.config import ServerConfig, check_allowed
 from vlcache_jax.server.conversations import Embedder, LibrarySearch, Responses
-from vlcache_jax.server.http_layer import DropUnread, HttpChecks, IdMaker, answer_json, as_api_error, refuse, until_gone
+from vlcache_jax.server.http_layer import (
+    MESSAGES_PATH,
+    DropUnread,
+    HttpChecks,
+    IdMaker,
+    answer_json,
+    as_api_error,
+    path_of,
+    refuse,
+    until_gone,
+)
 from vlcache_jax.server.inference import (
     Chats,
     Completions,
+    ModelNames,
     allowed_reuse,
-    check_model,
     read_off_loop,
     template_of,
 )
@@ -63,7 +74,8 @@ class Server:
       config: options of the server.
       embedder: an `LLM` or a function from inputs to vectors, which finds images for `file_search`; default: the
         engine's model.
-      secret: secret of the tenants' salts, given if several servers share a cache; default: see `server_secret`.
+      secret: secret of the tenants' salts and of the signatures of thinking, given if several servers share a cache or
+        conversations; default: that of `server_secret` with tenants, otherwise a new one.
       tag: tag that makes the ids of this server unique among several; see `IdMaker`.
 
     Attributes:
@@ -98,19 +110,22 @@ class Server:
             self.register = Register(config.api_keys, config.admin_key, secret, self._apply_tenants)
         self.admission = AdmissionControl(config, self.register)
         self._stored = StoredResponses()
+        self._model_names = ModelNames(self.models, config.any_model_name)
         self._metrics = ServerMetrics(self.models[0], engine, self.admission.room, self._stored, config.metrics_prefix)
         self.traffic = TrafficLog(engine, lambda: self._metrics.requests)
-        self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
-        names = IdMaker(tag)
-        given = engine, config, self.models, self.admission, self._metrics, self.register, names
+        names = None if config.any_model_name else self.models
+        self._document = document(names, root_path=config.root_path, has_keys=config.has_keys)
+        ids = IdMaker(tag)
+        given = engine, config, self._model_names, self.admission, self._metrics, self.register, ids
         self._health_check = HealthCheck(engine, self.admission, self._metrics)
         search = LibrarySearch(engine, self.register, embedder)
-        files = Files(engine, config, self.admission, self.register, names)
+        files = Files(engine, config, self.admission, self.register, ids)
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         asking = self._routes_of_models(
             Chats(*given, self._health_check),
             Completions(*given, self._health_check),
             Responses(*given, self._health_check, stored=self._stored, search=search),
+            Messages(*given, self._health_check, signatures=Signatures(secret)),
             Retrieval(*given),
         )
         routes = [*self._routes_of_process(), *asking, *_routes_of_files(files), *self._routes_of_cache()]
@@ -143,7 +158,7 @@ class Server:
         ]
 
     def _routes_of_models(
-        self, chats: Chats, completions: Completions, responses: Responses, retrieval: Retrieval
+        self, chats: Chats, completions: Completions, responses: Responses, messages: Messages, retrieval: Retrieval
     ) -> list[Route]:
         """Return the routes of inference, of stored responses and of the tokenizer."""
         rerank = self._call(_parsed(RerankRequest), retrieval.rerank)
@@ -154,6 +169,12 @@ class Server:
             Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route(MESSAGES_PATH, messages, methods=["POST"]),
+            Route(
+                f"{MESSAGES_PATH}/count_tokens",
+                self._call(messages.read_prompt, messages.count_tokens),
+                methods=["POST"],
+            ),
             Route("/v1/embeddings", self._call(_parsed(EmbeddingRequest), retrieval.embeddings), methods=["POST"]),
             # These paths are those of vLLM. `/v2/rerank` is Cohere's.
             *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
@@ -249,7 +270,7 @@ class Server:
 
     async def _show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        check_model(name, self.models)
+        self._model_names.resolve(name)
         return answer_json(self._card(name, request))
 
     async def _kept_response(self, request: Request) -> Response:
@@ -261,7 +282,7 @@ class Server:
         return answer_json({"id": name, "object": "response", "deleted": True} if is_delete else found.response)
 
     async def _tokenize(self, request: TokenizeRequest, _: Tenant | None) -> Mapping[str, Any]:
-        check_model(request.model, self.models)
+        self._model_names.resolve(request.model)
         is_text = isinstance(request.prompt, str)
         limits = None if is_text else request.mm_processor_kwargs
         template: TemplateOptions = {} if is_text else template_of(request, self.config)
@@ -286,7 +307,7 @@ class Server:
         """
         known = {**DETOKENIZE, "tokens": {**DETOKENIZE["tokens"], "maxItems": self.engine.max_model_len}}
         given = check_fields(body, known, {}, ())
-        check_model(given.get("model"), self.models)
+        self._model_names.resolve(given.get("model"))
         tokens: list[int] | None = given.get("tokens")
         max_token = len(self.engine.service.renderer.tokenizer) - 1
         if tokens is None or max(tokens, default=0) > max_token:
@@ -317,8 +338,8 @@ class Server:
         await self.engine.reset_prefix_cache()
         return Response()
 
-    async def _refuse(self, _: Request, error: Exception) -> Response:
-        return self._health_check.refuse(error)
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        return self._health_check.refuse(error, request.scope)
 
     def _call[R](self, read: _Read[R], answer: _Answer[R]) -> _RoutedCall[R]:
         return _RoutedCall(read, answer, self.admission, self.config, self._health_check)
@@ -351,7 +372,7 @@ class _RoutedCall[R]:
         except ClientGoneError:
             return
         except Exception as error:
-            response = self._health_check.refuse(error)
+            response = self._health_check.refuse(error, scope)
         if response is not None:
             await response(scope, receive, send)
 
@@ -380,9 +401,9 @@ def _name_of(model: str) -> str:
     return Path(model).resolve().name if os.path.isdir(model) else model
 
 
-def _refuse_http(_: Request, error: Exception) -> Response:
+def _refuse_http(request: Request, error: Exception) -> Response:
     """Return the response to an unknown path or method."""
     assert isinstance(error, HTTPException)
-    response = refuse(ApiError(error.detail, status=error.status_code))
+    response = refuse(ApiError(error.detail, status=error.status_code), path_of(request.scope))
     response.headers.update(error.headers or {})
     return response

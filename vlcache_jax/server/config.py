@@ -30,6 +30,7 @@ class ServerConfig:
       admin_key: key of the routes that show and change the cache; without it these routes are disabled.
       served_model_name: names that clients use for the model; by default the name that it was opened with; may be
         repeated.
+      any_model_name: accept every model name in requests, and repeat it in the answers.
       allowed_origins: origins of web pages that browsers may call the server from (CORS); "*": all; may be repeated.
       allowed_hosts: host names that a server without keys accepts, in addition to `host`, localhost and IP addresses;
         "*": all; may be repeated.
@@ -71,6 +72,7 @@ class ServerConfig:
     api_keys: str | None = None
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: Sequence[str] = ()
+    any_model_name: bool = False
     allowed_origins: Sequence[str] = ()
     allowed_hosts: Sequence[str] = ()
     ssl_certfile: str | None = None
@@ -137,7 +139,7 @@ class ServerConfig:
         check_whole("max_waiting", self.max_waiting, 1)
         check_whole("max_n", self.max_n, 1)
         check_whole("max_files", self.max_files, 0)
-        check_flags(warmup=self.warmup, log_traffic=self.log_traffic)
+        check_flags(warmup=self.warmup, log_traffic=self.log_traffic, any_model_name=self.any_model_name)
         for name in ("max_body_bytes", "max_file_bytes", "max_waiting_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if int(self.max_waiting_bytes) < int(self.max_body_bytes):

@@ -93,11 +93,11 @@ class HttpChecks:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             if (error := self._host_error(headers.get("host"))) is not None:
-                return await refuse(error)(scope, receive, send)
+                return await refuse(error, self._path(scope))(scope, receive, send)
             if "transfer-encoding" in headers and "content-length" in headers:
                 # The end of such a body is ambiguous (request smuggling).
                 message = "Transfer-Encoding and Content-Length are mutually exclusive, got both"
-                response = refuse(ApiError(message))
+                response = refuse(ApiError(message), self._path(scope))
                 response.headers["Connection"] = "close"
                 return await response(scope, receive, send)
             if self._root:
@@ -107,6 +107,10 @@ class HttpChecks:
                 path = path if path.startswith(f"{self._root}/") else self._root + path
                 scope = {**scope, "path": path, "root_path": self._root}
         return await self._app(scope, receive, send)
+
+    def _path(self, scope: Scope) -> str:
+        path: str = scope["path"]
+        return path.removeprefix(self._root)
 
     def _host_error(self, host: str | None) -> ApiError | None:
         if self._hosts is None or host is None:  # HTTP/1.0 needs no Host, but browsers always send it
@@ -246,9 +250,30 @@ def answer_json(content: Any, status: int = 200) -> Response:
     return Response(write(content), status, media_type="application/json")
 
 
-def refuse(error: ApiError) -> Response:
-    """Return the response with OpenAI's error object, and the headers of its status."""
-    response = answer_json(error.to_dict(), error.status)
+MESSAGES_PATH = "/v1/messages"
+"""Path of Anthropic's API. Its responses, and those of the paths below it, have Anthropic's form."""
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a request without the root path, as the router matches it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def refuse(error: ApiError, path: str = "") -> Response:
+    """Return the response to a refused request, with the headers of its status.
+
+    Args:
+      error: the error.
+      path: path of the request without the root path. Anthropic's API has its own error object and an id for each
+        request; other paths have OpenAI's error object.
+    """
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        request_id = f"req_{uuid.uuid4().hex}"
+        response = answer_json(error.to_anthropic(request_id), error.status)
+        response.headers["request-id"] = request_id
+    else:
+        response = answer_json(error.to_dict(), error.status)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after is not None:

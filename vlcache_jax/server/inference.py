@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from starlette.types import Receive, Scope, Send
@@ -21,6 +22,7 @@ from vlcache_jax.inputs.prompt import TemplateOptions, template_text
 from vlcache_jax.outputs import OutputCollector, RequestDelta, SearchBegun, SearchRound
 from vlcache_jax.protocol import xml_tools
 from vlcache_jax.protocol.answers import Answer, ChatFormat, CompletionAnswer, answer_id
+from vlcache_jax.protocol.anthropic_answers import MessageAnswer
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.schema import ApiError, read_object, write
@@ -83,9 +85,33 @@ SILENCE = 10.0  # seconds without an event after which a keep-alive comment is s
 _STALL = 60.0  # seconds that a client may take to read a message
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
-type Writer = Answer | ResponseAnswer
+type Writer = Answer | ResponseAnswer | MessageAnswer
 type Update = RequestDelta | SearchBegun | SearchRound
 type Events = AsyncGenerator[tuple[int, Update] | None]
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """Names of the model that requests may use.
+
+    Attributes:
+      known: the names of `/v1/models`. The first one is used in answers.
+      accepts_any: True if requests may use every name, which answers then repeat.
+    """
+
+    known: tuple[str, ...]
+    accepts_any: bool = False
+
+    def resolve(self, name: str | None) -> str:
+        """Return the model's name in the answer to a request with `name`; None is any model.
+
+        Raises:
+          ApiError: the request names another model (status 404).
+        """
+        if name is not None and name not in self.known and not self.accepts_any:
+            message = f"model must be {' or '.join(self.known)}, got {short(name)}"
+            raise ApiError(message, "model", 404, "model_not_found")
+        return name if self.accepts_any and name is not None else self.known[0]
 
 
 class Inference[R: (ChatRequest, CompletionRequest)](ABC):
@@ -94,7 +120,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     Args:
       engine: the engine.
       config: options of the server.
-      models: names of the model that requests may use; the first one is used in answers.
+      models: names of the model that requests may use.
       admission: admission control.
       metrics: counters of requests and tokens.
       register: the tenants; None if the server has none.
@@ -108,12 +134,18 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     """The body's field for the prompt."""
     max_field: ClassVar[str] = "max_tokens"
     """The body's field for the maximum length of answers in tokens."""
+    longest: ClassVar[str] = "leave it out for the longest answer that fits"
+    """How a client requests the longest answer, in errors."""
+    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
+    """Bytes that keep a silent stream open in proxies and clients: a comment, or an event without content."""
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"
+    """The end of a stream."""
 
     def __init__(
         self,
         engine: AsyncLLM,
         config: ServerConfig,
-        models: Sequence[str],
+        models: ModelNames,
         admission: AdmissionControl,
         metrics: ServerMetrics,
         register: Register | None,
@@ -121,10 +153,10 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         health_check: HealthCheck,
     ):
         self.engine, self.config, self._names, self._health_check = engine, config, names, health_check
-        self._models, self._admission, self._metrics, self._register = models, admission, metrics, register
+        self.models, self._admission, self._metrics, self._register = models, admission, metrics, register
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = _Sender(send)
+        sender = _Sender(send, self.keep_alive, self.done)
         try:
             with self._admission.enter(scope) as place:
                 body = await read_body(scope, receive, self.config, place)
@@ -135,11 +167,11 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             pass
         except Exception as error:
             if not sender.has_begun:
-                await self._health_check.refuse(error)(scope, receive, send)
+                await self._health_check.refuse(error, scope)(scope, receive, send)
                 return
             self._health_check.count(error)
             with contextlib.suppress(ClientGoneError):
-                await sender.event(sender.failed(as_api_error(error).to_dict()))
+                await sender.event(sender.failed(as_api_error(error)))
                 await sender.end()
             await self._health_check.look(error)
 
@@ -153,8 +185,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         if max_tokens is not None and max_tokens > self.engine.max_model_len:
             name = self.max_field
             raise ApiError(
-                f"{name} must be at most max_model_len = {self.engine.max_model_len}, got {max_tokens}; leave it out "
-                "for the longest answer that fits",
+                f"{name} must be at most max_model_len = {self.engine.max_model_len}, got {max_tokens}; {self.longest}",
                 name,
             )
 
@@ -162,11 +193,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         prompts = self._prompts(request)
         count = request.params.n * len(prompts)
         self._check_max_tokens(request.params.max_tokens)
+        model = self.models.resolve(request.options.model)
         self._check(request, count, tenant)
         options = request.options
         salted_options = salted(request.request_options, self._register, tenant)
         request = dataclasses.replace(request, request_options=salted_options)
-        answer = self._begin(request, self._names.new(self.prefix), self._models[0])
+        answer = self._begin(request, self._names.new(self.prefix), model)
         sender.failed = answer.failed
         fields = [f"{self.field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [self.field]
         if len(prompts) > 1:
@@ -223,12 +255,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     async def _stream(self, events: Events, answer: Writer, sender: _Sender) -> Iterable[Mapping[str, Any]]:
         async for event in events:
             if event is None:
-                await sender.comment()
+                await sender.keep_alive()
                 continue
             number, delta = event
             await sender.event(*self._pieces(delta, number, answer))
             if sender.silence > SILENCE:  # new tokens, but no new text
-                await sender.comment()
+                await sender.keep_alive()
         return answer.last()
 
     def _pieces(self, delta: Update, number: int, answer: Writer) -> Sequence[Mapping[str, Any]]:
@@ -249,7 +281,6 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 self._metrics.ended(one.finish_reason)
 
     def _check(self, request: R, n: int, tenant: Tenant | None) -> None:
-        check_model(request.options.model, self._models)
         if n > self.config.max_n:
             raise ApiError(f"n times the number of prompts must be at most max_n = {self.config.max_n}, got {n}", "n")
         check_reuse(self.engine, self.config, request.request_options, tenant)
@@ -348,12 +379,6 @@ def template_of(request: ChatRequest | TokenizeRequest, config: ServerConfig) ->
     return {**request.template, "chat_template": config.chat_template}
 
 
-def check_model(name: str | None, known: Sequence[str]) -> None:
-    """Raise an `ApiError` (status 404) if a request names another model; None is any model."""
-    if name is not None and name not in known:
-        raise ApiError(f"model must be {' or '.join(known)}, got {short(name)}", "model", 404, "model_not_found")
-
-
 def allowed_reuse(engine: AsyncLLM, config: ServerConfig, tenant: Tenant | None) -> list[str]:
     """Return the values of `reuse` that requests of a tenant may send. The first one is the engine's, the default."""
     others = config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
@@ -375,7 +400,7 @@ def check_reuse(engine: AsyncLLM, config: ServerConfig, options: RequestOptions,
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event. Events of `/v1/responses` have names."""
+    """Return a server-sent event. Events of `/v1/responses` and `/v1/messages` have names."""
     name = f"event: {content['type']}\n".encode() if "type" in content else b""
     return name + b"data: " + write(content) + b"\n\n"
 
@@ -385,13 +410,18 @@ class _Sender:
 
     Attributes:
       has_begun: True once the response's head has been sent.
-      failed: function from OpenAI's error object to an event.
+      failed: function from an error to an event.
+
+    Args:
+      send: ASGI's function.
+      keep_alive, done: see `Inference`.
     """
 
-    def __init__(self, send: Send):
+    def __init__(self, send: Send, keep_alive: bytes, done: bytes):
         self.has_begun = False
-        self.failed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda error: error
+        self.failed: Callable[[ApiError], Mapping[str, Any]] = ApiError.to_dict
         self._send, self._sent_at = send, time.monotonic()
+        self._keep_alive, self._done = keep_alive, done
 
     @property
     def silence(self) -> float:
@@ -410,13 +440,14 @@ class _Sender:
         if contents:
             await self._write(b"".join(map(_event, contents)))
 
-    async def comment(self) -> None:
-        """Send a comment, which keeps the connection open in proxies and clients."""
-        await self._write(b": keep-alive\n\n")
+    async def keep_alive(self) -> None:
+        """Send what keeps the connection open in proxies and clients."""
+        await self._write(self._keep_alive)
 
     async def end(self) -> None:
         """Send the end of the stream."""
-        await self._write(b"data: [DONE]\n\n")
+        if self._done:
+            await self._write(self._done)
         await self._put({"type": "http.response.body", "body": b""})
 
     async def _write(self, data: bytes) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax import __version__
+from vlcache_jax.protocol.anthropic_requests import ABSENT_IN_MESSAGES, COUNT_TOKENS, MESSAGES
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES, RESPONSES
 from vlcache_jax.protocol.retrieval import (
     ABSENT_IN_EMBEDDINGS,
@@ -22,6 +23,7 @@ from vlcache_jax.protocol.retrieval import (
 from vlcache_jax.protocol.schema import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
 from vlcache_jax.server.admin import VERBS
 from vlcache_jax.server.admission import ADMIN, OPEN
+from vlcache_jax.server.http_layer import MESSAGES_PATH
 
 _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}
@@ -150,6 +152,25 @@ _SCHEMAS: Mapping[str, Any] = {
             "usage": {"type": "object"}, "cache": _ref("Cache"),
         },
     },
+    "MessageRequest": _body(MESSAGES, "messages", "max_tokens", absent=ABSENT_IN_MESSAGES),
+    "CountTokensRequest": _body(COUNT_TOKENS, "messages", absent=ABSENT_IN_MESSAGES),
+    "MessageUsage": _object({
+        "input_tokens": _COUNT, "cache_creation_input_tokens": _COUNT, "cache_read_input_tokens": _COUNT,
+        "output_tokens": _COUNT, "output_tokens_details": _object({"thinking_tokens": _COUNT}),
+    }),
+    "Message": _object({
+        "id": _TEXT, "type": {"enum": ["message"]}, "role": {"enum": ["assistant"]}, "model": _TEXT,
+        "content": _list({"anyOf": [
+            _object({"type": {"enum": ["thinking"]}, "thinking": _TEXT, "signature": _TEXT}),
+            _object({"type": {"enum": ["text"]}, "text": _TEXT}),
+            _object({"type": {"enum": ["tool_use"]}, "id": _TEXT, "name": _TEXT, "input": {"type": "object"}}),
+        ]}),
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        "stop_sequence": _or_null(_TEXT), "usage": _ref("MessageUsage"), "cache": _ref("Cache"),
+    }, "cache"),
+    "MessageError": _object({
+        "type": {"enum": ["error"]}, "error": _object({"type": _TEXT, "message": _TEXT}), "request_id": _TEXT
+    }),
     "CompletionRequest": _body(TEXT, "prompt", absent=ABSENT_IN_TEXT),
     "EmbeddingRequest": {
         **_body(EMBEDDINGS, absent=ABSENT_IN_EMBEDDINGS), "oneOf": [{"required": ["input"]}, {"required": ["messages"]}]
@@ -172,7 +193,7 @@ def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": schema}}}
 
 
-_KEY: list[dict[str, list[str]]] = [{"key": []}]
+_KEY: list[dict[str, list[str]]] = [{"key": []}, {"x_api_key": []}]
 
 
 def _operation(
@@ -189,7 +210,8 @@ def _operation(
     """
     is_open, is_admin = path in OPEN, path.startswith(ADMIN)
     answers: dict[str, Any] = {"200": {"description": "Success.", **(answer or {})}}
-    error = {"description": "Error; see `error.message`.", **_json(_ref("Error"))}
+    form = "MessageError" if path.startswith(MESSAGES_PATH) else "Error"
+    error = {"description": "Error; see `error.message`.", **_json(_ref(form))}
     statuses = ["400", "404", "408", "413", "415", "429", "503"] if body else ["503"] if path not in OPEN else []
     for status in [*statuses, "403"] + ([] if is_open else ["401"]):
         answers[status] = error
@@ -209,11 +231,11 @@ def _paths() -> dict[str, Any]:
     def post(path: str, about: str, body: str, answer: Mapping[str, Any]) -> None:
         paths[path] = {"post": _operation(about, path, answer, body)}
 
-    def streamed(whole: str, piece: Mapping[str, Any]) -> dict[str, Any]:
+    def streamed(whole: str, piece: Mapping[str, Any], *, last: str = "[DONE]") -> dict[str, Any]:
         content = {"anyOf": [piece, _ref("Error")]}
         data = {**_TEXT, "contentMediaType": "application/json", "contentSchema": content}
         event = _object({"event": _TEXT, "data": {"anyOf": [{"const": "[DONE]"}, data]}}, "event")
-        events = {"schema": {**event, "description": "One event. The last one is [DONE]."}}
+        events = {"schema": {**event, "description": f"One event. The last one is {last}."}}
         return {"content": {**_json(_ref(whole))["content"], "text/event-stream": events}}
 
     paths: dict[str, Any] = {}
@@ -221,6 +243,10 @@ def _paths() -> dict[str, Any]:
          streamed("ChatCompletion", _ref("ChatCompletionChunk")))  # fmt: skip
     post("/v1/completions", "Create a completion.", "CompletionRequest", streamed("Completion", _ref("Completion")))
     post("/v1/responses", "Create a response and store it.", "ResponseRequest", streamed("Response", _EVENT))
+    post(MESSAGES_PATH, "Create a message, in the form of Anthropic's API.", "MessageRequest",
+         streamed("Message", _EVENT, last="message_stop"))  # fmt: skip
+    post(f"{MESSAGES_PATH}/count_tokens", "Count the tokens of a message's prompt.", "CountTokensRequest",
+         _json(_object({"input_tokens": _COUNT})))  # fmt: skip
     where = [{"name": "name", "in": "path", "required": True, "schema": _TEXT}]
     show = _operation("Get a stored response.", "/v1/responses/{name}", _json(_ref("Response")), parameters=where)
     delete = _operation("Delete a response.", "/v1/responses/{name}", _json({"type": "object"}), parameters=where)
@@ -306,11 +332,11 @@ def _add_files(paths: dict[str, Any]) -> None:
     at("/libraries/{library}/{name}", "delete", "Remove an item.", any_object)
 
 
-def document(models: Sequence[str], *, root_path: str = "", has_keys: bool = True) -> dict[str, Any]:
+def document(models: Sequence[str] | None, *, root_path: str = "", has_keys: bool = True) -> dict[str, Any]:
     """Return the OpenAPI document.
 
     Args:
-      models: names of the model that requests may use.
+      models: names of the model that requests may use; None for every name.
       root_path: path prefix of the server at its proxy; default: none.
       has_keys: True if clients need an API key.
     """
@@ -320,7 +346,8 @@ def document(models: Sequence[str], *, root_path: str = "", has_keys: bool = Tru
             operation["security"] = []
             del operation["responses"]["401"]
     schemas = {name: _with_models(schema, models) for name, schema in _SCHEMAS.items()}
-    keys = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin")}
+    keys: dict[str, Any] = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin")}
+    keys["x_api_key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "VLCache-JAX", "version": __version__},
@@ -330,9 +357,9 @@ def document(models: Sequence[str], *, root_path: str = "", has_keys: bool = Tru
     }
 
 
-def _with_models(schema: Mapping[str, Any], models: Sequence[str]) -> Mapping[str, Any]:
+def _with_models(schema: Mapping[str, Any], models: Sequence[str] | None) -> Mapping[str, Any]:
     """Return the schema of a body with `models` as the values of `model`; other schemas are returned unchanged."""
-    if "model" not in schema.get("properties", {}) or schema.get("additionalProperties") is not False:
+    if models is None or "model" not in schema.get("properties", {}) or schema.get("additionalProperties") is not False:
         return schema
     model = {**schema["properties"]["model"], "enum": [*models, None]}
     return {**schema, "properties": {**schema["properties"], "model": model}}

@@ -26,7 +26,7 @@ from vlcache_jax.protocol.schema import ApiError
 from vlcache_jax.server.admission import AdmissionControl
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.http_layer import IdMaker, as_api_error
-from vlcache_jax.server.inference import check_model, check_reuse
+from vlcache_jax.server.inference import ModelNames, check_reuse
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.tenants import Register, Tenant, salted
 
@@ -44,7 +44,7 @@ class Retrieval:
         self,
         engine: AsyncLLM,
         config: ServerConfig,
-        models: Sequence[str],
+        models: ModelNames,
         admission: AdmissionControl,
         metrics: ServerMetrics,
         register: Register | None,
@@ -81,7 +81,7 @@ class Retrieval:
             work = [functools.partial(embed, i, one) for i, one in enumerate(self._inputs(request))]
             outputs = await together(work, count)
         await asyncio.to_thread(self._note, outputs)
-        return await asyncio.to_thread(request.answer, self._models[0], outputs)
+        return await asyncio.to_thread(request.answer, self._models.resolve(request.options.model), outputs)
 
     async def rerank(self, request: RerankRequest, tenant: Tenant | None, *, cohere: bool = False) -> Mapping[str, Any]:
         """Return the answer to `/v1/rerank` of Jina and vLLM; with `cohere`, that to Cohere's `/v2/rerank`.
@@ -99,7 +99,13 @@ class Retrieval:
             except ValueError as error:
                 raise _error(error, "documents", "documents", RERANK) from error
         await asyncio.to_thread(self._note, outputs)
-        write = functools.partial(request.answer, self._names.new("rerank-"), self._models[0], outputs, cohere=cohere)
+        write = functools.partial(
+            request.answer,
+            self._names.new("rerank-"),
+            self._models.resolve(request.options.model),
+            outputs,
+            cohere=cohere,
+        )
         return await asyncio.to_thread(write)
 
     async def score(self, request: ScoreRequest, tenant: Tenant | None) -> Mapping[str, Any]:
@@ -125,7 +131,9 @@ class Retrieval:
             work = [functools.partial(score, *one) for one in zip(request.pairs, request.places, strict=True)]
             outputs = await together(work, count)
         await asyncio.to_thread(self._note, outputs)
-        return await asyncio.to_thread(request.answer, self._names.new("score-"), self._models[0], outputs)
+        return await asyncio.to_thread(
+            request.answer, self._names.new("score-"), self._models.resolve(request.options.model), outputs
+        )
 
     def _inputs(self, request: EmbeddingRequest) -> Sequence[Any]:
         """Return the inputs for the engine. Messages have the options of the chat template."""
@@ -135,7 +143,7 @@ class Retrieval:
         return [{"messages": one, **request.template, **own} for one in request.inputs]
 
     def _settings(self, given: RetrievalOptions, tenant: Tenant | None) -> dict[str, Any]:
-        check_model(given.model, self._models)
+        self._models.resolve(given.model)
         check_reuse(self._engine, self._config, given.request_options, tenant)
         return {"instruction": given.instruction, "options": salted(given.request_options, self._register, tenant)}
 
