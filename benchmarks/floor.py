@@ -359,7 +359,7 @@ def reference_with_states(config: ModelConfig) -> dict[str, Floor]:
         cases[name if codec is None else f"{name}, {codec}"] = floor(
             config,
             Plan(linked, shift=policy.shift),
-            loaded=IMAGES * (IMAGE * kv.stored_bytes + kv.state_bytes + (first + last) * token),
+            loaded=IMAGES * (IMAGE * kv.stored_bytes + kv.map_bytes + (first + last) * token),
             kept=kv.stored_bytes // kv.layers,
             mapped=kv.map_bytes // (layers - kv.layers),
         )

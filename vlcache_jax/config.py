@@ -50,8 +50,8 @@ class EngineConfig:
         sizes in bytes are totals of all devices; cache entries do not depend on it.
       max_num_seqs: maximum number of outputs that run together; by default 64, or the last `sequences` of `buckets`.
       state_snapshots: maximum number of snapshots of states, from which prompts with the same beginning continue in
-        models with states (Qwen3.5 and later); 0: none; by default 4 per output that can run, but at most a tenth of
-        the memory that weights leave.
+        models with states (Qwen3.5 and later); 0: none; by default 4 per output that can run, 12 if images of other
+        contexts are linked, but at most a tenth of the memory that weights leave.
       max_rows: maximum number of tokens in one prefill chunk; longer prompts take several; by default 8192, or fewer if
         a GPU's memory requires it; 4096 on a CPU; or the last `rows` of `buckets`.
       max_model_len: maximum number of tokens of a prompt and its output; by default what the model and the KV pool
