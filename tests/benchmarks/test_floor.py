@@ -134,14 +134,14 @@ def test_reference_cases_of_models_with_states_load_their_entries():
         "cold", "encoder cached", "r = 0", "r = 0, int8", "shift-ends, r = 0.1", "shift-ends, r = 0.1, int8",
         "shift-ends, r = 0.2", "shift-ends, r = 0.2, int8",
     ]  # fmt: skip
-    entry = 33.6e6 + 3 * 50.3e6 - 50.3e6 + 2 * 2.4e6  # KV, a state in float32, B and A in bfloat16, two convolutions
+    entry = 33.6e6 + 50.3e6 + 2.4e6  # KV, B and A in bfloat16, inputs of the convolution; not the state after the image
     assert found["r = 0"].parts["load"] * 50e9 == pytest.approx(20 * entry, rel=0.01)
     assert found["encoder cached"].parts["load"] * 50e9 == 20 * 1024 * 4096 * 2
     rows = found["shift-ends, r = 0.1"].parts["linear"] / found["cold"].parts["linear"]
     assert rows == pytest.approx((20 * 102 + 26) / (20 * 1024 + 26), rel=0.01)
     for name in ("r = 0", "shift-ends, r = 0.1", "shift-ends, r = 0.2"):
         plain, coded = found[name].parts, found[f"{name}, int8"].parts
-        assert coded["load"] < plain["load"] / 2
+        assert coded["load"] < 0.54 * plain["load"]
         assert {**plain, "load": 0, "link": 0} == {**coded, "load": 0, "link": 0}
         assert (plain["move"] == 0) == (name == "r = 0")
 
