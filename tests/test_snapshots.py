@@ -260,7 +260,7 @@ def test_snapshots_in_host_memory_go_with_their_image_and_their_pages(few_slots,
     assert llm.cache.stats().snapshot_records == 0
 
 
-@pytest.mark.parametrize("cache", [{"states_bytes": 0}, {"host_bytes": 0}, {"codec": "int8"}])
+@pytest.mark.parametrize("cache", [{"states_bytes": 0}, {"host_bytes": 0}])
 def test_without_host_memory_evicted_snapshots_are_forgotten(directory, cold, monkeypatch, cache):
     monkeypatch.setattr(kv_shape, "STATED_TOKENS", 16)
     conversations = [user(words(40, seed)) for seed in range(3)]

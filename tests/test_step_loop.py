@@ -289,10 +289,10 @@ class Fences:
                 self._keep(x)
             return device_put(x, *args, **options)
 
-        def noted_start(transfers, records, layers):
+        def noted_start(transfers, records, layers, wanted):
             for record in records:
                 self._read(record.data)
-            return start(transfers, records, layers)
+            return start(transfers, records, layers, wanted)
 
         def noted_init(hold, store, handles, made, *given):
             init(hold, store, handles, made, *given)

@@ -27,6 +27,7 @@ LINKS = "reuse must be 'exact' or 'off' for qwen3_5, got 'full'"
         ("bench throughput {model} --reuse off --reuse full", LINKS),
         ("bench serve --model {model} --policies full", LINKS),
         ("bench serve --model {model} --policies schedule", "reuse must be 'exact' or 'off' for qwen3_5, got 'sched"),
+        ("bench ttft {model} --ratios 1.5", "ratios must be numbers above 0 and below 1 like \"0.1,0.2\", got '1.5'"),
         (
             "bench accuracy {model} --reuse full --reuse 0.1",
             "reuse must be one approximate mode for qwen3_5, got full, 0.1: an engine of a model with linear attention",

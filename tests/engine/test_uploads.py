@@ -395,8 +395,9 @@ def test_what_is_being_linked_takes_room_until_it_is_linked():
     config = types.SimpleNamespace(text=types.SimpleNamespace(num_layers=9))
     runner = types.SimpleNamespace(reads_in_place=False, transfer_bytes=2 * buffer.nbytes, shapes=shapes, config=config)
     copies = types.SimpleNamespace(runner=runner, tier=types.SimpleNamespace(num_pages=0), link=link)
-    upload = Upload(copies, types.SimpleNamespace(start=lambda records, parts: [[buffer]]), [])
-    batch = _Batch((types.SimpleNamespace(buffers=[buffer]),), lambda: "places", None)
+    upload = Upload(copies, types.SimpleNamespace(start=lambda records, parts, wanted: [[buffer]]), [])
+    record = types.SimpleNamespace(kv=[buffer], states=None, meta=types.SimpleNamespace(kv_buffers=1))
+    batch = _Batch((record,), lambda: "places", None)
     group = LinkGroup(slice(0, 1), (0,), slice(0, 1))
     upload._waiting.extend(_Piece(batch, group) for _ in range(6))
 

@@ -1,12 +1,16 @@
 """Metrics under the names of vLLM, and the dashboard that reads ours."""
 
+import asyncio
+import contextlib
 import json
 import pathlib
 import re
+import types
 
 import pytest
 
 from tests.server.helper import data_url, shows
+from vlcache_jax.server import lifecycle
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.metrics import AS_VLLM
 
@@ -88,6 +92,19 @@ def test_a_line_about_traffic(engine, textured_image, serve):
     )
     assert found.endswith("; 2 images, 50 % cached")
     assert traffic.line(10.0) is None
+
+
+@pytest.mark.parametrize("log_traffic", [True, False])
+def test_lines_are_printed_unless_turned_off(monkeypatch, capsys, log_traffic):
+    lines = iter(["first", None, "second"])
+    server = types.SimpleNamespace(
+        config=ServerConfig(log_traffic=log_traffic), traffic=types.SimpleNamespace(line=lambda seconds: next(lines))
+    )
+    monkeypatch.setattr(lifecycle, "_LOG", 0.0)
+    with contextlib.suppress(RuntimeError):  # when there are no more lines
+        asyncio.run(lifecycle.log_traffic(server))
+    printed = capsys.readouterr().err
+    assert [line for line in ("first", "second") if line in printed] == (["first", "second"] if log_traffic else [])
 
 
 def test_another_prefix_is_refused():

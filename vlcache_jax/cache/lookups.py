@@ -197,7 +197,10 @@ def is_others(found: Meta, form: Form, grid: Grid | None, owner: str | None) -> 
     """
 
     def same_states(meta: Meta, grid: Grid) -> Meta:
-        return replace(form(meta, grid), codec=found.codec, states=found.states, maps=found.maps)
+        ours = form(meta, grid)
+        kv = 2 if ours.buffers else 1  # words of a codec or a dtype, which the tokens of maps may follow
+        is_same = found.codec.split(" ")[:kv] == ours.codec.split(" ")[:kv]
+        return replace(ours, codec=found.codec if is_same else ours.codec, states=found.states, maps=found.maps)
 
     return misfit(found, same_states, grid, owner) is None
 

@@ -71,6 +71,14 @@ async def warm_up(server: Server, embedder: LLM | None = None) -> None:
     server.admission.is_warm = True
 
 
+async def log_traffic(server: Server) -> None:
+    """Print a line every ten seconds while there is traffic, if `log_traffic` is set."""
+    while server.config.log_traffic:
+        await asyncio.sleep(_LOG)
+        if (line := server.traffic.line(_LOG)) is not None:
+            say(line)
+
+
 def http_config(server: Server) -> uvicorn.Config:
     """Return uvicorn's configuration."""
     config = server.config
@@ -129,7 +137,7 @@ class _Process:
         serving = asyncio.create_task(self._http.serve(sockets=[self._place]))
         warming = asyncio.create_task(self._warm_up())
         watching = asyncio.create_task(self._watch())
-        logging = asyncio.create_task(self._log_traffic())
+        logging = asyncio.create_task(log_traffic(self._server))
         ending = asyncio.create_task(self._ends.wait())
         await asyncio.wait({serving, watching, ending}, return_when=asyncio.FIRST_COMPLETED)
         admission = self._server.admission
@@ -171,14 +179,6 @@ class _Process:
         while self._server.admission.failure is None:
             await asyncio.sleep(_POLL)
             await self._server.check_health()
-
-    async def _log_traffic(self) -> None:
-        """Print a line every ten seconds while there is traffic."""
-        traffic = self._server.traffic
-        while self._config.log_traffic:
-            await asyncio.sleep(_LOG)
-            if (line := traffic.line(_LOG)) is not None:
-                say(line)
 
     def _read_keys(self) -> None:
         assert self._server.register is not None
