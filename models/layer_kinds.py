@@ -131,7 +131,7 @@ class Runs(NamedTuple):
 
 
 class BlockKind(enum.IntEnum):
-    """What a block of tokens, or of a linked image, does with a state S that changes linearly.
+    """The kinds of blocks, which do different things with a state S that changes linearly.
 
     For fixed inputs, the tokens of an image change S to A S + B, whatever stands before them.
 

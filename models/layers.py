@@ -33,7 +33,7 @@ class RMSNorm(nnx.Module):
 
     @property
     def factor(self) -> jax.Array:
-        """What normed rows are multiplied by, float32."""
+        """The weight that normed rows are multiplied by, float32 [M]."""
         return self.scale[...].astype(jnp.float32) + self.offset
 
     def __call__(self, x: jax.Array) -> jax.Array:

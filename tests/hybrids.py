@@ -1,4 +1,4 @@
-"""What tests of models with states share: sizes, a small image's entries, and what answers are compared by."""
+"""Tests of models with states share these sizes, the entries of small images, and the comparison of answers."""
 
 from __future__ import annotations
 

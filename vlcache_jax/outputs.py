@@ -13,8 +13,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.record import Lost, Meta, Record
+from vlcache_jax.cache.record import Lost, Record
 from vlcache_jax.cache.record import Why as Why
+from vlcache_jax.cache.records import linked_bytes
 from vlcache_jax.engine.completions import CompletionOutput as CompletionOutput
 from vlcache_jax.engine.completions import Logprob as Logprob
 from vlcache_jax.engine.completions import RequestMetrics as RequestMetrics
@@ -464,7 +465,7 @@ class Reporter:
         linked = None if is_resident else use.linked
         moved = 0
         if linked is not None and use.kv_tier != "device":
-            moved += _linked(linked.meta, is_exact=use.span.state == "exact")
+            moved += linked_bytes(linked.meta, is_exact=use.span.state == "exact")
             if use.kv_tier != "host":
                 moved += _fetched(linked)
         encoder = "none"
@@ -535,12 +536,6 @@ class Deltas:
     def _with_texts(self, one: CompletionOutput) -> CompletionOutput:
         logprobs = None if one.logprobs is None else self._reporter.with_texts(one.logprobs)
         return dataclasses.replace(one, logprobs=logprobs)
-
-
-def _linked(meta: Meta, *, is_exact: bool) -> int:
-    """Return the bytes of an entry that a link reads: no map if it is exact, else no states after the image."""
-    maps = 4 * (meta.states - meta.own_states) + meta.state_bytes[1]
-    return meta.nbytes - meta.shape[0] * (maps if is_exact else 4 * meta.own_states)
 
 
 def _fetched(record: Record) -> int:

@@ -277,8 +277,8 @@ SIZES_OF_AN_ENGINE = {
 def test_no_size_of_an_engine_is_forgotten():
     """A program that another engine left would not take this one's arrays."""
     weights = {"visual", "text", "head"}  # `params`
-    told = SIZES_OF_AN_ENGINE.keys() - weights - {"kv"} | {"params", "codec", "maps"}
-    assert told == inspect.signature(Runner).parameters.keys() - {"devices"}  # the files are for one CPU
+    known = SIZES_OF_AN_ENGINE.keys() - weights - {"kv"} | {"params", "codec", "maps"}
+    assert known == inspect.signature(Runner).parameters.keys() - {"devices"}  # the files are for one CPU
 
 
 @pytest.mark.parametrize("name", SIZES_OF_AN_ENGINE)

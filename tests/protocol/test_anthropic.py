@@ -319,8 +319,8 @@ def test_errors_have_the_kinds_of_their_status():
         503: "api_error",
     }  # fmt: skip
     for status, kind in kinds.items():
-        told = ApiError("no", "a", status).to_anthropic("req_1")
-        assert told == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req_1"}
+        expected = ApiError("no", "a", status).to_anthropic("req_1")
+        assert expected == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req_1"}
     assert ApiError("full", status=503, retry_after=1).to_anthropic("")["error"]["type"] == "overloaded_error"
 
 
@@ -351,12 +351,12 @@ CUT = TWO.partition(HERMES.format("{}"))[0].rstrip()
 
 
 def deltas(texts, reason, stop=None):
-    told = PromptOutput("", np.zeros(7, np.int32), 3, CacheReport((), True, "exact", (), 2))
+    expected = PromptOutput("", np.zeros(7, np.int32), 3, CacheReport((), True, "exact", (), 2))
     for i, text_ in enumerate(texts):
         is_last = i == len(texts) - 1
         ends = (reason, stop) if is_last else (None, None)
         one = CompletionOutput(0, text_, tuple(text_.encode()), *ends)
-        yield RequestDelta("a", (one,), RequestMetrics(), told if i == 0 or is_last else None, is_last)
+        yield RequestDelta("a", (one,), RequestMetrics(), expected if i == 0 or is_last else None, is_last)
 
 
 def writer(**parts):
@@ -397,11 +397,11 @@ def shown(message):
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_stream_is_the_whole_message_at_every_split(name):
     text_ = TEXTS[name]
-    told = shown(whole([text_]))
+    expected = shown(whole([text_]))
     for i in range(len(text_) + 1):
-        assert shown(joined(events([text_[:i], text_[i:]])).model_dump()) == told
-    assert shown(joined(events([*text_, ""])).model_dump()) == told
-    assert shown(whole([*text_, ""])) == told
+        assert shown(joined(events([text_[:i], text_[i:]])).model_dump()) == expected
+    assert shown(joined(events([*text_, ""])).model_dump()) == expected
+    assert shown(whole([*text_, ""])) == expected
 
 
 XML = (
@@ -422,30 +422,30 @@ def test_a_stream_that_is_cut_is_the_whole_message(text_, parts, end, places):
     end = len(text_)
     bounds = [0, *sorted(min(one, end) for one in places), end]
     texts = [text_[begin:end] for begin, end in itertools.pairwise(bounds)]
-    told = whole([text_], "length", **parts)
-    assert told["stop_reason"] == "max_tokens"
+    expected = whole([text_], "length", **parts)
+    assert expected["stop_reason"] == "max_tokens"
     found = events(texts, "length", **parts)
-    assert shown(joined(found).model_dump()) == shown(told)
+    assert shown(joined(found).model_dump()) == shown(expected)
     inputs = {}
     for event in found:
         if event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
             inputs[event["index"]] = inputs.get(event["index"], "") + event["delta"]["partial_json"]
-    for index, block in enumerate(told["content"]):
+    for index, block in enumerate(expected["content"]):
         if block["type"] == "tool_use":
             assert json.loads(inputs[index]) == block["input"]  # also for clients that read no partial JSON
 
 
 def test_calls_in_xml():
-    told = whole([XML], xml_tools=OFFERED)
-    assert [one.get("input") for one in told["content"]] == [None, {"at": 3, "to": "a page"}, {}]
-    assert told["stop_reason"] == "tool_use"
+    expected = whole([XML], xml_tools=OFFERED)
+    assert [one.get("input") for one in expected["content"]] == [None, {"at": 3, "to": "a page"}, {}]
+    assert expected["stop_reason"] == "tool_use"
 
 
 def test_a_cut_call_has_the_arguments_that_are_complete():
     cut = CUT.removesuffix('"x"]}}}\n</tool_call>')
-    told = whole([cut], "length")
-    assert [one["type"] for one in told["content"]] == ["thinking", "text", "tool_use"]
-    assert told["content"][2]["input"] == {"at": 3}
+    expected = whole([cut], "length")
+    assert [one["type"] for one in expected["content"]] == ["thinking", "text", "tool_use"]
+    assert expected["content"][2]["input"] == {"at": 3}
 
 
 def test_the_events_of_a_message():
@@ -490,13 +490,13 @@ def test_the_events_of_a_message():
     ],
 )
 def test_why_a_message_ended(reason, stop, ended):
-    told = whole(["Hello"], reason, stop)
-    assert (told["stop_reason"], told["stop_sequence"]) == ended
+    expected = whole(["Hello"], reason, stop)
+    assert (expected["stop_reason"], expected["stop_sequence"]) == ended
 
 
 def test_thinking_that_is_left_out():
-    told = whole([TEXTS["thinking"]], returns_thoughts=False)
-    assert told["content"] == [{"type": "text", "text": "Hello."}]
+    expected = whole([TEXTS["thinking"]], returns_thoughts=False)
+    assert expected["content"] == [{"type": "text", "text": "Hello."}]
     assert joined(events([*TEXTS["thinking"], ""], returns_thoughts=False)).content[0].text == "Hello."
 
 

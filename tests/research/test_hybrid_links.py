@@ -148,7 +148,7 @@ def test_maps_link_as_their_inputs_do(study, ends):
 
 
 def computed_rows(setting, model, prompt, k):
-    """Whether each layer computes a token of image `k` under a setting of the engine."""
+    """Return whether each layer computes a token of image `k` under a setting of the engine, [layers, tokens]."""
     _, rows, columns = (prompt.grids[k] // torch.tensor([1, 2, 2])).tolist()
     if model == "hybrid":
         first, last = Edges(parse_policy(setting), 3).counts(rows * columns)

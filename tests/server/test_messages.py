@@ -195,7 +195,7 @@ def test_thinking_that_cannot_be_turned_off(serve, claude):
 
 
 def test_models_that_do_not_think_are_asked_as_claude_is(serve, claude):
-    """As by Claude Code, with what it sends to each model."""
+    """Claude Code sends these fields to each model."""
     with claude(serve(any_model_name=True)).stream(
         model="claude-sonnet",
         max_tokens=4,
@@ -221,7 +221,7 @@ def test_stop_sequences_end_a_message(serve, claude, bias):
 
 
 def test_a_message_is_continued(serve, claude):
-    """Of what is already said, the answer has nothing."""
+    """The answer repeats nothing of the message that it continues."""
     served = serve()
     told = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "The answer"}]}]
     found = claude(served).create(model="model", max_tokens=4, messages=told, extra_body=GREEDY)

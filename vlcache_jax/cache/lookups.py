@@ -290,7 +290,10 @@ class TierLookups:
           grid, owner: grid and owner of the image; None: unknown.
         """
         ours, others = self._sorted(entry, grid, owner)
-        self._others.put(entry, bool(others))
+        if others:
+            self._others.put(entry, True)
+        else:
+            self._others.pop(entry)
         return ours
 
     def all_names(self, entry: str) -> list[str]:
@@ -425,3 +428,8 @@ class CacheStats:
     expired: int = 0
     whys: Mapping[str, int] = field(default_factory=dict)
     tiers: Mapping[str, TierStats] = field(default_factory=dict)
+
+    @property
+    def lookups(self) -> int:
+        """Number of images that were looked up."""
+        return self.hits_exact + self.hits_approximate + self.misses + self.passed_over

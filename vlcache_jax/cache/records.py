@@ -16,6 +16,12 @@ from vlcache_jax.cache.record import OWN_RANK, Donors, Lost, Meta, Record, State
 from vlcache_jax.inputs.processor import Grid
 
 
+def linked_bytes(meta: Meta, *, is_exact: bool) -> int:
+    """Return the bytes of an entry that a link reads: no map if it is exact, else no states after the image."""
+    maps = 4 * (meta.states - meta.own_states) + meta.state_bytes[1]
+    return meta.nbytes - meta.shape[0] * (maps if is_exact else 4 * meta.own_states)
+
+
 class Handle:
     """Result of a lookup. Its records are pinned until `release`, which the end of a `with` block calls.
 
@@ -427,7 +433,7 @@ class Records:
             self.remove(record, Why.load_failed)
 
     def cancel(self, record: Record, why: Why | None = None) -> None:
-        """Cancel a record that is no longer needed, unless it is filled; `why` is told of it later, see `remove`."""
+        """Cancel a record that is no longer needed, unless it is filled; lookups report `why`, see `remove`."""
         with self._lock:
             if not record.is_settled:
                 record.lose(why or Why.load_failed)

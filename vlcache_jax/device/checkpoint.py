@@ -92,8 +92,11 @@ def policy_for(reuse: Any, config: ModelConfig) -> Policy:
     Raises:
       ValueError: there is no such policy, see `parse_policy`.
     """
-    is_recommended = isinstance(reuse, str) and reuse == "approximate" and config.text.has_states
-    return parse_policy(APPROXIMATE_WITH_STATES if is_recommended else reuse)
+    return parse_policy(APPROXIMATE_WITH_STATES if _is_recommended(reuse) and config.text.has_states else reuse)
+
+
+def _is_recommended(reuse: Any) -> bool:
+    return isinstance(reuse, str) and reuse == "approximate"
 
 
 def links_images(config: ModelConfig) -> bool:
@@ -154,7 +157,7 @@ class Checkpoint(abc.ABC):
         policy, cached = policy_for(reuse, self.config), None if own is None else self.edges_of(own)
         edges = self.edges_of(policy)
         if edges is not None and own is not None:
-            if cached is not None and isinstance(reuse, str) and reuse == "approximate":
+            if cached is not None and _is_recommended(reuse):
                 return own
             if cached is None or cached.computed != edges.computed:
                 given, others = (

@@ -219,7 +219,7 @@ class Transfers:
 
 
 class EntryStates(NamedTuple):
-    """What is needed of the states in cache entries: those after the image, its map, both or nothing."""
+    """The states that links read from cache entries: those after the image, its map, both or none."""
 
     own: bool = False
     maps: bool = False

@@ -30,7 +30,7 @@ import numpy as np
 
 from vlcache_jax.cache.keys import request_key
 from vlcache_jax.cache.record import Donors, Meta, Record, Why
-from vlcache_jax.cache.records import Handle
+from vlcache_jax.cache.records import Handle, linked_bytes
 from vlcache_jax.cache.store import Store, can_link
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.common.files import cache_home, write_whole
@@ -509,7 +509,7 @@ class Planner:
         found = Image(
             tokens=image.num_tokens,
             patches=math.prod(image.grid),
-            kv_bytes=None if handle.kv is None else handle.kv.meta.nbytes,
+            kv_bytes=None if handle.kv is None else linked_bytes(handle.kv.meta, is_exact=handle.exact),
             encoder_bytes=None if encoder is None else encoder.meta.nbytes // encoder.meta.padded * image.num_tokens,
             fresh=fresh,
             # An image under a trusted uuid may not be an image at all.

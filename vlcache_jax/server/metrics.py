@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.outputs import RequestMetrics
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.protocol.answers import Counts
@@ -130,12 +131,12 @@ class TrafficLog:
 
     def __init__(self, engine: AsyncLLM, requests: Callable[[], int]):
         self._engine, self._requests = engine, requests
-        self._before = self._now()
+        self._before = self._now(engine.stats())
 
     def line(self, seconds: float) -> str | None:
         """Return a line about the last `seconds`, or None if nothing was computed, runs or waits."""
-        stats, before, now = self._engine.stats(), self._before, self._now()
-        self._before = now
+        stats, before = self._engine.stats(), self._before
+        self._before = now = self._now(stats)
         new = {name: now[name] - before[name] for name in now}
         if not (any(new.values()) or stats.running or stats.waiting):
             return None
@@ -147,14 +148,14 @@ class TrafficLog:
             f"it; {new['images']} images, {100 * hits:.0f} % cached"
         )
 
-    def _now(self) -> dict[str, int]:
-        stats, images = self._engine.stats(), self._engine.cache.stats()
+    def _now(self, stats: EngineStats) -> dict[str, int]:
+        images = self._engine.cache.stats()
         return {
             "requests": self._requests(),
             "prompt": stats.prefill_rows - stats.padded_prefill_rows,
             "output": stats.decode_rows - stats.padded_decode_rows,
             "found": stats.hit_tokens,
-            "images": images.hits_exact + images.hits_approximate + images.misses + images.passed_over,
+            "images": images.lookups,
             "hits": images.encoder_hits,
         }
 
@@ -206,10 +207,9 @@ class _Gauges(Collector):
             ("num_requests_waiting", "Number of waiting sequences", stats.waiting),
             ("kv_cache_usage_perc", "Fraction of the KV pool in use (0 to 1)", stats.in_use / stats.pages),
         ]
-        found = images.hits_exact + images.hits_approximate + images.misses + images.passed_over
         counters: list[tuple[str, str, float]] = [
             ("num_preemptions", "Number of preempted sequences", stats.preemptions),
-            ("mm_cache_queries", "Number of images looked up in the image cache", found),
+            ("mm_cache_queries", "Number of images looked up in the image cache", images.lookups),
             ("mm_cache_hits", "Number of images whose encoder output was cached", images.encoder_hits),
             ("page_hits", "Number of sequences that found tokens in the KV pool", stats.hits),
             ("page_hit_tokens", "Number of prompt tokens found in the KV pool", stats.hit_tokens),

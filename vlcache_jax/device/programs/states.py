@@ -181,7 +181,7 @@ def _like(shapes: Shapes, parts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int
 
 
 class _Place(NamedTuple):
-    """Where an array of a layer's state is in some parts of a cache entry.
+    """The place of an array of a layer's state in some parts of a cache entry.
 
     Attributes:
       layer: number of the layer among those of the parts.
